@@ -1,0 +1,84 @@
+"""The built-ins, registered through the same hooks as a stranger's plugin. Targets are lazy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def register_sources(register: Register) -> None:
+    register("synthetic", "quantkit.sources.synthetic:KIND")
+    register("package", "quantkit.sources.package:KIND")
+    register("gguf", "quantkit.sources.gguf:KIND")
+    register("local", "quantkit.sources.local:KIND")
+    register("hub", "quantkit.sources.hub:KIND")
+
+
+@hookimpl
+def register_architectures(register: Register) -> None:
+    for name in ("llama", "mistral", "qwen2", "qwen3"):
+        register(name, f"quantkit.models.{name}:ARCHITECTURE")
+
+
+@hookimpl
+def register_methods(register: Register) -> None:
+    register("rtn", "quantkit.methods.rtn:METHOD")
+    register("nf4", "quantkit.methods.nf4:METHOD")
+    register("gptq", "quantkit.methods.gptq:METHOD")
+
+
+@hookimpl
+def register_formats(register: Register) -> None:
+    register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
+    register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")
+
+
+@hookimpl
+def register_kernels(register: Register) -> None:
+    register("aten-int8", "quantkit.ops.aten:INT8")
+    register("aten-int4", "quantkit.ops.aten:INT4")
+    register("reference", "quantkit.ops.reference:REFERENCE")
+
+
+@hookimpl
+def register_metrics(register: Register) -> None:
+    for name in ("perplexity", "kl", "top1"):
+        register(name, f"quantkit.evaluate.metrics:{name.upper()}")
+
+
+@hookimpl
+def register_reporters(register: Register) -> None:
+    for name in ("table", "json", "markdown", "svg"):
+        register(name, f"quantkit.report.{name}:REPORTER")
+
+
+@hookimpl
+def register_commands(register: Register) -> None:
+    for name, line in (
+        ("demo", "Quantize a real small model three ways and measure what each cost."),
+        ("quantize", "Quantize a model by a recipe into a checkpoint."),
+        ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
+        ("generate", "Generate text from a model or a checkpoint."),
+        ("inspect", "Show what a model or checkpoint holds, layer by layer."),
+        ("verify", "Reread a checkpoint and check every hash and value."),
+        ("recipes", "List and show recipes."),
+        ("plugins", "List plugins and what they register."),
+        ("doctor", "Show this machine, its kernels, and what is missing."),
+    ):
+        register(name, f"quantkit.cli.{name}:command", help=line)
+
+
+@hookimpl
+def recipe_dirs() -> list[Path]:
+    from quantkit.resources import data_dir
+
+    return [data_dir("recipes")]
+
+
+@hookimpl
+def eval_dirs() -> list[Path]:
+    from quantkit.resources import data_dir
+
+    return [data_dir("evals")]

@@ -1,0 +1,1 @@
+"""How quantized weights lie in memory and on disk."""

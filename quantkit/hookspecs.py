@@ -1,0 +1,78 @@
+"""Every hook there is. A plugin implements the ones it needs with ``@quantkit.hookspecs.hookimpl``.
+
+A ``register`` callback takes ``(name, target, **about)``; ``target`` is an object or a lazy
+``"module:attr"``. Hooks discover and observe; none stands on the per-token path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+hookspec = pluggy.HookspecMarker("quantkit")
+hookimpl = pluggy.HookimplMarker("quantkit")
+
+Register = Callable[..., None]
+
+
+@hookspec
+def register_sources(register: Register) -> None:
+    """Where models come from. Target: a ``quantkit.sources.base.SourceKind``."""
+
+
+@hookspec
+def register_architectures(register: Register) -> None:
+    """Model families, named by ``model_type``. Target: a ``quantkit.models.architecture.Architecture``."""
+
+
+@hookspec
+def register_methods(register: Register) -> None:
+    """Weight quantizers. Target: a ``quantkit.methods.base.Method``."""
+
+
+@hookspec
+def register_formats(register: Register) -> None:
+    """Layouts of quantized weights. Target: a ``quantkit.formats.base.Format``."""
+
+
+@hookspec
+def register_kernels(register: Register) -> None:
+    """Kernels behind ``quantkit.ops``. Target: a ``quantkit.ops.dispatch.Kernel``."""
+
+
+@hookspec
+def register_metrics(register: Register) -> None:
+    """What ``quantkit eval`` measures. Target: a ``quantkit.evaluate.metrics.Metric``."""
+
+
+@hookspec
+def register_reporters(register: Register) -> None:
+    """How results are written. Target: a ``quantkit.report.base.Reporter``."""
+
+
+@hookspec
+def register_commands(register: Register) -> None:
+    """Subcommands. Target: a click command; ``help=`` is the line that ``quantkit --help`` shows."""
+
+
+@hookspec
+def recipe_dirs() -> list[Path]:  # type: ignore[empty-body]
+    """Folders that hold recipe YAML files."""
+
+
+@hookspec
+def eval_dirs() -> list[Path]:  # type: ignore[empty-body]
+    """Folders that hold evaluation suite YAML files."""
+
+
+@hookspec
+def on_layer_quantized(name: str, row: dict[str, Any]) -> None:
+    """One weight is done; ``row`` is its row in the manifest."""
+
+
+@hookspec
+def on_run_finished(kind: str, summary: dict[str, Any]) -> None:
+    """A ``quantize`` or ``eval`` run ended; ``summary`` is what ``--json`` prints."""

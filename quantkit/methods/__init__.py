@@ -1,0 +1,1 @@
+"""Weight quantizers: pure functions of (weight, statistics, spec, options)."""

@@ -1,0 +1,80 @@
+"""What a method is. A new one is a function and one :class:`Method` value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from quantkit.errors import SpecError
+from quantkit.formats.base import Codes
+from quantkit.spec import QuantSpec
+
+
+class Options(BaseModel):
+    """Base of a method's own options; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What calibration measured at one input, shared by the layers that share it.
+
+    Attributes:
+        tokens: how many rows went in.
+        hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, if a method asked for it.
+    """
+
+    tokens: int
+    hessian: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered weight quantizer.
+
+    Attributes:
+        name: its name in recipes.
+        paper: link to the paper (or the page that stands for one).
+        quantize: ``(weight float32 [out, in], stats or None, spec, options) → Codes``. Pure: it
+            writes to none of its arguments and reads no file, clock or global generator.
+        needs: statistics it must be given: ``"hessian"`` or nothing (data-free).
+        options: its options' model.
+        kinds: the ``QuantSpec.kind`` values it can produce.
+        check: further limits on a spec, as the reason or ``None``.
+    """
+
+    name: str
+    paper: str
+    quantize: Callable[[torch.Tensor, LayerStats | None, QuantSpec, Options], Codes]
+    needs: frozenset[str] = frozenset()
+    options: type[Options] = Options
+    kinds: frozenset[str] = frozenset({"int"})
+    check: Callable[[QuantSpec], str | None] = lambda spec: None
+
+    def refuses(self, spec: QuantSpec) -> str | None:
+        """Why this method can't produce ``spec``; ``None`` if it can."""
+        if spec.kind not in self.kinds:
+            return f"{self.name} produces {' or '.join(sorted(self.kinds))}, not {spec.kind}"
+        return self.check(spec)
+
+    def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+            options: Options) -> Codes:
+        """:attr:`quantize` with its contract checked. Raises SpecError if a plugin breaks it."""
+        codes = self.quantize(weight, stats, spec, options)
+        rows, cols = weight.shape
+        if codes.codes.shape != weight.shape or codes.codes.dtype != torch.uint8:
+            raise SpecError(f"method {self.name!r} returned codes {tuple(codes.codes.shape)} "
+                            f"{codes.codes.dtype} for a weight {(rows, cols)}",
+                            why="codes must be uint8 of the weight's shape")
+        if tuple(codes.scale.shape) != spec.scale_shape((rows, cols)):
+            raise SpecError(f"method {self.name!r} returned scales {tuple(codes.scale.shape)}",
+                            why=f"{spec.label()} means {spec.scale_shape((rows, cols))}")
+        if not torch.isfinite(codes.scale).all():
+            raise SpecError(f"method {self.name!r} returned a scale that is not finite")
+        if int(codes.codes.max()) >= 2 ** spec.bits:
+            raise SpecError(f"method {self.name!r} returned a code above {2 ** spec.bits - 1}")
+        return codes

@@ -1,0 +1,1 @@
+"""Architectures as short declarative files over shared layers."""

@@ -1,0 +1,63 @@
+"""The Linear slot: the one place where a model meets a quantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.ops.linear import linear
+
+
+class Linear:
+    """``y = x Wᵀ + b``. ``name`` is the layer's full name, ``model.layers.0.self_attn.q_proj``.
+
+    ``observer``, when set, sees every input ``[..., in]`` before it is multiplied; calibration
+    is its only user.
+    """
+
+    __slots__ = ("bias", "name", "observer", "weight")
+
+    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor,
+                 bias: torch.Tensor | None = None) -> None:
+        self.name, self.weight, self.bias = name, weight, bias
+        self.observer: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
+        return (int(self.weight.shape[0]), int(self.weight.shape[1]))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.observer is not None:
+            self.observer(x)
+        return linear(x, self.weight, self.bias)
+
+
+class Weights:
+    """Where a model's layers get their tensors, one at a time.
+
+    Args:
+        tensor: name → tensor; raises for an unknown name.
+        dtype: every plain tensor is converted to it.
+        quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
+        has: whether a tensor exists.
+        device: where tensors are put.
+    """
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
+                 dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
+                 device: torch.device | str = "cpu") -> None:
+        self._tensor, self.has, self._quantized = tensor, has, quantized
+        self.dtype, self.device = dtype, torch.device(device)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A plain tensor in the model's dtype."""
+        return self._tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def linear(self, name: str, bias: bool = False) -> Linear:
+        """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""
+        weight = self._quantized(name)
+        return Linear(name, self.tensor(f"{name}.weight") if weight is None else weight,
+                      self.tensor(f"{name}.bias") if bias else None)

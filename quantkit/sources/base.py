@@ -1,0 +1,106 @@
+"""What every source of a model offers, and how a name finds its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from quantkit.errors import SourceError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that hasn't been read: name, shape, torch dtype, bytes it takes as that dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """Which model exactly, for the manifest.
+
+    Attributes:
+        kind: the source kind's name.
+        uri: as the user gave it, made absolute for local files only when shown, never stored so.
+        revision: commit sha (hub), package version (``pkg:``) or ``None``.
+        files: sha256 hex digests by plain file name.
+        pinned: whether ``uri`` + ``revision`` can only ever mean these bytes.
+    """
+
+    kind: str
+    uri: str
+    revision: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    pinned: bool = False
+
+
+class ModelSource(Protocol):
+    """A model that can be read one tensor at a time; the whole of it is never in memory."""
+
+    uri: str
+
+    def config(self) -> dict[str, Any]:
+        """The model's ``config.json`` in Hugging Face's terms."""
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its Hugging Face name, without reading any."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises SourceError naming file and tensor when it can't be read."""
+
+    def side_files(self) -> Mapping[str, bytes]:
+        """Tokenizer files, ``generation_config.json``, chat template: copied unchanged."""
+
+    def identity(self) -> SourceIdentity:
+        """Hashes what was read; may take a while on large files."""
+
+    def close(self) -> None:
+        """Release files and memory maps."""
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A registered kind of source.
+
+    Attributes:
+        matches: whether a uri is of this kind; touches at most the file system.
+        open: uri and revision → source; raises SourceError.
+        example: for ``--help`` and error messages.
+        order: kinds are asked in this order; the hub, which takes any ``owner/name``, comes last.
+    """
+
+    matches: Callable[[str], bool]
+    open: Callable[[str, str | None], ModelSource]
+    example: str
+    order: int = 50
+
+
+def open_source(uri: str, revision: str | None = None) -> ModelSource:
+    """Find the kind of source that ``uri`` names and open it.
+
+    Raises:
+        SourceError: no kind takes it, or its kind can't open it.
+    """
+    from quantkit.plugins import registry
+
+    kinds = registry("sources")
+    loaded = sorted(((kinds.get(name), name) for name in kinds), key=lambda k: (k[0].order, k[1]))
+    for kind, _ in loaded:
+        if kind.matches(uri):
+            source: ModelSource = kind.open(uri, revision)
+            return source
+    examples = ", ".join(kind.example for kind, _ in loaded)
+    raise SourceError(f"no model found at {uri!r}", why="it is no folder, file, package or hub name",
+                      next=f"give one of: {examples}")

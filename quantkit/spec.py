@@ -1,0 +1,102 @@
+"""What a quantized tensor is, in numbers: frozen, strict and free of torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Kind = Literal["int", "nf"]
+ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
+
+
+class Frozen(BaseModel):
+    """Base of every spec: immutable, no coercion, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Granularity(Frozen):
+    """Which weights share one scale.
+
+    For a weight of shape ``[out, in]``:
+
+    - ``tensor``: one scale, shape ``[1, 1]``
+    - ``channel``: one a row, ``[out, 1]``
+    - ``group``: one for every ``size`` weights along ``in``, ``[out, in / size]``
+    - ``block``: one for every ``size`` weights of the row-major flattened tensor (a block may
+      cross rows), ``[ceil(out * in / size)]``: bitsandbytes' layout
+    """
+
+    strategy: Literal["tensor", "channel", "group", "block"]
+    size: int | None = Field(default=None, ge=2)
+
+    @model_validator(mode="after")
+    def _size_belongs(self) -> Granularity:
+        if (self.strategy in ("group", "block")) != (self.size is not None):
+            raise ValueError(f"strategy {self.strategy!r} "
+                             + ("needs a size" if self.size is None else "takes no size"))
+        return self
+
+    def __str__(self) -> str:
+        return {"group": f"g{self.size}", "block": f"b{self.size}"}.get(self.strategy, self.strategy)
+
+
+class QuantSpec(Frozen):
+    """How one weight is represented.
+
+    Attributes:
+        kind: ``int`` (uniform levels) or ``nf`` (the NormalFloat codebook).
+        bits: bits a code.
+        symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
+        granularity: which weights share a scale.
+        scale_dtype: what scales are stored and rounded in; ``model`` follows the weight's dtype.
+        nested: scales are themselves quantized to 8 bits (``nf`` only).
+    """
+
+    kind: Kind = "int"
+    bits: int = Field(ge=2, le=8)
+    symmetric: bool = True
+    granularity: Granularity
+    scale_dtype: ScaleDtype = "model"
+    nested: bool = False
+
+    @model_validator(mode="after")
+    def _coherent(self) -> QuantSpec:
+        if self.kind == "nf" and (self.bits != 4 or self.granularity.strategy != "block"):
+            raise ValueError("kind 'nf' means 4 bits in blocks")
+        if self.kind == "int" and self.granularity.strategy == "block":
+            raise ValueError("kind 'int' takes tensor, channel or group granularity")
+        if self.nested and self.kind != "nf":
+            raise ValueError("nested scales exist for kind 'nf' only")
+        return self
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Shape of the scales of a weight ``[out, in]``."""
+        rows, cols = shape
+        size = self.granularity.size or 0
+        return {"tensor": (1, 1), "channel": (rows, 1), "group": (rows, cols // (size or 1)),
+                "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
+
+    def label(self) -> str:
+        """A short name such as ``int4 g64 sym`` or ``nf4 b64 nested``."""
+        tail = ("nested" if self.nested else "") if self.kind == "nf" else (
+            "sym" if self.symmetric else "asym")
+        return f"{self.kind}{self.bits} {self.granularity} {tail}".strip()
+
+
+class CalibrationSpec(Frozen):
+    """Which text a calibrated method sees.
+
+    Attributes:
+        text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
+            apart from the default evaluation text) or a path to a UTF-8 text file.
+        samples: number of windows.
+        length: tokens a window.
+        seed: chooses the windows.
+    """
+
+    text: str = "builtin"
+    samples: int = Field(default=32, ge=1)
+    length: int = Field(default=512, ge=8)
+    seed: int = 0
