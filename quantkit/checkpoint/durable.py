@@ -1,0 +1,136 @@
+"""Files that exist whole or not at all, and a folder that one process writes at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from quantkit.errors import CheckpointError
+
+TEMPORARY = ".tmp"
+
+
+def step(what: str) -> None:
+    """Called before everything that changes the disk. Does nothing: fault tests stop a run here."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in ``folder`` survive a power cut (where the system can)."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Write ``path`` through a temporary neighbour: written, fsynced, renamed, folder fsynced.
+
+    Returns:
+        sha256 hex digest and number of bytes.
+
+    Raises:
+        OSError: as the system said. After any error the temporary file is removed, to give back
+            its space; after a kill it stays, and the next run removes it.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    digest, size = hashlib.sha256(), 0
+    step(f"create {path.name}")
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                size += file.write(chunk)
+                step(f"write {path.name}")
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    step(f"rename {path.name}")
+    rename(temporary, path)
+    return digest.hexdigest(), size
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename durably. A file replaces one of that name; a folder replaces none that holds anything."""
+    old.replace(new)
+    sync_folder(new.parent)
+    if old.parent != new.parent:
+        sync_folder(old.parent)
+
+
+def hash_file(path: Path, chunk: int = 2**22) -> tuple[str, int]:
+    """sha256 hex digest and size of a file, read in pieces."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(chunk):
+            digest.update(piece)
+            size += len(piece)
+    return digest.hexdigest(), size
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, kept: str) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError that says what is kept and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "free some space, then run the same command again: it resumes"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR):
+            remedy = "choose another --out, in a folder that you may write to"
+        else:
+            remedy = "run the same command again: it resumes"
+        raise CheckpointError(what, why=f"{reason}; {kept}", next=remedy) from error
+
+
+class FolderLock:
+    """One writer a folder, held until :meth:`release` or the process's end, however that comes.
+
+    Raises:
+        CheckpointError: another process holds it.
+        OSError: the lock file can't be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] | None = path.open("a")
+        try:
+            _lock(self._file)
+            # the holder may have removed the folder between our open and our lock
+            same = os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            same = False
+        if not same:
+            self.release()
+            raise CheckpointError(f"another quantkit is writing {path.parent}",
+                                  why="two writers would spoil each other's layers",
+                                  next="wait for it to end, or choose another --out")
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: IO[str]) -> None:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+else:
+    import fcntl
+
+    def _lock(file: IO[str]) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

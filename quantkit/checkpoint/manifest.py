@@ -1,0 +1,192 @@
+"""``quantkit.json``: what a checkpoint is made of and what it was made from.
+
+The same run twice gives the same bytes: no time, no host, no path of this machine is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from quantkit.errors import CheckpointError
+from quantkit.plan import PlanRow
+from quantkit.sources.base import SourceIdentity
+from quantkit.spec import Frozen, QuantSpec
+
+MANIFEST = "quantkit.json"
+SCHEMA_VERSION = 1
+MAX_BYTES = 64 * 2**20
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_SHA256 = r"^[0-9a-f]{64}$"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` can only mean a file directly inside a folder, on every system."""
+    return _PLAIN_NAME.fullmatch(name) is not None and ".." not in name
+
+
+class SourceRecord(Frozen):
+    """Which model was quantized. A local path is kept as its last part only."""
+
+    kind: str
+    uri: str
+    revision: str | None = None
+    files: dict[str, str] = Field(default_factory=dict)
+    pinned: bool = False
+
+    @classmethod
+    def of(cls, identity: SourceIdentity) -> SourceRecord:
+        """From a source's own words, without this machine's folders."""
+        uri = identity.uri
+        if identity.kind not in ("hub", "package", "synthetic") and "://" not in uri:
+            uri = Path(uri).expanduser().resolve().name
+        return cls(kind=identity.kind, uri=uri, revision=identity.revision,
+                   files=dict(identity.files), pinned=identity.pinned)
+
+
+class CalibrationFacts(Frozen):
+    """What calibrated methods saw.
+
+    Attributes:
+        text: ``builtin`` or the file's base name.
+        samples, length, seed: as in the recipe.
+        tokens: how many tokens went through the model.
+        sha256: of the token ids as little-endian int64 ``[samples, length]``.
+    """
+
+    text: str
+    samples: int
+    length: int
+    seed: int
+    tokens: int
+    sha256: str = Field(pattern=_SHA256)
+
+
+class LayerRow(Frozen):
+    """What became of one Linear; a kept layer has no method, format, spec or error.
+
+    Attributes:
+        name: full name, without ``.weight``.
+        shape: ``(out, in)``.
+        dtype: logical dtype of the weight, ``bfloat16``.
+        bits: stored bits a weight, scales and zero points included.
+        bytes: of all tensors stored for it.
+        error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius), of the weight as it is stored.
+        notes: every fallback taken, a sentence each.
+    """
+
+    name: str = Field(min_length=1)
+    shape: tuple[int, int] = Field(strict=False)
+    dtype: str
+    method: str | None = None
+    format: str | None = None
+    spec: QuantSpec | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    bits: float = Field(allow_inf_nan=False)
+    bytes: int = Field(ge=0)
+    error: float | None = Field(default=None, allow_inf_nan=False)
+    notes: tuple[str, ...] = Field(default=(), strict=False)
+
+    @classmethod
+    def of(cls, row: PlanRow, *, error: float | None = None, notes: tuple[str, ...] = ()) -> LayerRow:
+        """The plan's row with what was measured."""
+        return cls(name=row.name, shape=row.shape, dtype=row.dtype, method=row.method, format=row.format,
+                   spec=row.spec, options=dict(row.options), bits=row.bits, bytes=row.bytes_after,
+                   error=error, notes=notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return self.model_dump(mode="json")
+
+
+class FileRecord(Frozen):
+    """One file of the checkpoint."""
+
+    sha256: str = Field(pattern=_SHA256)
+    bytes: int = Field(ge=0)
+
+
+class Manifest(Frozen):
+    """The whole of ``quantkit.json``.
+
+    Attributes:
+        schema_version: of this file's layout.
+        recipe: ``Recipe.snapshot()``.
+        source: which model was quantized.
+        calibration: ``None`` if no method needed any.
+        layers: a row for every Linear, in the model's order; filled in by the writer.
+        plugins: distribution → version of each that registered a method or format in use.
+        files: every other file of the folder by plain name; filled in by the writer.
+        digest: sha256 of this JSON with ``digest`` empty, so that damage to it shows too.
+    """
+
+    schema_version: Literal[1] = 1
+    quantkit_version: str
+    recipe: dict[str, Any]
+    source: SourceRecord
+    calibration: CalibrationFacts | None = None
+    layers: tuple[LayerRow, ...] = Field(default=(), strict=False)
+    plugins: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, FileRecord] = Field(default_factory=dict)
+    digest: str = ""
+
+    @field_validator("files")
+    @classmethod
+    def _plain(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            if not is_plain_name(name):
+                raise ValueError(f"{name!r} is not a plain file name")
+        return files
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of all Linears over their parameters."""
+        weights = sum(row.shape[0] * row.shape[1] for row in self.layers)
+        return 8 * sum(row.bytes for row in self.layers) / weights if weights else 0.0
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""
+        plain = self.model_dump(mode="json") | {"digest": ""}
+        return _canonical(plain | {"digest": hashlib.sha256(_canonical(plain)).hexdigest()})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, label: str = MANIFEST) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: not JSON, of another schema, or changed since it was written.
+        """
+        again = "quantize again, or copy the checkpoint again from where it came"
+        if len(raw) > MAX_BYTES:
+            raise CheckpointError(f"{label} is larger than {MAX_BYTES // 2**20} MiB", next=again)
+        try:
+            plain = json.loads(raw)
+            version = plain["schema_version"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{label} is damaged", why=f"{type(error).__name__}: {error}",
+                                  next=again) from None
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(f"{label} has schema version {version!r}",
+                                  why=f"this quantkit reads {SCHEMA_VERSION}; another version wrote it",
+                                  next="pip install --upgrade quantkit")
+        try:
+            manifest = cls.model_validate_json(raw)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in fault["loc"])
+            raise CheckpointError(f"{label} is damaged", why=f"{where}: {fault['msg']}", next=again) from None
+        # comparing bytes also catches a duplicate key and damage between the values
+        if manifest.to_bytes() != raw:
+            raise CheckpointError(f"{label} is damaged or was edited",
+                                  why="it is not what its own digest says", next=again)
+        return manifest
+
+
+def _canonical(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -1,0 +1,93 @@
+"""Rows → ``quantization_config`` of ``config.json``, in the words of the standard that can say them.
+
+Read by transformers and vLLM; the keys are exactly those that compressed-tensors
+(https://github.com/vllm-project/compressed-tensors) and bitsandbytes
+(https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from quantkit.spec import QuantSpec
+
+OWN: dict[str, Any] = {"quant_method": "quantkit"}
+"""What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
+
+
+class Row(Protocol):
+    """What is needed of a layer: a row of a plan or of a manifest."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def format(self) -> str | None: ...
+    @property
+    def spec(self) -> QuantSpec | None: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """The value for ``config.json``; ``None`` if no layer is quantized.
+
+    Args:
+        rows: every Linear of the model, kept ones too. ``lm_head`` may be missing (tied embeddings).
+    """
+    packed = [row for row in rows if row.spec is not None]
+    if not packed:
+        return None
+    formats = {row.format for row in packed}
+    kept = [row.name for row in rows if row.spec is None]
+    if all(row.name != "lm_head" for row in rows):
+        kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
+    if formats == {"pack-quantized"} and all(_model_scales(row) for row in packed):
+        return _compressed_tensors(packed, kept)
+    if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
+        return _bitsandbytes(packed[0], kept)
+    return dict(OWN)
+
+
+def _model_scales(row: Row) -> bool:
+    return row.spec is not None and row.spec.scale_dtype in ("model", row.dtype)
+
+
+def _weights(spec: QuantSpec) -> dict[str, Any]:
+    size = {"group_size": spec.granularity.size} if spec.granularity.strategy == "group" else {}
+    return {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric,
+            "strategy": spec.granularity.strategy, **size, "dynamic": False}
+
+
+def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
+    groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for row in packed:
+        weights = _weights(row.spec)  # type: ignore[arg-type]
+        groups.setdefault(str(weights), (weights, []))[1].append(row.name)
+    single = len(groups) == 1
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
+        "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
+        "config_groups": {
+            f"group_{index}": {
+                "targets": ["Linear"] if single else [f"re:^{re.escape(name)}$" for name in names],
+                "format": "pack-quantized", "weights": dict(weights),
+                "input_activations": None, "output_activations": None}
+            for index, (weights, names) in enumerate(groups.values())}}
+
+
+def _bnb_key(row: Row) -> tuple[Any, ...]:
+    assert row.spec is not None
+    return (row.spec.nested, row.spec.granularity.size, row.dtype)
+
+
+def _bitsandbytes(row: Row, kept: list[str]) -> dict[str, Any]:
+    assert row.spec is not None
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": row.spec.nested, "bnb_4bit_compute_dtype": row.dtype,
+        "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0, "llm_int8_skip_modules": kept,
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False}

@@ -1,0 +1,224 @@
+"""Reading a checkpoint back: its manifest first, then sizes and structure, then tensors on demand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS
+from quantkit.plugins import registry
+from quantkit.sources.base import TensorInfo
+from quantkit.sources.safetensors_file import ShardedTensors
+
+CONFIG = "config.json"
+CARD = "README.md"
+INDEX = "model.safetensors.index.json"
+PARTIAL = ".partial"
+STATE = "state.json"
+MAX_JSON = 64 * 2**20
+AGAIN = "copy the checkpoint again from where it came, or quantize again"
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether ``path`` is a folder that :meth:`Checkpoint.open` should be asked about: one with
+    ``quantkit.json``, an unfinished one, or one whose ``config.json`` has a ``quantization_config``."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return False
+    if (folder / MANIFEST).is_file() or _unfinished(folder):
+        return True
+    return _foreign(folder) is not None
+
+
+class Checkpoint:
+    """A quantized model on disk. Use :meth:`open`; close it when done, or use it in a ``with``.
+
+    Attributes:
+        path: the folder.
+        manifest: what ``quantkit.json`` says.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._rows = {row.name: row for row in manifest.layers}
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open a checkpoint: the manifest is whole, every file is there with its size, and every
+        layer has the tensors that its format says. Hashes are left to ``quantkit verify``.
+
+        Raises:
+            CheckpointError: it is unfinished, damaged, or another tool's.
+        """
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        for name, record in manifest.files.items():
+            if name == CARD:
+                continue  # people edit it; only verify minds
+            file = folder / name
+            if not file.is_file():
+                raise CheckpointError(f"{folder} has no {name}", why=f"{MANIFEST} lists it", next=AGAIN)
+            if (size := file.stat().st_size) != record.bytes:
+                raise CheckpointError(f"{file} is damaged", next=AGAIN,
+                                      why=f"it has {size:,} bytes, it was written with {record.bytes:,}")
+        checkpoint = cls(folder, manifest)
+        try:
+            checkpoint.check_structure()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    @cached_property
+    def _tensors(self) -> ShardedTensors:
+        return ShardedTensors(self.path)
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor, without reading any."""
+        return self._tensors.infos
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
+
+    def config(self) -> dict[str, Any]:
+        """``config.json``, ``quantization_config`` included."""
+        return read_json(self.path / CONFIG)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that full name is stored."""
+        return name in self._tensors.infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one stored tensor. Raises QuantkitError for an unknown name."""
+        return self._tensors.tensor(name)
+
+    def quantized(self, layer: str) -> QuantizedTensor | None:
+        """The packed weight of a layer (its name without ``.weight``); ``None`` if it isn't quantized.
+
+        Raises:
+            CheckpointError: its stored tensors are not those of its format.
+        """
+        row = self._rows.get(layer)
+        if row is None or row.format is None or row.spec is None:
+            return None
+        layout = self._layout(row)
+        return QuantizedTensor(row.format, row.spec, row.shape, FLOATS[row.dtype],
+                               {suffix: self.tensor(f"{layer}.{suffix}") for suffix in layout})
+
+    def side_files(self) -> Mapping[str, bytes]:
+        """Tokenizer, generation config and whatever else was copied, by plain name."""
+        own = {CONFIG, CARD, INDEX}
+        return {name: (self.path / name).read_bytes() for name in self.manifest.files
+                if name not in own and not name.endswith(".safetensors")}
+
+    def check_structure(self) -> None:
+        """Weights come from listed files only, and every layer's tensors exist with the dtype and
+        shape of its format. Raises CheckpointError."""
+        self.config()
+        read = {Path(file).name for file in self._tensors.files}
+        if strange := sorted(read - self.manifest.files.keys()):
+            raise CheckpointError(f"{self.path} would be read from {', '.join(strange[:3])}", next=AGAIN,
+                                  why=f"{MANIFEST} doesn't list it: files were added to the folder")
+        for row in self.manifest.layers:
+            if row.spec is not None:
+                self._layout(row)
+            elif (info := self.infos.get(f"{row.name}.weight")) is None or tuple(info.shape) != row.shape:
+                raise CheckpointError(f"layer {row.name} of {self.path} has no weight of shape "
+                                      f"{list(row.shape)}", why=f"{MANIFEST} lists it", next=AGAIN)
+
+    def _layout(self, row: LayerRow) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        assert row.spec is not None and row.format is not None
+        if row.dtype not in FLOATS:
+            raise CheckpointError(f"layer {row.name} has dtype {row.dtype!r} in {self.path / MANIFEST}",
+                                  why=f"known: {', '.join(FLOATS)}", next=AGAIN)
+        form: Format = registry("formats").get(row.format)
+        layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+        for suffix, (dtype, shape) in layout.items():
+            info = self.infos.get(f"{row.name}.{suffix}")
+            if info is None or info.dtype != dtype or tuple(info.shape) != shape:
+                found = f"{info.dtype} {list(info.shape)}" if info else "missing"
+                raise CheckpointError(
+                    f"tensor {row.name}.{suffix} of {self.path} is {found}", next=AGAIN,
+                    why=f"{row.format} {row.spec.label()} of a layer {list(row.shape)} "
+                        f"has {dtype} {list(shape)} there")
+        return layout
+
+    def close(self) -> None:
+        """Release files and memory maps."""
+        if "_tensors" in self.__dict__:
+            self._tensors.close()
+            del self.__dict__["_tensors"]
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished checkpoint. Raises CheckpointError, saying what the folder is instead."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder", next="quantkit inspect DIR")
+    if _unfinished(folder):
+        raise CheckpointError(f"{folder} is an unfinished checkpoint",
+                              why="the run that was writing it stopped",
+                              next="run the same quantize command again: it resumes")
+    file = folder / MANIFEST
+    if not file.is_file():
+        if (method := _foreign(folder)) is not None:
+            raise CheckpointError(f"{folder} is quantized (quant_method {method!r}) but has no {MANIFEST}",
+                                  why="another tool made it, whose checkpoints can't be read yet, "
+                                      "or that file was lost",
+                                  next="quantkit quantize ORIGINAL --recipe int8 --out OUT")
+        raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
+                              next="quantkit quantize SOURCE --recipe int8 --out OUT")
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read", why=error.strerror) from error
+    return Manifest.from_bytes(raw, str(file))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size. Raises CheckpointError."""
+    try:
+        with path.open("rb") as handle:
+            raw = handle.read(MAX_JSON + 1)
+        if len(raw) > MAX_JSON:
+            raise ValueError(f"larger than {MAX_JSON // 2**20} MiB")
+        data = json.loads(raw)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read", why=str(error), next=AGAIN) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} is not a JSON object", next=AGAIN)
+    return data
+
+
+def _unfinished(folder: Path) -> bool:
+    if (folder / MANIFEST).is_file():
+        # inside a writer's folder all may be there and not yet verified
+        parent = folder.resolve().parent
+        return parent.suffix == PARTIAL and (parent / STATE).is_file()
+    return folder.resolve().suffix == PARTIAL or (folder / STATE).is_file()
+
+
+def _foreign(folder: Path) -> str | None:
+    """The ``quant_method`` of a quantized folder."""
+    try:
+        method = read_json(folder / CONFIG).get("quantization_config")
+    except QuantkitError:
+        return None
+    return str(method.get("quant_method")) if isinstance(method, dict) else None

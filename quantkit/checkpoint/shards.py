@@ -1,0 +1,124 @@
+"""Writing safetensors files as a stream, so that no shard is ever in memory as a whole.
+
+The layout: eight bytes of header length (little-endian), a JSON header padded with spaces, then the
+tensors' bytes without holes. https://github.com/huggingface/safetensors#format
+
+Tensors lie in the order of falling item size, which keeps each aligned to its own dtype, as readers
+that map the file need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import CheckpointError
+
+SHARD_BYTES = 5 * 10**9
+CHUNK = 2**22
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor inside a file that this package wrote: ``nbytes`` from ``offset`` on."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int
+
+
+def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """One safetensors file holding ``tensors``, in pieces. Raises CheckpointError for a dtype it lacks."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES:
+            raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}",
+                                  why=f"safetensors files hold {', '.join(map(str, _CODES))}")
+    names = sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n))
+    yield _header([(n, _CODES[tensors[n].dtype], tuple(tensors[n].shape),
+                    tensors[n].numel() * tensors[n].dtype.itemsize) for n in names])
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = flat.numpy().data
+        for start in range(0, len(data), CHUNK):
+            yield data[start:start + CHUNK]
+
+
+def stored_tensors(file: Path) -> list[Stored]:
+    """The tensors of a file that :func:`tensor_chunks` wrote and whose hash is known to be right."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header: dict[str, Any] = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return [Stored(name, entry["dtype"], tuple(entry["shape"]),
+                   entry["data_offsets"][1] - entry["data_offsets"][0], file,
+                   8 + length + entry["data_offsets"][0]) for name, entry in header.items()]
+
+
+def split(tensors: Iterable[Stored], limit: int = SHARD_BYTES) -> list[list[Stored]]:
+    """Fill shards of at most ``limit`` bytes in order; a tensor above it has a shard of its own."""
+    shards: list[list[Stored]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def shard_chunks(tensors: Sequence[Stored]) -> Iterator[bytes]:
+    """One shard, copied piece by piece from the files that the tensors lie in."""
+    ordered = sorted(tensors, key=lambda t: -DTYPES[t.code].itemsize)  # stable: keeps the given order
+    yield _header([(t.name, t.code, t.shape, t.nbytes) for t in ordered])
+    for tensor in ordered:
+        with tensor.file.open("rb") as handle:
+            handle.seek(tensor.offset)
+            left = tensor.nbytes
+            while left:
+                piece = handle.read(min(CHUNK, left))
+                if not piece:
+                    raise CheckpointError(f"{tensor.file} ends inside tensor {tensor.name}",
+                                          next=f"rm {tensor.file.with_suffix('.json')}, then run again")
+                left -= len(piece)
+                yield piece
+
+
+def index_json(shards: Sequence[Sequence[Stored]]) -> bytes:
+    """``model.safetensors.index.json``: which shard each tensor lies in."""
+    names = shard_names(len(shards))
+    where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, sort_keys=True,
+                      indent=2).encode() + b"\n"
+
+
+def _header(entries: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, code, shape, nbytes in entries:
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

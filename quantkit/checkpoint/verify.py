@@ -1,0 +1,119 @@
+"""Rereading all of a checkpoint and saying, file by file and layer by layer, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.checkpoint.checks import value_faults
+from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.manifest import MANIFEST, Manifest
+from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_json, read_manifest
+from quantkit.errors import CheckpointError, QuantkitError
+
+Status = Literal["ok", "failed", "note"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. ``detail`` says what was found; a ``note`` is nothing wrong."""
+
+    name: str
+    status: Status
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` found."""
+
+    path: Path
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(check.status != "failed" for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {"path": str(self.path), "ok": self.ok, "checks": [asdict(check) for check in self.checks]}
+
+
+def verify(path: str | Path) -> VerifyReport:
+    """Check every byte and value: file hashes, the manifest's own digest, the structure of every
+    layer, scales finite, codes and zero points in range, ``config.json`` in agreement with the
+    manifest, and files that nobody listed. One layer is in memory at a time.
+
+    Raises:
+        CheckpointError: ``path`` is no finished quantkit checkpoint at all.
+    """
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        read_manifest(folder)
+    return VerifyReport(folder, tuple(_checks(folder)))
+
+
+def _checks(folder: Path) -> Iterator[Check]:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        yield Check(MANIFEST, "failed", _said(error))
+        return
+    yield Check(MANIFEST, "ok", f"{len(manifest.layers)} layers, {len(manifest.files)} files")
+    whole = True
+    for name in sorted(manifest.files):
+        check = _file(folder, name, manifest)
+        whole &= check.status == "ok"
+        yield check
+    unknown = sorted({p.name for p in folder.iterdir()} - manifest.files.keys() - {MANIFEST})
+    if unknown:
+        yield Check("unknown files", "note", ", ".join(unknown))
+    if not whole:
+        yield Check("layers", "note", "not looked at: a file is damaged")
+        return
+    yield from _content(folder, manifest)
+
+
+def _file(folder: Path, name: str, manifest: Manifest) -> Check:
+    record = manifest.files[name]
+    try:
+        digest, size = hash_file(folder / name)
+    except OSError as error:
+        return Check(name, "failed", error.strerror or str(error))
+    if size != record.bytes:
+        return Check(name, "failed", f"{size:,} bytes, it was written with {record.bytes:,}")
+    if digest != record.sha256:
+        return Check(name, "failed", f"sha256 is {digest}, it was written as {record.sha256}")
+    return Check(name, "ok", f"{size:,} bytes, sha256 {digest}")
+
+
+def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            yield Check("structure", "ok", "every layer has the tensors of its format")
+            faults = list(value_faults(checkpoint))
+            yield from (Check("values", "failed", fault) for fault in faults)
+            if not faults:
+                yield Check("values", "ok", "scales finite, codes and zero points in range")
+    except QuantkitError as error:
+        yield Check("structure", "failed", _said(error))
+        return
+    found = read_json(folder / CONFIG).get("quantization_config")
+    if found == quantization_config(manifest.layers):
+        yield Check(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
+    else:
+        yield Check(f"{CONFIG} and {MANIFEST}", "failed",
+                    "quantization_config doesn't say what the layers of the manifest are")
+
+
+def _said(error: QuantkitError) -> str:
+    return " — ".join(filter(None, (error.what, error.why)))

@@ -1,0 +1,300 @@
+"""Writing a checkpoint so that it exists whole or not at all, and so that a killed run resumes.
+
+``OUT.partial/`` holds, while a run lasts::
+
+    lock                          held by the one writer
+    state.json                    which run this is
+    part-UNIT.safetensors, .json  a finished unit: its tensors; then its rows and hash
+    checkpoint/                   being assembled from the parts, verified, renamed to OUT
+    finished                      hash of the manifest that was renamed, until all this is removed
+
+Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
+does, and a checkpoint once ``OUT`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from quantkit.checkpoint import durable
+from quantkit.checkpoint.assemble import assemble
+from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
+from quantkit.checkpoint.manifest import MANIFEST, LayerRow, Manifest
+from quantkit.checkpoint.reader import PARTIAL, STATE
+from quantkit.checkpoint.shards import SHARD_BYTES, stored_tensors, tensor_chunks
+from quantkit.errors import CheckpointError
+
+LAYOUT_VERSION = 1
+_UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LOCK, _FINISHED, _ASSEMBLED = "lock", "finished", "checkpoint"
+
+
+class CheckpointWriter:
+    """One run's writer. Use it in a ``with``, or :meth:`close` it.
+
+    Args:
+        out: the folder to make; nothing may be there.
+        identity: plain JSON data that says which run this is: two runs of equal identity write
+            the same bytes. Recipe, source hashes and calibration belong in it.
+        needed_bytes: free space that the whole run needs (``Plan.needed_disk_bytes``); what
+            earlier attempts already wrote is taken off.
+        shard_bytes: the largest size of a weight file.
+
+    Attributes:
+        finished: an earlier attempt was stopped after ``OUT`` was complete; :meth:`finish` has
+            only to clean up.
+
+    Raises:
+        CheckpointError: ``out`` exists, is being written by another process, belongs to another
+            run, can't be written, or there is too little space. Nothing was changed then.
+    """
+
+    def __init__(self, out: str | Path, identity: Mapping[str, Any], *, needed_bytes: int = 0,
+                 shard_bytes: int = SHARD_BYTES) -> None:
+        self.out = Path(out).expanduser().resolve()
+        if not self.out.name or self.out.suffix == PARTIAL:
+            raise CheckpointError(f"{out} can't be a checkpoint's folder",
+                                  why=f"it needs a name that doesn't end in {PARTIAL}",
+                                  next="choose another --out")
+        self.partial = self.out.with_name(self.out.name + PARTIAL)
+        self.finished = False
+        self._shard_bytes = shard_bytes
+        self._units: set[str] = set()  # those whose bytes this process wrote or checked
+        self._lock: FolderLock | None = None
+        self._state = {"layout": LAYOUT_VERSION, "identity": json.loads(json.dumps(dict(identity)))}
+        if os.path.lexists(self.out) and not (self.partial / _FINISHED).is_file():
+            raise self._exists()
+        with disk_errors(f"{self.partial} can't be made", "nothing was written"):
+            self._check_space(needed_bytes)
+            durable.step("create the folder")
+            self.partial.mkdir(parents=True, exist_ok=True)
+            durable.sync_folder(self.partial.parent)
+            self._lock = FolderLock(self.partial / _LOCK)
+        try:
+            with disk_errors(f"{self.partial} can't be used", "nothing was lost"):
+                self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- units
+
+    def units(self) -> list[str]:
+        """Units that are on disk, in natural order (``layer.2`` before ``layer.10``)."""
+        names = [f.stem.removeprefix("part-") for f in self.partial.glob("part-*.json")]
+        return sorted(names, key=natural)
+
+    def has(self, unit: str) -> bool:
+        """Whether a unit is on disk and its bytes are those that were written."""
+        if unit in self._units:
+            return True
+        part, record = self._paths(unit)
+        try:
+            known = json.loads(record.read_bytes())
+            whole = hash_file(part) == (known["sha256"], known["bytes"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if whole:
+            self._units.add(unit)
+        return whole
+
+    def get(self, unit: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """Tensors and rows of a unit. Raises CheckpointError if it isn't on disk."""
+        if not self.has(unit):
+            raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
+        part, record = self._paths(unit)
+        with disk_errors(f"{part} can't be read", "the other units are kept"):
+            rows: list[dict[str, Any]] = json.loads(record.read_bytes())["rows"]
+            return load_file(part), rows
+
+    def put(self, unit: str, tensors: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store a unit; durable when it returns.
+
+        Args:
+            unit: its name: letters, digits, dots and dashes; units are assembled in natural order.
+            tensors: by full name; no two units hold the same one.
+            rows: ``LayerRow.to_dict()`` of its Linears, kept ones too.
+
+        Raises:
+            CheckpointError: the disk is full or fails; earlier units are kept.
+        """
+        part, record = self._paths(unit)
+        plain = [LayerRow.model_validate(dict(row)).to_dict() for row in rows]
+        with disk_errors(f"unit {unit!r} can't be written to {self.partial}",
+                         "every finished layer is kept"):
+            self._units.discard(unit)
+            record.unlink(missing_ok=True)
+            digest, size = write_file(part, tensor_chunks(tensors))
+            facts = {"sha256": digest, "bytes": size, "rows": plain}
+            write_file(record, [json.dumps(facts, sort_keys=True, allow_nan=False).encode()])
+        self._units.add(unit)
+
+    # -- the end
+
+    def finish(self, config: Mapping[str, Any], side_files: Mapping[str, bytes], manifest: Manifest) -> Path:
+        """Assemble, verify and publish the checkpoint; returns ``OUT``.
+
+        The shards are streamed from the units. All is reread before the last rename: hashes, that
+        every layer has its format's tensors, that scales are finite and codes in range.
+
+        Args:
+            config: the model's ``config.json``; ``quantization_config`` is added here, from the rows.
+            side_files: copied unchanged, by plain name.
+            manifest: without layers and files, which are filled in here.
+
+        Raises:
+            CheckpointError: a value or a hash is wrong, or the disk is full; the units are kept.
+        """
+        with disk_errors(f"{self.out} can't be completed", "every finished layer is kept"):
+            if not self.finished:
+                if os.path.lexists(self.out):
+                    raise self._exists()
+                self._publish(config, side_files, manifest)
+            self._clean()
+        self.close()
+        return self.out
+
+    def _publish(self, config: Mapping[str, Any], side_files: Mapping[str, bytes],
+                 manifest: Manifest) -> None:
+        units = self.units()
+        for unit in units:
+            if not self.has(unit):
+                raise CheckpointError(f"unit {unit!r} of {self.partial} is damaged",
+                                      why="its bytes are not those that were written",
+                                      next="run the same command again: it is made anew")
+        rows = [LayerRow.model_validate(row) for unit in units
+                for row in json.loads(self._paths(unit)[1].read_bytes())["rows"]]
+        tensors = [tensor for unit in units for tensor in stored_tensors(self._paths(unit)[0])]
+        folder = self.partial / _ASSEMBLED
+        durable.step("remove an earlier attempt")
+        shutil.rmtree(folder, ignore_errors=True)
+        (self.partial / _FINISHED).unlink(missing_ok=True)
+        folder.mkdir()
+        digest = assemble(folder, tensors, rows, config, side_files, manifest, self._shard_bytes)
+        write_file(self.partial / _FINISHED, [digest.encode()])
+        durable.step("publish the checkpoint")
+        durable.rename(folder, self.out)
+
+    def _clean(self) -> None:
+        durable.step("forget the run")
+        (self.partial / STATE).unlink(missing_ok=True)  # from here on the rest is litter
+        self._remove_litter()
+        durable.step("remove the folder")
+        (self.partial / _LOCK).unlink()
+        self.partial.rmdir()
+
+    def close(self) -> None:
+        """Let another writer in; what is finished stays on disk."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the beginning
+
+    def _paths(self, unit: str) -> tuple[Path, Path]:
+        if not _UNIT.fullmatch(unit):
+            raise CheckpointError(f"{unit!r} can't name a unit", why="letters, digits, dots and dashes only")
+        return self.partial / f"part-{unit}.safetensors", self.partial / f"part-{unit}.json"
+
+    def _exists(self) -> CheckpointError:
+        return CheckpointError(f"{self.out} already exists", why="nothing is ever written over",
+                               next=f"choose another --out, or remove it: rm -r {shlex.quote(str(self.out))}")
+
+    def _check_space(self, needed: int) -> None:
+        folder = self.partial
+        have = sum(f.stat().st_size for f in folder.glob("part-*")) if folder.is_dir() else 0
+        while not folder.is_dir() and folder != folder.parent:
+            folder = folder.parent
+        free, missing = shutil.disk_usage(folder).free, needed - have
+        if missing > free:
+            raise CheckpointError(
+                f"{self.out} doesn't fit on its disk",
+                why=f"{missing / 1e9:.2f} GB are needed (the finished layers, and the checkpoint made of "
+                    f"them), {free / 1e9:.2f} GB are free", next="free some space, or choose another --out")
+
+    def _resume(self) -> None:
+        state, finished = self.partial / STATE, self.partial / _FINISHED
+        if not state.is_file():
+            if finished.is_file():
+                self._remove_litter()
+            self._refuse_strangers()
+            if os.path.lexists(self.out):
+                raise self._exists()
+            write_file(state, [json.dumps(self._state, sort_keys=True, indent=1).encode()])
+            return
+        self._compare(state)
+        if os.path.lexists(self.out):
+            manifest = self.out / MANIFEST
+            done = finished.is_file() and manifest.is_file() and (
+                finished.read_text() == hash_file(manifest)[0])
+            if not done:
+                raise self._exists()
+            self.finished = True
+        for leftover in self.partial.glob("*" + durable.TEMPORARY):
+            durable.step(f"remove {leftover.name}")
+            leftover.unlink()
+
+    def _remove_litter(self) -> None:
+        """Empty the folder of a run that ended; ``finished`` goes last, so that this can resume too."""
+        for path in sorted(self.partial.iterdir()):
+            if path.name not in (_LOCK, _FINISHED):
+                durable.step(f"remove {path.name}")
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        durable.step("remove the mark")
+        (self.partial / _FINISHED).unlink()
+
+    def _refuse_strangers(self) -> None:
+        strangers = sorted(p.name for p in self.partial.iterdir()
+                           if p.name not in (_LOCK, STATE + durable.TEMPORARY))
+        if strangers:
+            raise CheckpointError(f"{self.partial} is not a quantkit run's folder",
+                                  why=f"it holds {', '.join(strangers[:3])} and no {STATE}",
+                                  next="choose another --out, or move that folder away")
+
+    def _compare(self, state: Path) -> None:
+        try:
+            found = json.loads(state.read_bytes())
+        except ValueError:
+            found = None
+        if found == self._state:
+            return
+        changed = differences(found, self._state)
+        raise CheckpointError(
+            f"{self.partial} belongs to another run",
+            why="it was started with (then → now):\n" + "\n".join(changed[:8]),
+            next=f"choose another --out, or drop that run: rm -r {shlex.quote(str(self.partial))}")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key by which numbers inside names count as numbers."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part)
+            for part in re.split(r"(\d+)", name) if part]
+
+
+def differences(then: Any, now: Any, where: str = "") -> list[str]:
+    """The leaves in which two pieces of JSON data differ, as ``key: then → now``."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        return [line for key in sorted(then.keys() | now.keys())
+                for line in differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))]
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        return [line for i, pair in enumerate(zip(then, now, strict=True))
+                for line in differences(*pair, f"{where}.{i}")]
+    if then == now:
+        return []
+    return [f"  {where or 'state'}: {json.dumps(then)[:120]} → {json.dumps(now)[:120]}"]

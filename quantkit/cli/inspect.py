@@ -1,0 +1,197 @@
+"""``quantkit inspect MODEL``: what a model or a checkpoint holds, and which kernel each layer gets."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, print_json, table, wrapped
+from quantkit.cli.probe import PHASES, dense_kernels, kernels_for
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.manifest import LayerRow
+    from quantkit.models.config import ModelConfig
+
+
+@click.command("inspect")
+@click.argument("model")
+@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--layers", is_flag=True, help="A row a layer instead of a row a kind of layer.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, a row a layer, as JSON.")
+def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:
+    """Show what a model or checkpoint holds, layer by layer.
+
+    MODEL is a checkpoint of quantkit, a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a
+    model on the hub. No weight is read. For every quantized layer the kernel that would run it on
+    this machine is named, and why the others declined.
+    """
+    facts = inspect_facts(model, revision)
+    if as_json:
+        print_json(facts)
+        return
+    _print_head(facts)
+    click.echo()
+    click.echo(_layer_table(facts["layers"], grouped=not layers))
+    declined = list(_declined_lines(facts["layers"]))
+    if declined:
+        click.echo("\nkernels that declined")
+        for line in declined:
+            click.echo(line)
+    noted = [(row["name"], text) for row in facts["layers"] for text in row["notes"]]
+    if noted:
+        click.echo("\nfallbacks taken")
+        for name, text in noted:
+            click.echo(wrapped("", f"{name}: {text}", 2))
+
+
+def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
+    """Everything that ``inspect`` shows, as plain data; layers one by one.
+
+    Raises:
+        SourceError, CheckpointError, UnsupportedModelError: as opening the model does.
+    """
+    from quantkit.checkpoint.reader import is_checkpoint
+
+    return _checkpoint_facts(uri) if is_checkpoint(Path(uri)) else _source_facts(uri, revision)
+
+
+def _source_facts(uri: str, revision: str | None) -> dict[str, Any]:
+    from quantkit.models.architecture import linear_slots, parse_config
+    from quantkit.sources.base import open_source
+
+    source = open_source(uri, revision)
+    try:
+        config, infos = parse_config(source.config()), source.tensors()
+        layers = []
+        for slot in linear_slots(config):
+            info = infos.get(f"{slot.name}.weight")
+            layers.append({
+                "name": slot.name, "shape": [slot.out_features, slot.in_features],
+                "dtype": str(info.dtype).removeprefix("torch.") if info else None,
+                "method": None, "format": None, "spec": None, "label": None,
+                "bytes": info.nbytes if info else 0,
+                "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": [],
+                "kernels": dense_kernels()})
+        return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config),
+                "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
+                "bytes": sum(i.nbytes for i in infos.values()),
+                "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
+                "bits_per_weight": _bits(layers), "recipe": None, "source": None, "layers": layers}
+    finally:
+        source.close()
+
+
+def _kind_of(uri: str) -> str:
+    from quantkit.plugins import registry
+
+    kinds = registry("sources")
+    ordered = sorted(kinds, key=lambda name: (kinds.get(name).order, name))
+    return next((name for name in ordered if kinds.get(name).matches(uri)), "unknown")
+
+
+def _checkpoint_facts(uri: str) -> dict[str, Any]:
+    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.models.architecture import parse_config
+
+    with Checkpoint.open(uri) as checkpoint:
+        manifest, infos = checkpoint.manifest, checkpoint.infos
+        plain = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+        layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
+                   "kernels": _kernels(row)} for row in manifest.layers]
+        inside = {row.name for row in manifest.layers}
+        # a layer's own tensors are counted by its logical shape, a bias and all else as they are
+        outside = [i for name, i in infos.items()
+                   if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
+        parameters = (sum(math.prod(row.shape) for row in manifest.layers)
+                      + sum(math.prod(i.shape) for i in outside))
+        return {"uri": uri, "kind": "checkpoint", "path_kind": None, **_config_facts(parse_config(plain)),
+                "parameters": parameters, "tensors": len(infos), "bytes": checkpoint.file_bytes,
+                "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
+                "bits_per_weight": manifest.bits_per_weight, "recipe": manifest.recipe.get("name"),
+                "source": manifest.source.model_dump(mode="json"), "layers": layers}
+
+
+def _parents(name: str) -> Iterator[str]:
+    """``a.b.c`` → ``a.b``, ``a``."""
+    while "." in name:
+        name = name.rsplit(".", 1)[0]
+        yield name
+
+
+def _config_facts(config: ModelConfig) -> dict[str, Any]:
+    return {"architecture": config.model_type, "hidden_size": config.hidden_size,
+            "num_layers": config.num_layers, "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings}
+
+
+def _bits(layers: list[dict[str, Any]]) -> float:
+    weights = sum(math.prod(row["shape"]) for row in layers)
+    return 8 * sum(row["bytes"] for row in layers) / weights if weights else 0.0
+
+
+def _kernels(row: LayerRow) -> dict[str, Any]:
+    from quantkit.formats.dtypes import FLOATS
+
+    if row.spec is None or row.format is None:
+        return dense_kernels()
+    return kernels_for(row.format, row.spec, row.shape, FLOATS[row.dtype])
+
+
+def _print_head(facts: dict[str, Any]) -> None:
+    tied = ", embeddings tied" if facts["tie_word_embeddings"] else ""
+    said = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "
+            f"{facts['num_heads']} heads of {facts['head_dim']} ({facts['num_kv_heads']} KV), "
+            f"vocabulary {facts['vocab_size']:,}, context {facts['max_position_embeddings']:,}{tied}")
+    dtypes = ", ".join(f"{count} {name}" for name, count in facts["dtypes"].items())
+    what = facts["kind"] if facts["path_kind"] is None else f"{facts['path_kind']} source"
+    click.echo(wrapped("model", f"{facts['uri']} ({what})"))
+    click.echo(wrapped("architecture", said))
+    click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
+    click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
+    click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
+    if facts["source"]:
+        made = facts["source"]
+        at = f" at {made['revision']}" if made["revision"] else ""
+        click.echo(wrapped("made from", f"{made['uri']}{at}, recipe {facts['recipe']}"))
+
+
+def _layer_table(layers: list[dict[str, Any]], grouped: bool) -> str:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in layers:
+        short = row["name"].removeprefix("model.")
+        name = ".".join("*" if p.isdigit() else p for p in short.split(".")) if grouped else short
+        key = (name, tuple(row["shape"]), row["method"], row["label"] or row["dtype"], row["format"],
+               *(row["kernels"][phase]["kernel"] for phase in PHASES))
+        groups.setdefault(key, []).append(row)
+    rows = []
+    for (name, shape, method, label, form, decode, prefill), members in groups.items():
+        size = sum(row["bytes"] for row in members)
+        kernels = str(decode) if decode == prefill else f"{decode}/{prefill}"
+        rows.append([name.removeprefix("layers.") if grouped else name, str(len(members)),
+                     "×".join(map(str, shape)), f"{method or 'kept'} {label}", form or "-",
+                     f"{members[0]['bits']:.2f}" if members[0]["bits"] is not None else "?",
+                     human_bytes(size), kernels])
+    headers = ["layer", "n", "shape", "method, spec", "format", "bits", "bytes", "kernel"]
+    if not grouped:
+        headers, rows = [h for h in headers if h != "n"], [[r[0], *r[2:]] for r in rows]
+    # one kernel for both phases is the common case; where they differ it reads decode/prefill
+    limit_columns = [i for i, h in enumerate(headers) if h in ("n", "bits", "bytes")]
+    return table(headers, rows, right=limit_columns)
+
+
+def _declined_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
+    """Each reason once, with the number of layers it holds for."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for row in layers:
+        for phase in PHASES:
+            for entry in row["kernels"][phase]["declined"]:
+                counted[(phase, entry["kernel"], entry["reason"])] += 1
+    for (phase, kernel, reason), count in counted.items():
+        yield wrapped(f"  {phase}", f"{kernel}: {reason} ({count} layers)", 11)

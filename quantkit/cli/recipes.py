@@ -1,0 +1,58 @@
+"""``quantkit recipes list`` and ``quantkit recipes show NAME``."""
+
+from __future__ import annotations
+
+import rich_click as click
+
+from quantkit.cli.present import print_json, wrapped
+
+
+@click.group("recipes")
+def command() -> None:
+    """List and show recipes."""
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects as JSON.")
+def list_(as_json: bool) -> None:
+    """List every recipe that can be named, with who ships it."""
+    from quantkit.recipe import list_recipes
+
+    found = list_recipes()
+    if as_json:
+        print_json([{"name": i.name, "description": i.description, "owner": i.owner,
+                     "path": str(i.path), "error": i.error} for i in found])
+        return
+    room = max((len(info.name) for info in found), default=0) + 2
+    for info in found:
+        told = f"unusable: {info.error}" if info.error else info.description
+        by = "" if info.owner == "quantkit" else f" (of {info.owner})"
+        click.echo(wrapped(info.name, " ".join(told.split()) + by, room))
+
+
+@command.command("show")
+@click.argument("recipe")
+@click.option("--json", "as_json", is_flag=True, help="Print it resolved, as JSON.")
+def show(recipe: str, as_json: bool) -> None:
+    """Show the rules of RECIPE, a name or a file, with what it extends resolved."""
+    from quantkit.recipe import load_recipe
+
+    loaded = load_recipe(recipe)
+    if as_json:
+        print_json(loaded.snapshot())
+        return
+    click.echo(wrapped("name", loaded.name))
+    if loaded.description:
+        click.echo(wrapped("description", loaded.description))
+    if (spec := loaded.calibration) is not None:
+        click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} tokens of {spec.text}, "
+                                          f"seed {spec.seed}"))
+    for number, rule in enumerate(loaded.rules, 1):
+        if rule.method is None or rule.spec is None:
+            does = "kept as it is"
+        else:
+            options = "".join(f", {key} {value}" for key, value in rule.options.items())
+            does = f"{rule.method}, {rule.spec.label()}, format {rule.format_name}{options}"
+        optional = " (need not match)" if rule.optional else ""
+        click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {does}"))
+    click.echo(wrapped("next", f"quantkit quantize SOURCE --recipe {recipe} --out OUT"))

@@ -1,0 +1,72 @@
+"""Dense little-endian bit streams in int32 words: how integer codes of 2 to 8 bits lie on disk.
+
+Element ``i`` of a row takes bits ``[i * bits, (i + 1) * bits)`` of the row's stream, low bits first;
+a row is padded with zero bits to whole words. Eight codes are exactly ``bits`` bytes, so both
+directions go through one int64 for eight codes at a time. Hosts are little-endian, as torch's are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LANES = 8
+
+
+def words(count: int, bits: int) -> int:
+    """How many int32 words hold ``count`` codes of ``bits`` bits."""
+    return -(-count * bits // 32)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack along the last dimension.
+
+    Args:
+        codes: uint8 ``[rows, count]``, each below ``2 ** bits``.
+        bits: 2 to 8.
+
+    Returns:
+        int32 ``[rows, ceil(count * bits / 32)]``.
+    """
+    rows, count = codes.shape
+    lanes = _pad(codes, -(-count // _LANES) * _LANES).reshape(rows, -1, _LANES)
+    stream = torch.zeros(lanes.shape[:2], dtype=torch.int64, device=codes.device)
+    for lane in range(_LANES):
+        stream |= lanes[:, :, lane].to(torch.int64) << (lane * bits)
+    octets = stream.unsqueeze(-1).view(torch.uint8)[:, :, :bits].reshape(rows, -1)
+    width = words(count, bits)
+    # flat before the view: a single row keeps a stride that another element size can't have
+    return _pad(octets, width * 4)[:, : width * 4].reshape(-1).view(torch.int32).reshape(rows, width)
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The inverse of :func:`pack`.
+
+    Args:
+        packed: int32 ``[rows, words(count, bits)]``.
+        bits: 2 to 8.
+        count: codes a row.
+
+    Returns:
+        uint8 ``[rows, count]``.
+    """
+    rows = packed.shape[0]
+    octets = packed.reshape(-1).view(torch.uint8).reshape(rows, packed.shape[1] * 4)
+    if bits == 8:
+        return octets[:, :count].clone()
+    if bits == 4:
+        return torch.stack((octets & 15, octets >> 4), dim=-1).reshape(rows, -1)[:, :count].contiguous()
+    blocks = -(-count // _LANES)
+    octets = _pad(octets, blocks * bits)[:, : blocks * bits].reshape(rows, blocks, bits)
+    stream = torch.zeros(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)
+    stream[:, :, :bits] = octets
+    wide = stream.view(torch.int64).squeeze(-1)
+    codes = torch.empty(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)
+    for lane in range(_LANES):
+        codes[:, :, lane] = (wide >> (lane * bits)) & (2**bits - 1)
+    return codes.reshape(rows, -1)[:, :count].contiguous()
+
+
+def _pad(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros on the right, up to ``width``; wider rows are left alone."""
+    missing = width - rows.shape[1]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing > 0 else rows

@@ -1,0 +1,113 @@
+"""compressed-tensors' ``pack-quantized``: integer weights of 2 to 8 bits, dense in int32 words.
+
+=====================  ======================  ==========================================
+suffix                 dtype                   shape
+=====================  ======================  ==========================================
+``weight_packed``      int32                   ``[out, ceil(in * bits / 32)]``, along *in*
+``weight_scale``       the model's             ``[out, in / g]``, ``[out, 1]`` or ``[1]``
+``weight_shape``       int64                   ``[2]``: ``[out, in]``
+``weight_zero_point``  int32, asymmetric only  ``[ceil(out * bits / 32), in / g]``, along *out*
+=====================  ======================  ==========================================
+
+The file stores the unsigned level, which is the signed code of compressed-tensors plus
+``2 ** (bits - 1)``. https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import SpecError
+from quantkit.formats import bits as stream
+from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
+from quantkit.spec import QuantSpec
+
+PREFERRED_GROUPS = (128, 64, 32)
+"""Group sizes that other engines have fast kernels for."""
+
+
+class PackQuantized:
+    """See the module's docstring."""
+
+    name = "pack-quantized"
+    quant_method = "compressed-tensors"
+
+    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+        """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
+        rows, cols = shape
+        if spec.kind != "int":
+            return f"{self.name} holds integers, not {spec.kind}; use format bnb-nf4"
+        if rows < 1 or cols < 1:
+            return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
+        size = spec.granularity.size
+        if size is not None and cols % size:
+            return (f"group size {size} doesn't divide in_features {cols}; "
+                    f"use {_sizes(cols, size)}strategy channel")
+        if spec.granularity.strategy == "tensor" and not spec.symmetric:
+            return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
+        return None
+
+    def layout(self, spec: QuantSpec, shape: tuple[int, int],
+               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
+        if (reason := self.refuses(spec, shape)) is not None:
+            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+        if scale_dtype(spec, dtype) != dtype:
+            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales for {dtype_name(dtype)}",
+                            why="its readers take scales in the model's dtype", next="scale_dtype: model")
+        rows, cols = shape
+        scales = spec.scale_shape(shape)
+        tensors = {"weight_packed": (torch.int32, (rows, stream.words(cols, spec.bits))),
+                   "weight_scale": (dtype, (1,) if spec.granularity.strategy == "tensor" else scales),
+                   "weight_shape": (torch.int64, (2,))}
+        if not spec.symmetric:
+            tensors["weight_zero_point"] = (torch.int32, (stream.words(rows, spec.bits), scales[1]))
+        return tensors
+
+    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
+        """Codes → words. Raises SpecError as :meth:`layout` does."""
+        spec = resolve(codes.spec, dtype)
+        rows, cols = codes.codes.shape
+        layout = self.layout(spec, (rows, cols), dtype)
+        tensors = {"weight_packed": stream.pack(codes.codes, spec.bits),
+                   "weight_scale": codes.scale.to(dtype).reshape(layout["weight_scale"][1]),
+                   "weight_shape": torch.tensor([rows, cols], dtype=torch.int64, device=codes.codes.device)}
+        if codes.zero is not None:
+            tensors["weight_zero_point"] = stream.pack(codes.zero.T.contiguous(), spec.bits).T.contiguous()
+        return QuantizedTensor(self.name, spec, (rows, cols), dtype, tensors)
+
+    def unpack(self, packed: QuantizedTensor) -> Codes:
+        """Words → codes, exactly those that were packed."""
+        spec, (rows, cols) = resolve(packed.spec, packed.dtype), packed.shape
+        scale = packed.tensors["weight_scale"].to(torch.float32).reshape(spec.scale_shape((rows, cols)))
+        zero = None
+        if not spec.symmetric:
+            words = packed.tensors["weight_zero_point"].T.contiguous()
+            zero = stream.unpack(words, spec.bits, rows).T.contiguous()
+        return Codes(spec, stream.unpack(packed.tensors["weight_packed"], spec.bits, cols), scale, zero)
+
+    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
+        """``(code - zero) * scale`` in float32 ``[out, in]``."""
+        codes = self.unpack(packed)
+        weight = codes.codes.to(torch.float32)
+        grouped = weight.view(weight.shape[0], codes.scale.shape[1], -1)
+        if codes.zero is None:
+            grouped -= 2 ** (codes.spec.bits - 1)
+        else:
+            grouped -= codes.zero.unsqueeze(-1)
+        grouped *= codes.scale.unsqueeze(-1)
+        return weight
+
+
+def _sizes(cols: int, wanted: int) -> str:
+    """The group sizes nearest to ``wanted`` that divide ``cols``, fast ones first, for a message."""
+    divisors = [size for size in range(2, cols + 1) if cols % size == 0]
+    fast = sorted((s for s in PREFERRED_GROUPS if s in divisors), key=lambda s: abs(s - wanted))
+    below = [s for s in divisors if s < wanted][-1:]
+    above = [s for s in divisors if s > wanted][:1]
+    found = list(dict.fromkeys([*fast[:1], *below, *above]))
+    return f"group size {' or '.join(map(str, found))}, or " if found else ""
+
+
+FORMAT = PackQuantized()

@@ -1,0 +1,1 @@
+"""The KV cache: what attention remembers of earlier positions."""

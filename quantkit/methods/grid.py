@@ -1,0 +1,156 @@
+"""Uniform grids: scales and zero points from the extremes of a group, rounding to them, and back.
+
+A grid of ``b`` bits has levels ``0 … 2 ** b - 1`` and stands for ``(level - zero) * scale``. The
+symmetric scale is ``max|w| / ((2 ** b - 1) / 2)``, that of compressed-tensors, with the zero at level
+``2 ** (b - 1)``; the asymmetric one spans ``[min(w, 0), max(w, 0)]`` with an integer zero, so that 0
+is always exact. Scales are rounded to the dtype they are stored in *before* anything is rounded to
+them. Shrinking the extremes clips outliers in exchange for finer levels (OCTAV,
+https://arxiv.org/abs/2206.06501, has the trade-off's analysis; here it is a plain search).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import SpecError
+from quantkit.formats.base import Codes
+from quantkit.formats.dtypes import resolve, scale_dtype
+from quantkit.spec import QuantSpec
+
+SHRINKS = tuple(1 - 0.025 * step for step in range(24))
+"""Factors on a group's extremes that a clip search tries."""
+
+_CHUNK = 1 << 18  # weights searched at a time: the working set stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Grid:
+    """float32 ``spec.scale_shape``: ``scale`` (positive, finite, rounded) and ``zero`` (a whole level)."""
+
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+
+def require_finite(weight: torch.Tensor) -> None:
+    """Raises SpecError if a weight is NaN or infinite: no scale can stand for it."""
+    bad = int((~torch.isfinite(weight)).sum())
+    if bad:
+        raise SpecError(f"the weight holds {bad} values that are NaN or infinite",
+                        why="a quantized layer can't represent them; the model itself is damaged")
+
+
+def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor | None = None,
+              shrinks: tuple[float, ...] = (1.0,)) -> Grid:
+    """The grid of every group.
+
+    Args:
+        weight: float32 ``[out, in]``, finite.
+        spec: of kind ``int``; groups divide *in*.
+        importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
+            the diagonal of a Hessian.
+        shrinks: factors on the extremes; the one with the least squared error wins in each group.
+
+    Raises:
+        SpecError: a weight is beyond the range of the scales' dtype.
+    """
+    shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
+    groups = weight.reshape(shape[0] * shape[1], -1)
+    limit = torch.finfo(scale_dtype(spec)).max
+    if float(groups.abs().max()) > limit:
+        raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
+                        next="scale_dtype: bfloat16")
+    parts = []
+    step = max(1, _CHUNK // groups.shape[1])
+    for start in range(0, groups.shape[0], step):
+        chunk = groups[start:start + step]
+        cost = None if importance is None else _costs(importance, shape, groups.shape[1],
+                                                      start, chunk.shape[0])
+        parts.append(_search(chunk, spec, cost, shrinks))
+    return Grid(torch.cat([p.scale for p in parts]).reshape(shape),
+                torch.cat([p.zero for p in parts]).reshape(shape))
+
+
+def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Tensor:
+    """The nearest level of every weight, float32 ``[out, in]`` holding whole numbers."""
+    groups = weight.reshape(grid.scale.numel(), -1)
+    levels = _levels(groups, grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), 2**spec.bits - 1)
+    return levels.reshape(weight.shape)
+
+
+def from_grid(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``(level - zero) * scale``, float32 ``[out, in]``."""
+    groups = levels.reshape(grid.scale.numel(), -1)
+    return ((groups - grid.zero.reshape(-1, 1)) * grid.scale.reshape(-1, 1)).reshape(levels.shape)
+
+
+def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
+    """Levels and their grid as :class:`Codes`."""
+    zero = None if spec.symmetric else grid.zero.to(torch.uint8)
+    return Codes(resolve(spec), levels.to(torch.uint8), grid.scale.contiguous(), zero, notes)
+
+
+def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Round to the stored dtype, never to zero, and never so far that a level overflows that dtype."""
+    dtype = scale_dtype(spec)
+    info = torch.finfo(dtype)
+    farthest = torch.maximum(zero, 2**spec.bits - 1 - zero)
+    rounded = scale.clamp(min=info.tiny).to(dtype).float()
+    over = rounded * farthest > info.max
+    if bool(over.any()):
+        # one step below the quotient, so that rounding it can't come out above
+        rounded = torch.where(over, (info.max / farthest * (1 - info.eps)).to(dtype).float(), rounded)
+    return rounded
+
+
+def _search(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
+            shrinks: tuple[float, ...]) -> Grid:
+    """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
+    low = groups.amin(dim=1, keepdim=True).clamp(max=0)
+    high = groups.amax(dim=1, keepdim=True).clamp(min=0)
+    best = _grid(low * shrinks[0], high * shrinks[0], spec)
+    if len(shrinks) == 1:
+        return best
+    scale, zero = best.scale, best.zero
+    least = _error(groups, best, spec, cost)
+    for factor in shrinks[1:]:
+        grid = _grid(low * factor, high * factor, spec)
+        error = _error(groups, grid, spec, cost)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale = torch.where(better, grid.scale, scale)
+        zero = torch.where(better, grid.zero, zero)
+    return Grid(scale, zero)
+
+
+def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
+    top = 2**spec.bits - 1
+    if spec.symmetric:
+        zero = torch.full_like(low, 2 ** (spec.bits - 1))
+        return Grid(round_scale(torch.maximum(-low, high) / (top / 2), zero, spec), zero)
+    # each end is divided first: their difference may be beyond float32
+    scale = round_scale(high / top - low / top, torch.zeros_like(low), spec)
+    zero = (-low / scale).round().clamp_(0, top)
+    return Grid(scale, zero)
+
+
+def _error(groups: torch.Tensor, grid: Grid, spec: QuantSpec, cost: torch.Tensor | None) -> torch.Tensor:
+    error = _levels(groups, grid.scale, grid.zero, 2**spec.bits - 1)
+    error.sub_(grid.zero).mul_(grid.scale).sub_(groups).square_()
+    if cost is not None:
+        error.mul_(cost)
+    return error.sum(dim=1, keepdim=True)
+
+
+def _levels(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
+    return (groups / scale).round_().add_(zero).clamp_(0, top)
+
+
+def _costs(importance: torch.Tensor, shape: tuple[int, ...], size: int, start: int,
+           count: int) -> torch.Tensor:
+    """The importance of each weight of groups ``start … start + count``, ``[count, size]``."""
+    if importance.numel() <= size:  # a group is one or more whole rows
+        return importance.repeat(size // importance.numel()).unsqueeze(0)
+    rows = torch.arange(start, start + count, device=importance.device) % shape[1]
+    return importance.reshape(shape[1], size)[rows]

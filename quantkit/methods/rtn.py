@@ -1,0 +1,39 @@
+"""Round to nearest: every weight to the closest level of its group's grid. Data-free.
+
+The baseline that every other method is compared with, as in LLM.int8(),
+https://arxiv.org/abs/2208.07339, and ZeroQuant, https://arxiv.org/abs/2206.01861.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.formats.base import Codes
+from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.grid import SHRINKS, find_grid, require_finite, round_to_grid, to_codes
+from quantkit.spec import QuantSpec
+
+
+class RtnOptions(Options):
+    """Options of ``rtn``.
+
+    Attributes:
+        clip_search: choose each group's range by squared error instead of by its extremes.
+    """
+
+    clip_search: bool = False
+
+
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+    """Round ``weight`` (float32 ``[out, in]``) to nearest; ``stats`` isn't looked at.
+
+    Raises:
+        SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
+    """
+    assert isinstance(options, RtnOptions)
+    require_finite(weight)
+    grid = find_grid(weight, spec, shrinks=SHRINKS if options.clip_search else (1.0,))
+    return to_codes(round_to_grid(weight, grid, spec), grid, spec)
+
+
+METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions)

@@ -1,0 +1,119 @@
+"""What the layers need to know of a model, read strictly from its ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.models.reader import ConfigReader
+from quantkit.models.rope_config import RopeConfig, parse_rope
+
+__all__ = ["ModelConfig", "RopeConfig", "parse_dense"]
+
+MAX_LAYERS = 4096
+"""More is a malformed file, not a model."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP.
+
+    Attributes:
+        sliding_windows: one a layer; with ``w`` a query at position p sees keys at ``(p - w, p]``,
+            with ``None`` all keys up to p.
+        qkv_bias, o_bias, mlp_bias: whether those linear layers have a bias.
+        qk_norm: queries and keys are normalized a head before they are rotated.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+
+
+def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | None, ...], qkv_bias: bool,
+                o_bias: bool, mlp_bias: bool = False, qk_norm: bool = False, kv_heads: int | None = None,
+                max_positions: int = 2048, head_dim: int | None = None,
+                tied: bool = False) -> ModelConfig:
+    """What all dense families share. The keyword arguments after ``qk_norm`` are the family's defaults.
+
+    Raises:
+        UnsupportedModelError: a key is missing, malformed, unknown or not implemented.
+    """
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads")
+    kv = config.integer("num_key_value_heads", kv_heads or heads)
+    if heads % kv:
+        raise config.wrong("num_key_value_heads", kv, f"it must divide num_attention_heads {heads}")
+    if config.raw("head_dim", head_dim) is None and hidden % heads:
+        raise config.wrong("hidden_size", hidden,
+                           f"without head_dim it must be a multiple of num_attention_heads {heads}")
+    dim = config.integer("head_dim", head_dim or hidden // heads, minimum=2)
+    if dim % 2:
+        raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
+    positions = config.integer("max_position_embeddings", max_positions)
+    parsed = ModelConfig(
+        model_type=model_type, vocab_size=config.integer("vocab_size"), hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"), num_layers=layer_count(config),
+        num_heads=heads, num_kv_heads=kv, head_dim=dim, rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=parse_rope(config, positions), max_position_embeddings=positions,
+        tie_word_embeddings=config.flag("tie_word_embeddings", tied), qkv_bias=qkv_bias, o_bias=o_bias,
+        mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows)
+    config.finish()
+    return parsed
+
+
+def layer_count(config: ConfigReader) -> int:
+    """``num_hidden_layers``, bounded."""
+    return config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+
+def uniform_windows(config: ConfigReader, window: int | None) -> tuple[int | None, ...]:
+    """The same window for every layer, after checking that ``layer_types``, if given, agrees."""
+    layers = layer_count(config)
+    expected = "full_attention" if window is None else "sliding_attention"
+    types = config.raw("layer_types")
+    if types is not None and types != [expected] * layers:
+        raise config.wrong("layer_types", types, f"this family has {layers} layers of {expected}")
+    return (window,) * layers
+
+
+def mixed_windows(config: ConfigReader, *, default_window: int,
+                  default_full_layers: int) -> tuple[int | None, ...]:
+    """Qwen's rule: ``layer_types`` if given, else layers from ``max_window_layers`` on have the window
+    when ``use_sliding_window`` is set.
+
+    Raises:
+        UnsupportedModelError: ``layer_types`` has an unknown kind, a wrong length, or asks for a
+            window that isn't there.
+    """
+    layers = layer_count(config)
+    enabled = config.flag("use_sliding_window", False)
+    given = config.integer("sliding_window", default_window)
+    full = config.integer("max_window_layers", default_full_layers, minimum=0)
+    window = given if enabled else None
+    types: Collection[Any] | None = config.raw("layer_types")
+    if types is None:
+        return tuple(window if i >= full else None for i in range(layers))
+    if not isinstance(types, list) or len(types) != layers:
+        raise config.wrong("layer_types", types, f"it must list {layers} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise config.wrong("layer_types", types, f"{kind!r} is not implemented")
+        if kind == "sliding_attention" and window is None:
+            raise config.wrong("layer_types", types, "it asks for a window, but use_sliding_window is off")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,136 @@
+"""Reads a ``config.json`` strictly: a key that might change the maths is used, or it is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quantkit.errors import UnsupportedModelError, did_you_mean
+
+HARMLESS = frozenset({
+    # identity and bookkeeping
+    "model_type", "architectures", "auto_map", "_name_or_path", "name_or_path", "_commit_hash",
+    "transformers_version", "torch_dtype", "dtype", "quantization_config", "transformers.js_config",
+    "is_llama_config", "unsloth_version", "unsloth_fixed", "tokenizer_class", "finetuning_task",
+    "task_specific_params", "id2label", "label2id", "problem_type", "torchscript", "use_bfloat16",
+    # training only
+    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+    "attention_probs_dropout_prob", "hidden_dropout_prob",
+    # how others run it
+    "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "_experts_implementation", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "keys_to_ignore_at_inference",
+    # token ids and defaults of generation: the tokenizer and the sampler have their own
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
+    "decoder_start_token_id", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "prefix",
+})
+"""Keys that say nothing about what the model computes."""
+
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1, 1.0),
+    "rope_interleaved": (False,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "tf_legacy_loss": (False,),
+}
+"""Keys that may appear with these values only; any other value would change the maths."""
+
+LIMIT, HUGE = 2**31 - 1, 1e30
+
+
+class ConfigReader:
+    """A config dictionary that remembers which keys were asked for.
+
+    A key whose value is ``null`` counts as absent, as it does in transformers.
+
+    Args:
+        config: the parsed ``config.json``, or a table inside of it.
+        where: how messages name it: ``config.json of a llama model``.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self.where = config, where
+        self._asked: set[str] = set()
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """The value as it is, ``default`` if it is absent or null."""
+        self._asked.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LIMIT) -> int:
+        """An integer in ``[minimum, maximum]``. UnsupportedModelError if it is another or missing."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.wrong(key, value, f"it must be an integer from {minimum} to {maximum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number below 1e30. UnsupportedModelError if it is another or missing."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < HUGE:
+            raise self.wrong(key, value, f"it must be a number between 0 and {HUGE:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean. UnsupportedModelError if it is anything else."""
+        value = self.raw(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "it must be true or false")
+        return value
+
+    def only(self, key: str, allowed: Collection[Any]) -> None:
+        """Accept ``key`` when it is absent or one of ``allowed``. UnsupportedModelError otherwise."""
+        value = self.raw(key)
+        if value is not None and not any(_same(value, one) for one in allowed):
+            listed = ", ".join(map(repr, allowed)) or "null"
+            raise self.wrong(key, value, f"only {listed} is implemented")
+
+    def finish(self, harmless: Collection[str] = HARMLESS,
+               inert: Mapping[str, tuple[Any, ...]] = INERT) -> None:
+        """Refuse what nobody asked for.
+
+        Raises:
+            UnsupportedModelError: a key is neither used nor harmless, or an inert key has a value
+                that would change the maths.
+        """
+        for key, allowed in inert.items():
+            if key not in self._asked:
+                self.only(key, allowed)
+        for key, value in self._config.items():
+            if value is not None and key not in self._asked and key not in harmless:
+                known = self._asked | set(harmless) | set(inert)
+                near = did_you_mean(str(key), known).split("known:")[0].strip()
+                raise self.wrong(key, value, f"no such key is implemented. {near}".strip())
+
+    def wrong(self, key: str, value: object, why: str) -> UnsupportedModelError:
+        """The error for one key, with its value cut to a readable length."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        return UnsupportedModelError(
+            f"{self.where}: {key!r} is {shown}", why=f"{why}; a key that changes the maths is never ignored",
+            next="use a model of a supported family, or correct the config: quantkit plugins list")
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.raw(key, default)
+        if value is None:
+            near = did_you_mean(key, map(str, self._config)).split("known:")[0].strip()
+            raise UnsupportedModelError(f"{self.where}: {key!r} is missing", why=near or None,
+                                        next="get the model's complete config.json")
+        return value
+
+
+def _same(value: object, allowed: object) -> bool:
+    """Equal, and not merely because Python holds ``True == 1``."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

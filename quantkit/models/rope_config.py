@@ -1,0 +1,133 @@
+"""Rotary position embedding as ``config.json`` describes it, in both of transformers' spellings.
+
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one table ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quantkit.models.reader import ConfigReader
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10_000.0
+_WHY_NOT = {
+    "dynamic": "its frequencies depend on the longest sequence of the batch, "
+               "so that a request's tokens would depend on its neighbours",
+    "longrope": "its frequencies change with the length of the sequence",
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Parameters of the rotary embedding, https://arxiv.org/abs/2104.09864.
+
+    Attributes:
+        theta: base of the wavelengths.
+        kind: ``default``; ``linear`` (positions divided by ``factor``); ``llama3`` (long wavelengths
+            divided, short ones kept, a ramp between); ``yarn``, https://arxiv.org/abs/2309.00071.
+        factor: by how much the context is stretched.
+        original_max_positions: the context it was trained with (``llama3``, ``yarn``).
+        low_freq_factor, high_freq_factor: ends of llama3's ramp, in wavelengths per trained context.
+        beta_fast, beta_slow: ends of yarn's ramp, in rotations per trained context.
+        truncate: yarn's ramp starts and ends at whole dimensions.
+        attention_factor: cos and sin are multiplied by it.
+    """
+
+    theta: float = DEFAULT_THETA
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
+    """Read ``rope_theta`` with ``rope_scaling``, or ``rope_parameters``.
+
+    Raises:
+        UnsupportedModelError: an unknown kind, key or value, or two spellings that disagree.
+    """
+    old, new = config.raw("rope_scaling"), config.raw("rope_parameters")
+    theta = config.number("rope_theta", 0) if config.raw("rope_theta") is not None else None
+    outer_original = config.raw("original_max_position_embeddings")
+    table = _table(config, old, new)
+    reader = ConfigReader(table, f"{config.where}, {'rope_parameters' if new else 'rope_scaling'}")
+    if table.get("rope_theta") is not None:
+        inner = reader.number("rope_theta")
+        if theta is not None and theta != inner:
+            raise config.wrong("rope_theta", theta, f"rope_parameters says {inner}")
+        theta = inner
+    reader.raw("rope_theta")
+    kind, legacy = reader.raw("rope_type"), reader.raw("type")
+    if kind is not None and legacy is not None and kind != legacy:
+        raise reader.wrong("type", legacy, f"rope_type says {kind!r}")
+    kind = kind or legacy or "default"
+    if kind not in KINDS:
+        reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
+        raise reader.wrong("rope_type", kind, reason)
+    found: dict[str, Any] = {"theta": theta or default_theta, "kind": kind}
+    if kind != "default":
+        found["factor"] = _factor(reader, kind, max_positions)
+    if kind in ("llama3", "yarn"):
+        inner_original = reader.integer("original_max_position_embeddings",
+                                        outer_original or max_positions)
+        if outer_original is not None and outer_original != inner_original:
+            raise config.wrong("original_max_position_embeddings", outer_original,
+                               f"the rope table says {inner_original}")
+        found["original_max_positions"] = inner_original
+    elif outer_original is not None and outer_original != max_positions:
+        raise config.wrong("original_max_position_embeddings", outer_original,
+                           f"rope kind {kind!r} has no use for it")
+    if kind == "llama3":
+        low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
+        if low >= high:
+            raise reader.wrong("high_freq_factor", high, f"it must exceed low_freq_factor {low}")
+        found |= {"low_freq_factor": low, "high_freq_factor": high}
+    if kind == "yarn":
+        found |= {"beta_fast": reader.number("beta_fast", 32.0), "beta_slow": reader.number("beta_slow", 1.0),
+                  "truncate": reader.flag("truncate", True),
+                  "attention_factor": _yarn_attention(reader, found["factor"])}
+    reader.finish(harmless=(), inert={"partial_rotary_factor": (1, 1.0)})
+    return RopeConfig(**found)
+
+
+def _table(config: ConfigReader, old: object, new: object) -> Mapping[str, Any]:
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, dict):
+            raise config.wrong(key, value, "it must be a table")
+    if old and new and old != new:
+        raise config.wrong("rope_scaling", old, "rope_parameters is given too and differs")
+    table = new or old or {}
+    assert isinstance(table, dict)
+    for key, value in table.items():
+        if isinstance(value, dict):
+            raise config.wrong("rope_parameters", table, f"a rope of its own for {key!r} is not implemented")
+    return table
+
+
+def _factor(reader: ConfigReader, kind: str, max_positions: int) -> float:
+    if kind == "yarn" and reader.raw("factor") is None:
+        return max_positions / reader.integer("original_max_position_embeddings", max_positions)
+    return reader.number("factor")
+
+
+def _yarn_attention(reader: ConfigReader, factor: float) -> float:
+    given, mscale, all_dim = (reader.raw(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return reader.number("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and all_dim:
+        return magnitude(reader.number("mscale")) / magnitude(reader.number("mscale_all_dim"))
+    return magnitude(1.0)

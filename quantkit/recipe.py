@@ -1,0 +1,177 @@
+"""Recipes: which method, spec and format each layer gets. A YAML file, read as data and never as code."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from quantkit.errors import RecipeError, did_you_mean
+from quantkit.plugins import current
+from quantkit.safe_yaml import Document, read_yaml
+from quantkit.spec import CalibrationSpec, Frozen, QuantSpec
+
+DEFAULT_FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4"}
+MAX_EXTENDS = 8
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Rule(Frozen):
+    """What happens to the layers whose name matches.
+
+    Attributes:
+        match: a glob on the layer's full name (``*.down_proj``), or ``re:`` and a regular
+            expression that must match the whole of it.
+        method: a registered method; ``null`` keeps the layer as it is.
+        spec: how the weight is represented; needed with a method.
+        options: the method's own, checked against its model when a plan is made.
+        format: a registered format; by default the standard one of the spec's kind.
+        optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
+            only in models whose embeddings aren't tied).
+    """
+
+    match: str = Field(min_length=1, max_length=512)
+    method: str | None = None
+    spec: QuantSpec | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str | None = None
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Rule:
+        if self.match.startswith("re:"):
+            try:
+                re.compile(self.match[3:])
+            except re.error as error:
+                raise ValueError(f"match {self.match!r} is no regular expression: {error}") from None
+        if self.method is None and (self.spec or self.options or self.format):
+            raise ValueError("a rule without a method keeps the layer as it is: "
+                             "it takes no spec, options or format")
+        if self.method is not None and self.spec is None:
+            raise ValueError(f"method {self.method!r} needs a spec")
+        return self
+
+    def matches(self, layer: str) -> bool:
+        """Whether this rule speaks of ``layer`` (a full name without ``.weight``)."""
+        if self.match.startswith("re:"):
+            return re.fullmatch(self.match[3:], layer) is not None
+        return fnmatch.fnmatchcase(layer, self.match)
+
+    @property
+    def format_name(self) -> str | None:
+        """The format, with the default of the spec's kind filled in."""
+        return self.format or (DEFAULT_FORMATS[self.spec.kind] if self.spec else None)
+
+
+class Recipe(Frozen):
+    """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str = ""
+    calibration: CalibrationSpec | None = None
+    rules: tuple[Rule, ...] = Field(default=(), strict=False, max_length=256)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
+        data = self.model_dump(mode="json")
+        if data["calibration"] and data["calibration"]["text"] != "builtin":
+            data["calibration"]["text"] = Path(data["calibration"]["text"]).name
+        return data
+
+
+@dataclass(frozen=True)
+class RecipeInfo:
+    """A recipe that can be named. ``error`` says why its file is unusable, if it is."""
+
+    name: str
+    description: str
+    owner: str
+    path: Path
+    error: str | None = None
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Load a recipe by name, or from a ``.yaml`` file.
+
+    Raises:
+        RecipeError: not found, found twice, malformed (with the line), or its ``extends`` is bad.
+    """
+    if _is_path(name_or_path):
+        return _load(Path(name_or_path).expanduser(), ())
+    return _load(_find(name_or_path), (name_or_path,))
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """Every recipe that can be named, by name. A broken file is listed with its error."""
+    found = []
+    for owner, path in _files():
+        try:
+            recipe, problem = _load(path, (path.stem,)), None
+        except RecipeError as error:
+            recipe, problem = None, str(error)
+        found.append(RecipeInfo(path.stem, recipe.description if recipe else "", owner, path, problem))
+    return sorted(found, key=lambda info: (info.name, info.owner))
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or "\\" in text or text.endswith((".yaml", ".yml"))
+
+
+def _files() -> list[tuple[str, Path]]:
+    return [(owner, path) for owner, folder in current().dirs("recipe_dirs") if folder.is_dir()
+            for path in sorted(folder.glob("*.yaml"))]
+
+
+def _find(name: str) -> Path:
+    files = _files()
+    found = [(owner, path) for owner, path in files if path.stem == name]
+    if len(found) > 1:
+        raise RecipeError(f"two recipes are called {name!r}",
+                          why=" and ".join(f"{path} (of {owner})" for owner, path in found),
+                          next=f"name the file itself: --recipe {found[0][1]}")
+    if not found:
+        raise RecipeError(f"no recipe is called {name!r}",
+                          why=did_you_mean(name, {path.stem for _, path in files}),
+                          next="quantkit recipes list")
+    return found[0][1]
+
+
+def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
+    """Load a file; ``chain`` holds the names that extend one another up to here."""
+    document = read_yaml(path)
+    data = dict(document.data)
+    parent = data.pop("extends", None)
+    data.setdefault("name", path.stem)
+    recipe = document.build(Recipe, data)
+    if chain and recipe.name != path.stem:
+        raise RecipeError(f"{path} calls itself {recipe.name!r}",
+                          why="a recipe in a recipe folder is found by its file's name",
+                          next=f"write 'name: {path.stem}' on line {document.line(('name',))}")
+    if parent is not None:
+        recipe = _extend(recipe, _load_parent(parent, document, chain))
+    if not recipe.rules:
+        raise RecipeError(f"{path} has no rules", why="a recipe without rules does nothing",
+                          next="quantkit recipes show int8")
+    return recipe
+
+
+def _load_parent(parent: object, document: Document, chain: tuple[str, ...]) -> Recipe:
+    at = f"{document.label} line {document.line(('extends',))}"
+    if not isinstance(parent, str) or not _NAME.fullmatch(parent) or _is_path(parent):
+        raise RecipeError(f"{at}: extends {parent!r} is not a recipe's name",
+                          why="a recipe extends another by its plain name, never by a path",
+                          next="quantkit recipes list")
+    if parent in chain or len(chain) >= MAX_EXTENDS:
+        raise RecipeError(f"{at}: extends goes round in a circle or too deep",
+                          why=" → ".join((*chain, parent)), next=f"edit {document.label}")
+    return _load(_find(parent), (*chain, parent))
+
+
+def _extend(child: Recipe, parent: Recipe) -> Recipe:
+    """The child's rules are asked first; its other fields replace the parent's where it gives them."""
+    given = {field: getattr(child, field) for field in child.model_fields_set}
+    return parent.model_copy(update=given | {"rules": child.rules + parent.rules})

