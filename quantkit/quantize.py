@@ -1,35 +1,236 @@
 """The orchestrator of the left half: source × recipe → checkpoint, one decoder layer at a time.
 
 Every decoder layer is a *unit*: read, measured, solved, packed and made durable before the next one
-is touched. A run that is stopped at any instant and started again skips the units that are on disk,
+is touched. A run that is stopped at any instant and started again keeps the units that are on disk,
 pushes the calibration text through them, and ends with the same bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from quantkit import __version__
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.text import calibration_tokens
-from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest
+from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import QuantkitError, RecipeError, SpecError, Stopped
+from quantkit.errors import CalibrationError, QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.plan import Plan, PlanRow, make_plan
 from quantkit.plugins import current, registry
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.runtime_text import Tokenizer
+from quantkit.recipe import load_recipe
 from quantkit.sources.base import ModelSource, open_source
 from quantkit.spec import CalibrationSpec
 
-LAYER_PREFIX = "model.layers."
+LAYERS = "model.layers."
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress: ``done`` of ``total`` units are finished; ``label`` is being worked on."""
+
+    done: int
+    total: int
+    label: str
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What a run made.
+
+    Attributes:
+        out: the checkpoint's folder.
+        plan: what was to be done; exact in bits and bytes.
+        rows: what was done, a row a Linear.
+        fallbacks: every note of every row, with its layer's name.
+        resumed: units that an earlier attempt had finished.
+        seconds: of this attempt.
+    """
+
+    out: Path
+    plan: Plan
+    rows: tuple[LayerRow, ...]
+    fallbacks: tuple[str, ...]
+    resumed: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
+                "tensor_bytes": self.plan.disk_bytes, "resumed_units": self.resumed,
+                "seconds": self.seconds, "fallbacks": list(self.fallbacks),
+                "layers": [row.to_dict() for row in self.rows]}
+
+
+def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = None,
+             calibration: CalibrationSpec | None = None, strict: bool = False,
+             progress: Callable[[Event], None] | None = None) -> QuantizeResult:
+    """Quantize a model into a checkpoint folder.
+
+    Args:
+        uri: where the model is: folder, hub name, ``.gguf`` file, ``pkg:NAME``, ``synthetic:NAME``.
+        recipe: a recipe's name, or a YAML file.
+        out: the folder to make; nothing may be there.
+        revision: commit or tag, for a hub model.
+        calibration: instead of the recipe's.
+        strict: a fallback is an error.
+        progress: called before each unit and once at the end.
+
+    Raises:
+        QuantkitError: whatever is wrong with model, recipe, options, disk or values; everything
+            that can be known in advance is found before any work.
+        Stopped: interrupted; the finished layers are kept.
+    """
+    start = time.monotonic()
+    source = open_source(uri, revision)
+    try:
+        loaded = load_recipe(recipe)
+        if calibration is not None:
+            loaded = loaded.model_copy(update={"calibration": calibration})
+        run = _Run(source, make_plan(loaded, source), Path(out), strict, progress or (lambda event: None))
+        result = run(start)
+    finally:
+        source.close()
+    current().notify("on_run_finished", kind="quantize", summary=result.to_dict())
+    return result
+
+
+class _Run:
+    def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
+                 progress: Callable[[Event], None]) -> None:
+        self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
+        self.raw_config = source.config()
+        self.config = parse_config(self.raw_config)
+        self.formats, self.methods = registry("formats"), registry("methods")
+        self.tokens = self._tokens() if plan.calibrated else None
+
+    def _tokens(self) -> torch.Tensor:
+        spec = self.plan.recipe.calibration
+        assert spec is not None  # make_plan fills it in
+        data = self.source.side_files().get("tokenizer.json")
+        if data is None:
+            raise CalibrationError("calibration needs the model's tokenizer.json, which is not there",
+                                   next="add it to the model's folder, or use a data-free recipe: "
+                                        "quantkit recipes list")
+        tokenizer = Tokenizer.from_str(data.decode())
+        return calibration_tokens(spec, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def __call__(self, start: float) -> QuantizeResult:
+        manifest = self._manifest()
+        identity = manifest.model_dump(mode="json")
+        with CheckpointWriter(self.out, identity, needed_bytes=self.plan.needed_disk_bytes) as writer:
+            resumed = len(writer.units())
+            total = self.config.num_layers + 1
+            try:
+                rows = self._units(writer, total) if not writer.finished else []
+                self.progress(Event(total, total, "assembling and rereading"))
+                out = writer.finish(self.raw_config, self.source.side_files(), manifest)
+            except KeyboardInterrupt:
+                done = len(writer.units())
+                raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
+                              next="run the same command again to go on") from None
+        notes = tuple(f"{row.name}: {note}" for row in rows for note in row.notes)
+        return QuantizeResult(out, self.plan, tuple(rows), notes, resumed, time.monotonic() - start)
+
+    def _manifest(self) -> Manifest:
+        """The manifest before the run: all that identifies it, and nothing that it will measure."""
+        facts = None
+        if self.tokens is not None and (spec := self.plan.recipe.calibration) is not None:
+            facts = CalibrationFacts(
+                text=spec.text if spec.text == "builtin" else Path(spec.text).name, samples=spec.samples,
+                length=spec.length, seed=spec.seed, tokens=self.tokens.numel(),
+                sha256=hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest())
+        owners = {table.entry(name).owner for row in self.plan.rows
+                  for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
+        return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
+                        source=SourceRecord.of(self.source.identity()), calibration=facts,
+                        plugins={p.distribution: p.version for p in current().plugins
+                                 if p.distribution in owners})
+
+    def _units(self, writer: CheckpointWriter, total: int) -> list[LayerRow]:
+        weights = Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+        runner = LayerRunner(self.config, weights, self.tokens) if self.tokens is not None else None
+        rows: list[LayerRow] = []
+        for index in range(total - 1):
+            self.progress(Event(index, total, f"layer {index}"))
+            rows += self._layer(writer, index, runner)
+        self.progress(Event(total - 1, total, "embeddings and head"))
+        if writer.has(REST):
+            return rows + [LayerRow.model_validate(row) for row in writer.get(REST)[1]]
+        return rows + self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
+                                  [n for n in self.plan.other if not n.startswith(LAYERS)], {})[0]
+
+    def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None) -> list[LayerRow]:
+        unit = f"layer-{index}"
+        planned = [row for row in self.plan.rows if row.layer == index]
+        if writer.has(unit):
+            tensors, stored = writer.get(unit)
+            rows = [LayerRow.model_validate(row) for row in stored]
+            packed = {row.name: _stored(row, tensors) for row in planned if row.method}
+        else:
+            wanted = [row.name for row in planned if row.method and self.methods.get(row.method).needs]
+            stats = runner.measure(index, wanted) if runner is not None and wanted else {}
+            other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
+            rows, packed = self._store(writer, unit, planned, other, stats)
+        if runner is not None and index + 1 < self.config.num_layers:
+            runner.advance(index, packed)
+        return rows
+
+    def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
+               stats: Mapping[str, LayerStats]) -> tuple[list[LayerRow], dict[str, QuantizedTensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        rows: list[LayerRow] = []
+        packed: dict[str, QuantizedTensor] = {}
+        for plan in planned:
+            weight = self.source.tensor(f"{plan.name}.weight")
+            if plan.method is None:
+                tensors[f"{plan.name}.weight"] = weight
+                rows.append(LayerRow.of(plan))
+                continue
+            result, row = self._solve(plan, weight, stats.get(plan.shares))
+            packed[plan.name] = result
+            tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}
+            rows.append(row)
+        tensors |= {name: self.source.tensor(name) for name in other}
+        writer.put(unit, tensors, [row.to_dict() for row in rows])
+        for row in rows:
+            current().notify("on_layer_quantized", name=row.name, row=row.to_dict())
+        return rows, packed
+
+    def _solve(self, plan: PlanRow, weight: torch.Tensor,
+               stats: LayerStats | None) -> tuple[QuantizedTensor, LayerRow]:
+        assert plan.method and plan.format and plan.spec
+        method, form = self.methods.get(plan.method), self.formats.get(plan.format)
+        exact = weight.float()
+        try:
+            codes = method.run(exact, stats, plan.spec, method.options(**plan.options))
+        except QuantkitError as error:
+            raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
+        if self.strict and codes.notes:
+            raise QuantkitError(f"{plan.name}: {'; '.join(codes.notes)}",
+                                why="--strict makes every fallback an error",
+                                next="raise the damping or the calibration's size, or leave out --strict")
+        result = form.pack(codes, weight.dtype)
+        loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
+        return result, LayerRow.of(plan, error=float(loss), notes=codes.notes)
+
+
+def _stored(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
+    """The packed weight of a finished unit."""
+    assert plan.format and plan.spec
+    prefix = f"{plan.name}."
+    own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    own.pop("bias", None)
+    return QuantizedTensor(plan.format, plan.spec, plan.shape, getattr(torch, plan.dtype), own)

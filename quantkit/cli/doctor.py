@@ -20,6 +20,7 @@ from quantkit.cli.probe import PHASES, kernels_for
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
              "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
+FEW = 3
 REQUIRED = ("torch", "safetensors", "tokenizers", "huggingface-hub", "pydantic", "gguf", "triton")
 OPTIONAL = {
     "transformers": ("the oracle of the tests", 'pip install "quantkit[transformers]"'),
@@ -118,15 +119,17 @@ def _specs() -> Iterator[Any]:
 
 
 def _reasons(cases: list[dict[str, Any]]) -> Iterator[str]:
-    """Who declined, each reason once."""
-    seen: dict[tuple[str, str], list[str]] = {}
+    """Who declined, each reason once, with the specs it holds for."""
+    seen: dict[tuple[str, str], dict[str, list[str]]] = {}
     for case in cases:
         for phase in PHASES:
             for entry in case[phase]["declined"]:
-                where = f"{case['label']} {phase}"
-                seen.setdefault((entry["kernel"], entry["reason"]), []).append(where)
-    for (kernel, reason), where in seen.items():
-        yield wrapped("  declined", f"{kernel}: {reason} [{', '.join(where)}]", 12)
+                labels = seen.setdefault((entry["kernel"], entry["reason"]), {})
+                labels.setdefault(case["label"], []).append(phase)
+    for (kernel, reason), labels in seen.items():
+        phases = sorted({phase for found in labels.values() for phase in found})
+        which = ", ".join(labels) if len(labels) <= FEW else f"{len(labels)} specs"
+        yield wrapped("  declined", f"{kernel}: {reason} [{which}; {' and '.join(phases)}]", 12)
 
 
 def _version(distribution: str) -> str | None:

@@ -7,6 +7,7 @@ nor pydantic is loaded before a command needs it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -36,7 +37,7 @@ class Main(click.RichGroup):
         table = registry("commands")
         if cmd_name not in table:
             return None
-        return click.RichCommand(cmd_name, help=table.entry(cmd_name).about.get("help", ""))
+        return click.RichCommand(name=cmd_name, help=table.entry(cmd_name).about.get("help", ""))
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -55,12 +56,14 @@ class Main(click.RichGroup):
         run = super().main
         if not standalone_mode:
             return run(args, prog_name, complete_var, standalone_mode=False, **extra)
-        return guarded(lambda: run(args, prog_name or "quantkit", complete_var,
+        return guarded(lambda: run(args, "quantkit", complete_var,
                                    standalone_mode=False, **extra))
 
 
 def guarded(run: Callable[[], Any]) -> NoReturn:
     """Call ``run`` and leave the process: done, or with the error in words on stderr."""
+    global _debug
+    _debug = False
     with one_line_warnings():
         try:
             code = run()
@@ -123,12 +126,14 @@ def _misused(error: click.ClickException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         click.echo(error.format_message(), err=True)
         return error.exit_code
-    why = None
+    what, why = error.format_message().rstrip("."), None
     if isinstance(error, click.NoSuchOption) and ctx:
-        known = {o for p in ctx.command.get_params(ctx) for o in p.opts}
-        error.possibilities = None
-        why = did_you_mean(error.option_name, known)
-    show_error(error.format_message().rstrip("."), why, f"{path} --help")
+        # click's own message has its guesses in it
+        what = f"no such option: {error.option_name}"
+        why = did_you_mean(error.option_name, {o for p in ctx.command.get_params(ctx) for o in p.opts})
+    elif ctx and isinstance(ctx.command, click.Group) and (hit := re.match("No such command '(.*?)'", what)):
+        what, why = hit[0], did_you_mean(hit[1], ctx.command.list_commands(ctx))
+    show_error(what, why, f"{path} --help")
     return error.exit_code
 
 

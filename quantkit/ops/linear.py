@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.dispatch import DECODE_ROWS, Choice, KernelQuery, Phase, choose
+
+FEW_ROWS = 3
+"""Up to this many rows a half-precision product on a CPU is bound by reading the weight."""
+BLOCK_ELEMENTS = 2**20
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def query_for(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device,
@@ -43,15 +50,31 @@ def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase):  # type: 
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A plain multiply. On a CPU without bf16 instructions many rows are multiplied in float32:
-    torch's bf16 loop there is nine times slower, and the float32 result is the more exact one."""
-    rows = x.numel() // x.shape[-1]
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and rows > 2 and not native_bf16():
-        y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        return y.to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    """``x [..., in]`` by a plain weight ``[out, in]``; returns ``[..., out]`` in x's dtype.
+
+    On a CPU without bf16 instructions more than a few rows are multiplied in float32: torch's
+    half-precision loop there is many times slower, and the float32 result is the more exact one.
+    """
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if x.dtype in _HALF and x.device.type == "cpu" and x.numel() > FEW_ROWS * x.shape[-1] and not (
+            x.dtype == torch.bfloat16 and native_bf16()):
+        return _through_float32(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
+def _through_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The weight is converted a block of rows at a time: a block stays in the processor's cache, and
+    a large head is never in memory twice."""
+    wide = x.float()
+    rows = max(1, BLOCK_ELEMENTS // weight.shape[1])
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        y[..., part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return y
+
+
+@functools.cache
 def native_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware, as torch sees it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,145 @@
+"""``quantkit quantize SOURCE --recipe NAME --out DIR``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, print_json, show_warning, table, wrapped
+from quantkit.cli.progress import Progress
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantkit.plan import Plan, PlanRow
+    from quantkit.recipe import Recipe
+    from quantkit.spec import CalibrationSpec
+
+
+@click.command("quantize")
+@click.argument("source")
+@click.option("--recipe", "-r", "recipe_name", required=True, metavar="NAME|FILE",
+              help="A recipe's name (`quantkit recipes list`) or a YAML file.")
+@click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
+              help="The folder to make; it must not exist yet.")
+@click.option("--dry-run", is_flag=True,
+              help="Check every layer and print what would be done, memory and disk included; do nothing.")
+@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--calib-text", metavar="FILE",
+              help="UTF-8 text for methods that calibrate, or `builtin`: the standard library's docstrings.")
+@click.option("--calib-samples", type=click.IntRange(min=1), help="Windows of that text.")
+@click.option("--calib-length", type=click.IntRange(min=8), help="Tokens a window.")
+@click.option("--seed", type=click.IntRange(min=0), help="Chooses the windows.")
+@click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
+def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revision: str | None,
+            calib_text: str | None, calib_samples: int | None, calib_length: int | None, seed: int | None,
+            strict: bool, quiet: bool, as_json: bool) -> None:
+    """Quantize a model by a recipe into a checkpoint.
+
+    SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
+    layers are kept: a run that was stopped goes on where it was when the same command is run again.
+    """
+    from quantkit.recipe import load_recipe
+
+    recipe = load_recipe(recipe_name)
+    changes = {"text": calib_text, "samples": calib_samples, "length": calib_length, "seed": seed}
+    calibration = _calibration(recipe, {k: v for k, v in changes.items() if v is not None})
+    if dry_run:
+        plan = _plan(source, recipe, revision, calibration)
+        if as_json:
+            print_json({"source": source, **plan.to_dict()})
+        else:
+            _print_plan(plan, source, recipe_name)
+        return
+    if out is None:
+        raise UsageError("--out is missing", why="the checkpoint needs a folder",
+                         next=f"quantkit quantize {source} --recipe {recipe_name} --out OUT, or --dry-run")
+    _run(source, recipe_name, out, revision, calibration, strict, quiet, as_json)
+
+
+def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
+    """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
+    from quantkit.spec import CalibrationSpec
+
+    if not changes:
+        return None
+    text = changes.get("text", "builtin")
+    if text != "builtin" and not Path(text).is_file():
+        raise UsageError(f"--calib-text {text} is not a file", next="name a UTF-8 text file, or builtin")
+    return (recipe.calibration or CalibrationSpec()).model_copy(update=changes)
+
+
+def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None) -> Plan:
+    from quantkit.plan import make_plan
+    from quantkit.sources.base import open_source
+
+    if calibration is not None:
+        recipe = recipe.model_copy(update={"calibration": calibration})
+    opened = open_source(source, revision)
+    try:
+        return make_plan(recipe, opened)
+    finally:
+        opened.close()
+
+
+def _print_plan(plan: Plan, source: str, recipe_name: str) -> None:
+    rows = [[row.name.removeprefix("model."), row.method or "kept", row.format or "-", _label(row),
+             f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
+            for row in plan.rows]
+    click.echo(table(["layer", "method", "format", "spec", "bits", "before", "after"], rows, right=(4, 5, 6)))
+    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    click.echo()
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
+    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
+                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
+    click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
+    click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
+                                      f"{human_bytes(plan.disk_bytes)} when done"))
+    click.echo(wrapped("next", f"quantkit quantize {source} --recipe {recipe_name} --out OUT"))
+
+
+def _label(row: PlanRow) -> str:
+    return row.spec.label() if row.spec else row.dtype
+
+
+def _run(source: str, recipe: str, out: Path, revision: str | None, calibration: CalibrationSpec | None,
+         strict: bool, quiet: bool, as_json: bool) -> None:
+    from quantkit.quantize import quantize
+
+    with _terminate_is_interrupt(), Progress(f"{source} by {recipe}", quiet=quiet) as progress:
+        result = quantize(source, recipe, out, revision=revision, calibration=calibration, strict=strict,
+                          progress=progress)
+    for text in result.fallbacks:
+        show_warning(text)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    plan = result.plan
+    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    again = f", {result.resumed} units were there from before" if result.resumed else ""
+    click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
+    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
+    click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
+    click.echo(wrapped("next", f"quantkit eval {source} {result.out}"))
+    click.echo(wrapped("", f'quantkit generate {result.out} "The capital of France is"'))
+
+
+@contextmanager
+def _terminate_is_interrupt() -> Iterator[None]:
+    """A polite kill stops as Ctrl-C does: what is finished is kept, the exit code says resumable."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

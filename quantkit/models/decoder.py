@@ -1,0 +1,131 @@
+"""A decoder layer and the causal language model made of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.models.config import ModelConfig
+from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, linear
+from quantkit.models.linear import Linear, Weights
+
+
+class KVCacheProtocol(Protocol):
+    """Where attention keeps the keys and values of earlier positions."""
+
+    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor,
+               positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Store a step of one layer and return all that its queries may look at.
+
+        Args:
+            layer: index of the decoder layer.
+            k, v: ``[B, Hkv, T, D]``, keys already rotated.
+            positions: int64 ``[B, T]``, −1: padding, which is not kept.
+
+        Returns:
+            keys and values ``[B, Hkv, S, D]``, their positions int64 ``[B, S]`` (−1: empty; what
+            stands there is finite). Layers that hold the same positions may return the same object.
+        """
+
+
+class DecoderLayer:
+    """One layer, usable alone: ``DecoderLayer(config, index, weights)``.
+
+    Raises:
+        SourceError: a tensor is missing or of another shape than the config says.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+        name = f"model.layers.{index}"
+        self._config = config
+        self._before_attention = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps,
+                                         weights)
+        self._before_mlp = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size,
+                                   config.rms_norm_eps, weights)
+        self.self_attn = Attention(config, index, weights)
+        self.mlp = MLP(config, index, weights)
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCacheProtocol | None = None,
+                 step: Step | None = None) -> torch.Tensor:
+        """``x [B, T, hidden]`` at ``positions`` int64 ``[B, T]`` (−1: padding) → ``[B, T, hidden]``.
+
+        ``step`` spares layers of one forward pass from working out the same twice.
+        """
+        if step is None:
+            step = Step(self._config, positions, x.dtype)
+        x = x + self.self_attn(self._before_attention(x), step, cache)
+        return x + self.mlp(self._before_mlp(x))
+
+    def linears(self) -> dict[str, Linear]:
+        """The layer's seven Linears by full name, in the model's order."""
+        return {one.name: one for one in (*self.self_attn.linears(), *self.mlp.linears())}
+
+
+class CausalLM:
+    """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
+
+    Raises:
+        SourceError: a tensor is missing or of another shape than the config says.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self._embedding = weights.tensor("model.embed_tokens.weight")
+        check_shape("model.embed_tokens.weight", self._embedding, (config.vocab_size, config.hidden_size))
+        self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
+        self._norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
+        self._head = Linear("lm_head", self._embedding) if config.tie_word_embeddings else linear(
+            weights, "lm_head", (config.vocab_size, config.hidden_size), False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._embedding.device
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[B, T]`` → ``[B, T, hidden]``."""
+        return F.embedding(ids, self._embedding)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""
+        return self._head(self._norm(x))
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the model.
+
+        Args:
+            ids: int64 ``[B, T]``; any valid id at padding.
+            positions: int64 ``[B, T]``, −1: padding. Without a cache ``0 … T - 1`` by default.
+            cache: keys and values of earlier steps; this step's are added.
+            last: int64 ``[B]``, index into T: only that position's logits.
+
+        Returns:
+            ``[B, T, vocab]``, or ``[B, vocab]`` with ``last``, in the model's dtype.
+
+        Raises:
+            ValueError: a cache without positions: where it ends is not for the model to guess.
+        """
+        if positions is None:
+            if cache is not None:
+                raise ValueError("with a cache, give the positions of ids")
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        x = self.embed(ids)
+        step = Step(self.config, positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, positions, cache, step)
+        if last is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), last]
+        return self.logits(x)
+
+    def linears(self) -> dict[str, Linear]:
+        """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
+        found = {name: one for layer in self.layers for name, one in layer.linears().items()}
+        return found if self.config.tie_word_embeddings else found | {"lm_head": self._head}

@@ -1,0 +1,26 @@
+"""From a :class:`RopeConfig` to the frequencies that the rotation uses."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from quantkit.models.rope_config import RopeConfig
+from quantkit.ops import rope
+
+
+@functools.lru_cache(maxsize=64)
+def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> torch.Tensor:
+    """float32 ``[dim / 2]``, radians a position; shared by all layers and not to be written."""
+    if config.kind == "linear":
+        made = rope.linear_frequencies(config.theta, dim, config.factor)
+    elif config.kind == "llama3":
+        made = rope.llama3_frequencies(config.theta, dim, config.factor, config.low_freq_factor,
+                                       config.high_freq_factor, config.original_max_positions)
+    elif config.kind == "yarn":
+        made = rope.yarn_frequencies(config.theta, dim, config.factor, config.beta_fast, config.beta_slow,
+                                     config.original_max_positions, config.truncate)
+    else:
+        made = rope.frequencies(config.theta, dim)
+    return made.to(device)

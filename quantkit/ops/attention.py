@@ -1,0 +1,112 @@
+"""Causal grouped-query attention over keys whose positions are given explicitly.
+
+Nothing here assumes that key ``j`` stands at position ``j``: caches may leave holes, drop keys or
+hold sequences of different lengths side by side. https://arxiv.org/abs/2305.13245
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 256
+"""Queries handled at a time; keys that none of them sees are skipped."""
+MASK_ELEMENTS = 2**22
+"""Most elements of a chunk's mask: with long contexts chunks get shorter."""
+EMPTY = -1
+
+
+class Visibility:
+    """Which keys each query sees, worked out once for all layers with the same window.
+
+    A query at position ``p`` sees the keys at positions in ``[0, p]``, or in ``(p - window, p]``.
+
+    Args:
+        positions: int64 ``[B, T]`` of the queries; −1: padding, whose result is finite but means nothing.
+        keys: int64 ``[B, S]``, positions of the keys; −1: an empty slot, seen by nobody.
+        window: number of positions seen, the query's own included; ``None``: all.
+
+    Attributes:
+        rows: number of queries in a chunk.
+    """
+
+    def __init__(self, positions: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> None:
+        self._positions, self._keys, self._window = positions, keys, window
+        batch, self.queries = positions.shape
+        self.rows = max(1, min(CHUNK, MASK_ELEMENTS // max(1, batch * keys.shape[1])))
+        self._kept: dict[tuple[int, torch.dtype], tuple[int, int, torch.Tensor | None]] = {}
+
+    def chunk(self, start: int, dtype: torch.dtype) -> tuple[int, int, torch.Tensor | None]:
+        """What queries ``[start, start + rows)`` see.
+
+        Returns:
+            ``low, high, bias``: keys outside of ``[low, high)`` are invisible to all of them; ``bias``
+            is ``[B, 1, rows, high - low]`` of 0 and −inf in ``dtype``, or ``None`` if all is visible.
+        """
+        if (hit := self._kept.get((start, dtype))) is not None:
+            return hit
+        made = self._make(start, dtype)
+        if self._positions.numel() * self._keys.shape[1] <= MASK_ELEMENTS:
+            self._kept[start, dtype] = made
+        return made
+
+    def _make(self, start: int, dtype: torch.dtype) -> tuple[int, int, torch.Tensor | None]:
+        query = self._positions[:, start: start + self.rows, None]
+        key = self._keys[:, None, :]
+        seen = (key <= query) & (key != EMPTY)
+        if self._window is not None:
+            seen &= key > query - self._window
+        if bool(seen.all()):
+            return 0, key.shape[2], None
+        columns = seen.any(1).any(0).nonzero()
+        low, high = (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, key.shape[2])
+        seen = seen[:, :, low:high]
+        seen = seen | ~seen.any(-1, keepdim=True)  # a softmax over nothing would be NaN
+        if bool(seen.all()):
+            return low, high, None
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return low, high, bias.unsqueeze(1)
+
+
+def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
+              scale: float | None = None) -> torch.Tensor:
+    """``softmax(q kᵀ · scale) v``, each query over the keys that it sees.
+
+    Softmax and sums are float32 inside. Memory beyond the result is bounded: queries go in chunks.
+
+    Args:
+        q: ``[B, H, T, D]``.
+        keys, values: ``[B, Hkv, S, D]``, q's dtype, H a multiple of Hkv; query head ``h`` reads
+            key-value head ``h // (H / Hkv)``. Empty slots may hold any finite value.
+        seen: made from the positions of these queries and keys.
+        scale: ``D ** -0.5`` by default.
+
+    Returns:
+        ``[B, H, T, D]`` in q's dtype; finite for padded queries too.
+    """
+    if q.shape[2] == 1:
+        return _decode(q, keys, values, seen, scale)
+    dtype = q.dtype
+    if q.device.type == "cpu" and dtype != torch.float64:
+        q, keys, values = q.float(), keys.float(), values.float()  # half-precision products are slow there
+    out = torch.empty_like(q, dtype=dtype)
+    for start in range(0, q.shape[2], seen.rows):
+        stop = start + seen.rows
+        low, high, bias = seen.chunk(start, q.dtype)
+        out[:, :, start:stop] = F.scaled_dot_product_attention(
+            q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high], attn_mask=bias, scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[1])
+    return out
+
+
+def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
+            scale: float | None) -> torch.Tensor:
+    """One query a sequence. The heads that share keys become the rows of one product: each key is
+    then read once, in the cache's own dtype, and nothing of the cache is copied."""
+    batch, heads, _, dim = q.shape
+    low, high, bias = seen.chunk(0, q.dtype)
+    if high - low < keys.shape[2]:
+        keys, values = keys[:, :, low:high], values[:, :, low:high]
+    rows = q.reshape(batch, keys.shape[1], -1, dim)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+    return out.reshape(batch, heads, 1, dim)

@@ -1,0 +1,22 @@
+"""Root-mean-square normalization."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, https://arxiv.org/abs/1910.07467.
+
+    Args:
+        x: ``[..., n]``, any floating dtype.
+        weight: ``[n]``, x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., n]`` in x's dtype. Statistics are float32; the normalized value is rounded to x's
+        dtype before the weight multiplies it, as transformers does, so that half-precision results agree.
+    """
+    # without a weight torch works in float32 and rounds once; with one it would round after multiplying
+    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight

@@ -1,0 +1,96 @@
+"""Rotary position embedding in its rotate-half form, https://arxiv.org/abs/2104.09864.
+
+Dimension ``i`` is paired with ``i + D / 2`` (not with ``i + 1``), as Hugging Face's weights expect.
+Frequencies are radians a position, float32 ``[D / 2]``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def frequencies(theta: float, dim: int) -> torch.Tensor:
+    """``theta ** (-2 i / dim)`` for i in ``[0, dim / 2)``."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+
+
+def linear_frequencies(theta: float, dim: int, factor: float) -> torch.Tensor:
+    """All wavelengths stretched by ``factor``, https://arxiv.org/abs/2306.15595."""
+    return frequencies(theta, dim) / factor
+
+
+def llama3_frequencies(theta: float, dim: int, factor: float, low: float, high: float,
+                       original: int) -> torch.Tensor:
+    """Llama 3.1's, https://arxiv.org/abs/2407.21783: stretch long wavelengths, keep short ones.
+
+    Args:
+        theta: base of the wavelengths.
+        dim: head dimension.
+        factor: by how much wavelengths above ``original / low`` are stretched.
+        low, high: between ``original / high`` and ``original / low`` the two are blended.
+        original: positions it was trained with.
+    """
+    plain = frequencies(theta, dim)
+    turns = original * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * plain / factor + kept * plain
+
+
+def yarn_frequencies(theta: float, dim: int, factor: float, fast: float, slow: float, original: int,
+                     truncate: bool = True) -> torch.Tensor:
+    """YaRN, https://arxiv.org/abs/2309.00071: a ramp over dimensions from kept to stretched.
+
+    Args:
+        theta: base of the wavelengths.
+        dim: head dimension.
+        factor: by how much long wavelengths are stretched.
+        fast, slow: the ramp runs between the dimensions that turn this often in ``original`` positions.
+        original: positions it was trained with.
+        truncate: the ramp's ends are rounded outwards to whole dimensions.
+    """
+    plain = frequencies(theta, dim)
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(fast), dimension(slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return plain / factor * stretched + plain * (1 - stretched)
+
+
+def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
+           dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines for :func:`rotate`.
+
+    Args:
+        positions: int64 ``[B, T]``; what stands at padding (−1) has no effect on other positions.
+        inverse: float32 ``[D / 2]``.
+        scale: both are multiplied by it.
+        dtype: of the result; angles are always float32.
+
+    Returns:
+        ``cos`` and ``sin``, ``[B, 1, T, D]``; the first half of ``sin`` is negated.
+    """
+    angle = positions[:, None, :, None].float() * inverse
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate every pair of dimensions by its position's angle.
+
+    Args:
+        x: ``[B, H, T, D]``.
+        cos, sin: from :func:`tables`, x's dtype.
+
+    Returns:
+        ``[B, H, T, D]`` in x's dtype.
+    """
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

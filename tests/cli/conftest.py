@@ -1,0 +1,64 @@
+"""Commands are called in this process; a few tests need a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli.main import main
+from quantkit.quantize import quantize
+from quantkit.testing import tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama folder."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model by recipe int8. Tests don't write to it."""
+    out = tmp_path_factory.mktemp("checkpoints") / "tiny-int8"
+    quantize(str(tiny), "int8", out)
+    return out
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """``cli("quantize", source, …)`` → exit_code, stdout, stderr."""
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(a) for a in arguments])
+
+    return call
+
+
+@pytest.fixture
+def cli_json(cli: Callable[..., Result]) -> Callable[..., Any]:
+    """The same, expecting success; stdout must be one JSON value and nothing else."""
+
+    def call(*arguments: object) -> Any:
+        result = cli(*arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return call
+
+
+@pytest.fixture
+def process() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command in a process of its own."""
+
+    def call(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "quantkit.cli.main", *map(str, arguments)],
+                              capture_output=True, text=True, timeout=120, **options)
+
+    return call

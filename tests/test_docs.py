@@ -1,0 +1,138 @@
+"""The documentation says what the code does: hooks, commands, recipes, options, targets and examples."""
+
+import importlib.util
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quantkit import __version__, hookspecs
+from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
+from quantkit.plugins import registry
+from quantkit.recipe import list_recipes, load_recipe
+from quantkit.testing import check_method
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+HOOKS = {name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction)
+         if hasattr(hook, "quantkit_spec")}
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_every_hook_is_described_with_its_arguments(hook):
+    arguments = ", ".join(inspect.signature(HOOKS[hook]).parameters)
+    assert f"`{hook}({arguments})`" in text_of("docs/plugins.md")
+
+
+def test_no_hook_is_described_that_does_not_exist():
+    described = set(re.findall(r"^\| `(\w+)\(", text_of("docs/plugins.md"), re.MULTILINE))
+    assert described == set(HOOKS)
+
+
+@pytest.mark.parametrize("command", sorted(registry("commands")))
+def test_every_command_is_described(command):
+    assert f"\n## quantkit {command}\n" in text_of("docs/cli.md")
+
+
+def test_the_command_page_is_what_the_commands_say():
+    spec = importlib.util.spec_from_file_location("generate_cli", DOCS / "generate_cli.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.render() == text_of("docs/cli.md"), "run: python docs/generate_cli.py"
+
+
+def test_every_recipe_is_described_and_no_other():
+    described = set(re.findall(r"^\| `([\w-]+)` \|", text_of("docs/recipes.md").split("## Writing")[0],
+                               re.MULTILINE))
+    assert described == {info.name for info in list_recipes()}
+
+
+def test_every_method_and_its_options_are_described():
+    page = text_of("docs/recipes.md")
+    for name in registry("methods"):
+        method = registry("methods").get(name)
+        assert f"| `{name}` |" in page and method.paper in page
+        for option in method.options.model_fields:
+            assert f"`{option}`" in page, f"option {option} of {name}"
+
+
+def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
+    (tmp_path / "mine.yaml").write_text(blocks("docs/recipes.md", "yaml")[0], encoding="utf-8")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    assert len(recipe.rules) > 4
+    for rule in recipe.rules:
+        if rule.method:
+            method = registry("methods").get(rule.method)
+            assert method.refuses(rule.spec) is None
+            method.options(**rule.options)
+
+
+def test_the_method_of_the_page_keeps_every_promise():
+    method_code, hook_code, test_code = blocks("docs/plugins.md", "python")
+    assert len(method_code.splitlines()) <= 50
+    scope = {"__name__": "example"}
+    exec(compile(method_code, "docs/plugins.md", "exec"), scope)
+    check_method(scope["METHOD"])
+    assert "check_method(METHOD)" in test_code
+    exec(compile(hook_code, "docs/plugins.md", "exec"), hooks := {})
+    seen = []
+    hooks["register_methods"](lambda name, target: seen.append((name, target)))
+    toml = tomllib.loads(blocks("docs/plugins.md", "toml")[0])
+    (package,) = toml["project"]["entry-points"]["quantkit"].values()
+    assert seen == [(scope["METHOD"].name, f"{package}.method:METHOD")]
+
+
+def named_targets(page: str) -> set[str]:
+    """Targets in code: between backticks, or on an indented line."""
+    return set(re.findall(r"(?:`|^    )make ([a-z-]+)", text_of(page), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_named_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    assert named_targets(page) and named_targets(page) <= targets
+
+
+def test_the_readme_names_what_ci_runs():
+    ran = re.findall(r"^make ([a-z-]+)$", text_of(".ci/run"), re.MULTILINE)
+    assert ran == ["lint", "test"]
+    assert set(ran) <= named_targets("README.md") and set(ran) <= named_targets("CONTRIBUTING.md")
+
+
+def test_exit_codes_are_described():
+    rows = dict(re.findall(r"^\| (\d+) \| (\w+)", text_of("docs/errors.md"), re.MULTILINE))
+    assert rows == {str(DONE): "done", str(FAILED): "failed", str(USAGE): "usage", str(RESUMABLE): "stopped",
+                    str(INTERRUPTED): "interrupted"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md",
+                                  *(f"docs/{p.name}" for p in sorted(DOCS.glob("*.md")))])
+def test_links_inside_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", text_of(page)):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_changelog_has_this_version():
+    assert re.search(rf"^## {re.escape(__version__)}\b", text_of("CHANGELOG.md"), re.MULTILINE)
+
+
+def test_versions_are_constrained_and_users_are_not_pinned():
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    names = {re.match(r"[\w.-]+", line).group().lower().replace("_", "-") for line in
+             [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    pinned = {line.split("==")[0].lower().replace("_", "-"): line for line in
+              text_of("constraints.txt").splitlines() if "==" in line and not line.startswith("#")}
+    assert names <= set(pinned), names - set(pinned)
+    assert "+" not in pinned["torch"], "a local version would shut the CUDA build out"
+    assert not [line for line in project["dependencies"] if "==" in line.split(";")[0]]

@@ -1,0 +1,228 @@
+"""The rules that plugins live by, each with a plugin that breaks it."""
+
+import subprocess
+import sys
+import warnings
+from importlib.metadata import EntryPoint
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from quantkit import plugins
+from quantkit.errors import PluginError
+from quantkit.hookspecs import hookimpl
+from quantkit.plugins import PluginManager
+
+
+@pytest.fixture
+def manager():
+    return PluginManager(only=())
+
+
+def plugin(**hooks):
+    module = ModuleType("some_plugin")
+    for name, function in hooks.items():
+        setattr(module, name, hookimpl(function))
+    return module
+
+
+class Dist(SimpleNamespace):
+    """As much of a distribution as an entry point is asked for."""
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that entry points are installed: name → what loading it gives or raises."""
+
+    def install(**points):
+        class Point:
+            def __init__(self, name, result):
+                self.name, self.module, self.result = name, f"mod_{name}", result
+                self.dist = Dist(name=f"dist-{name}", version="1.2")
+
+            def load(self):
+                if isinstance(self.result, Exception):
+                    raise self.result
+                return self.result
+
+        monkeypatch.setattr(plugins.importlib.metadata, "entry_points",
+                            lambda group: [Point(n, r) for n, r in points.items()])
+
+    return install
+
+
+def test_the_builtins_come_through_the_same_hooks(manager):
+    assert [p.distribution for p in manager.plugins] == ["quantkit"]
+    assert {"rtn", "nf4", "gptq"} <= set(manager.registries["methods"])
+    assert {e.owner for e in map(manager.registries["methods"].entry, manager.registries["methods"])} == {
+        "quantkit"}
+
+
+def test_a_plugin_registers_beside_them(manager):
+    def register_methods(register):
+        register("mine", "mine.method:METHOD", note="x")
+
+    manager.add(plugin(register_methods=register_methods), "dist-mine", version="2.0")
+    assert manager.registries["methods"].entry("mine").owner == "dist-mine"
+    assert manager.plugins[-1].version == "2.0"
+    assert "mine" not in sys.modules
+
+
+def test_a_collision_is_an_error_that_names_both(manager):
+    def register_methods(register):
+        register("rtn", "mine.method:METHOD")
+
+    with pytest.raises(PluginError, match="'rtn' is registered twice, by quantkit and by dist-mine"):
+        manager.add(plugin(register_methods=register_methods), "dist-mine")
+
+
+def test_two_strangers_collide_by_name(manager):
+    def register_methods(register):
+        register("same", "a.b:C")
+
+    manager.add(plugin(register_methods=register_methods), "dist-one")
+    with pytest.raises(PluginError, match="by dist-one and by dist-two"):
+        manager.add(plugin(register_methods=register_methods), "dist-two")
+
+
+def test_a_misspelled_hook_is_an_error_with_the_nearest_name(manager):
+    def register_method(register):
+        pass
+
+    with pytest.raises(PluginError, match="dist-mine implements a hook 'register_method'") as caught:
+        manager.add(plugin(register_method=register_method), "dist-mine")
+    assert "register_methods" in caught.value.why
+    assert "quantkit" in caught.value.what
+
+
+def test_a_wrong_signature_is_an_error(manager):
+    def register_methods(register, table):
+        pass
+
+    with pytest.raises(PluginError, match="dist-mine") as caught:
+        manager.add(plugin(register_methods=register_methods), "dist-mine")
+    assert "table" in caught.value.why
+
+
+def test_a_hook_may_ignore_its_argument(manager):
+    def on_run_finished(kind):
+        seen.append(kind)
+
+    seen = []
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    manager.notify("on_run_finished", kind="quantize", summary={})
+    assert seen == ["quantize"]
+
+
+def test_an_observer_that_raises_costs_a_warning(manager):
+    def on_layer_quantized(name, row):
+        raise RuntimeError("no disk")
+
+    manager.add(plugin(on_layer_quantized=on_layer_quantized), "dist-mine")
+    with pytest.warns(UserWarning, match=r"dist-mine.*on_layer_quantized.*no disk"):
+        manager.notify("on_layer_quantized", name="a", row={})
+
+
+def test_a_broken_import_costs_one_warning_and_its_own_things_only(installed):
+    def register_methods(register):
+        register("good", "a.b:C")
+
+    installed(bad=ImportError("no module named left_pad"), good=plugin(register_methods=register_methods))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manager = PluginManager()
+    assert len(caught) == 1
+    assert "'bad'" in str(caught[0].message) and "dist-bad 1.2" in str(caught[0].message)
+    assert "left_pad" in str(caught[0].message)
+    assert "good" in manager.registries["methods"] and "rtn" in manager.registries["methods"]
+    assert [p.error for p in manager.plugins if p.name == "bad"] == ["ImportError: no module named left_pad"]
+
+
+def test_a_hook_that_raises_takes_back_all_that_its_plugin_registered(installed):
+    def register_methods(register):
+        register("half", "a.b:C")
+
+    def register_formats(register):
+        raise RuntimeError("later")
+
+    installed(half=plugin(register_methods=register_methods, register_formats=register_formats))
+    with pytest.warns(UserWarning, match="'half'"):
+        manager = PluginManager()
+    assert "half" not in manager.registries["methods"]
+    assert "pack-quantized" in manager.registries["formats"]
+
+
+def test_only_restricts(installed):
+    def methods(name):
+        return plugin(register_methods=lambda register: register(name, "a.b:C"))
+
+    installed(one=methods("m1"), two=methods("m2"))
+    assert "m1" in PluginManager(only=["one"]).registries["methods"]
+    assert "m2" not in PluginManager(only=["one"]).registries["methods"]
+    none = PluginManager(only=[]).registries["methods"]
+    assert "m1" not in none and "m2" not in none and "rtn" in none
+    both = PluginManager().registries["methods"]
+    assert "m1" in both and "m2" in both
+
+
+def test_only_with_an_unknown_name_is_an_error(installed):
+    installed(hqq=plugin())
+    with pytest.raises(PluginError, match="'hqk'") as caught:
+        PluginManager(only=["hqk"])
+    assert "did you mean 'hqq'" in caught.value.why
+
+
+@pytest.mark.parametrize(("value", "expected"),
+                         [("", []), ("a", ["a"]), (" a , b ,", ["a", "b"]), (None, None)])
+def test_the_environment_variable_is_parsed(monkeypatch, value, expected):
+    seen = []
+    monkeypatch.setattr(plugins, "PluginManager", lambda only: seen.append(only))
+    if value is None:
+        monkeypatch.delenv("QUANTKIT_PLUGINS")
+    else:
+        monkeypatch.setenv("QUANTKIT_PLUGINS", value)
+    plugins.current.cache_clear()
+    try:
+        plugins.current()
+    finally:
+        monkeypatch.undo()
+        plugins.current.cache_clear()
+    assert seen == [expected]
+
+
+def test_dirs_name_their_owner(manager, tmp_path):
+    manager.add(plugin(recipe_dirs=lambda: [tmp_path]), "dist-mine")
+    assert ("dist-mine", tmp_path) in manager.dirs("recipe_dirs")
+    assert any(owner == "quantkit" and (folder / "int8.yaml").is_file()
+               for owner, folder in manager.dirs("recipe_dirs"))
+
+
+def test_tests_load_no_plugins():
+    assert [p.distribution for p in plugins.current().plugins] == ["quantkit"]
+
+
+def test_the_entry_point_group_is_quantkit():
+    assert plugins.ENTRY_POINTS == "quantkit"
+    assert EntryPoint("a", "b:c", plugins.ENTRY_POINTS).group == "quantkit"
+
+
+HEAVY = ("torch", "numpy", "pydantic", "transformers", "triton", "safetensors", "tokenizers",
+         "huggingface_hub", "gguf", "ruamel")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plugins", "list"],
+                                       ["plugins", "list", "--json"], ["no-such-command"]])
+def test_listing_imports_nothing_heavy(arguments):
+    code = (f"import sys\nfrom quantkit.cli.main import main\n"
+            f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+            f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "HEAVY []", done.stdout + done.stderr
+
+
+def test_help_imports_no_command():
+    code = ("import sys\nfrom quantkit.cli.main import main\n"
+            "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+            "print(sorted(m for m in sys.modules if m.startswith('quantkit.cli.')))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "['quantkit.cli.main', 'quantkit.cli.present']"
