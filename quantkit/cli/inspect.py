@@ -156,6 +156,10 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
+    kinds = Counter((row["method"], row["label"], row["format"]) for row in facts["layers"])
+    for (method, label, form), count in kinds.items():
+        if method:
+            click.echo(wrapped("quantized", f"{count} layers by {method}, {label}, {form}"))
     if facts["source"]:
         made = facts["source"]
         at = f" at {made['revision']}" if made["revision"] else ""
@@ -163,27 +167,30 @@ def _print_head(facts: dict[str, Any]) -> None:
 
 
 def _layer_table(layers: list[dict[str, Any]], grouped: bool) -> str:
+    """A row a kind of layer (numbers replaced by ``*``) or a row a layer, 80 columns wide."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in layers:
-        short = row["name"].removeprefix("model.")
-        name = ".".join("*" if p.isdigit() else p for p in short.split(".")) if grouped else short
-        key = (name, tuple(row["shape"]), row["method"], row["label"] or row["dtype"], row["format"],
-               *(row["kernels"][phase]["kernel"] for phase in PHASES))
+        name = row["name"].removeprefix("model.layers.")
+        if grouped:
+            name = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        key = (name, tuple(row["shape"]), f"{row['method'] or 'kept'} {_short(row)}",
+               *(row["kernels"][phase]["kernel"] or "none" for phase in PHASES))
         groups.setdefault(key, []).append(row)
     rows = []
-    for (name, shape, method, label, form, decode, prefill), members in groups.items():
-        size = sum(row["bytes"] for row in members)
-        kernels = str(decode) if decode == prefill else f"{decode}/{prefill}"
-        rows.append([name.removeprefix("layers.") if grouped else name, str(len(members)),
-                     "×".join(map(str, shape)), f"{method or 'kept'} {label}", form or "-",
-                     f"{members[0]['bits']:.2f}" if members[0]["bits"] is not None else "?",
-                     human_bytes(size), kernels])
-    headers = ["layer", "n", "shape", "method, spec", "format", "bits", "bytes", "kernel"]
+    for (name, shape, what, *kernels), members in groups.items():
+        bits = members[0]["bits"]
+        rows.append([name, str(len(members)), "×".join(map(str, shape)), what,
+                     "?" if bits is None else f"{bits:.2f}",
+                     human_bytes(sum(row["bytes"] for row in members)), *kernels])
+    headers = ["layer", "n", "shape", "is", "bits", "bytes", *PHASES]
     if not grouped:
-        headers, rows = [h for h in headers if h != "n"], [[r[0], *r[2:]] for r in rows]
-    # one kernel for both phases is the common case; where they differ it reads decode/prefill
-    limit_columns = [i for i, h in enumerate(headers) if h in ("n", "bits", "bytes")]
-    return table(headers, rows, right=limit_columns)
+        headers, rows = [headers[0], *headers[2:]], [[row[0], *row[2:]] for row in rows]
+    return table(headers, rows, right=[i for i, h in enumerate(headers) if h in ("n", "bits", "bytes")])
+
+
+def _short(row: dict[str, Any]) -> str:
+    """``int4``, ``nf4``; the full spec stands in the head."""
+    return f"{row['spec']['kind']}{row['spec']['bits']}" if row["spec"] else str(row["dtype"])
 
 
 def _declined_lines(layers: list[dict[str, Any]]) -> Iterator[str]:

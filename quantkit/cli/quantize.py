@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -60,7 +61,8 @@ def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revi
         return
     if out is None:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
-                         next=f"quantkit quantize {source} --recipe {recipe_name} --out OUT, or --dry-run")
+                         next=f"quantkit quantize {quote(source)} --recipe {quote(recipe_name)} "
+                              "--out OUT, or --dry-run instead")
     _run(source, recipe_name, out, revision, calibration, strict, quiet, as_json)
 
 
@@ -90,7 +92,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None, calibration: Calibr
 
 
 def _print_plan(plan: Plan, source: str, recipe_name: str) -> None:
-    rows = [[row.name.removeprefix("model."), row.method or "kept", row.format or "-", _label(row),
+    rows = [[row.name.removeprefix("model.layers."), row.method or "kept", row.format or "-", _label(row),
              f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
             for row in plan.rows]
     click.echo(table(["layer", "method", "format", "spec", "bits", "before", "after"], rows, right=(4, 5, 6)))
@@ -102,7 +104,7 @@ def _print_plan(plan: Plan, source: str, recipe_name: str) -> None:
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
-    click.echo(wrapped("next", f"quantkit quantize {source} --recipe {recipe_name} --out OUT"))
+    click.echo(f"{'next':<14}quantkit quantize {quote(source)} --recipe {quote(recipe_name)} --out OUT")
 
 
 def _label(row: PlanRow) -> str:
@@ -128,8 +130,9 @@ def _run(source: str, recipe: str, out: Path, revision: str | None, calibration:
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
-    click.echo(wrapped("next", f"quantkit eval {source} {result.out}"))
-    click.echo(wrapped("", f'quantkit generate {result.out} "The capital of France is"'))
+    # commands aren't folded: they are there to be copied
+    click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}")
+    click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 import rich_click as click
 
 from quantkit.cli.present import print_json, wrapped
@@ -55,4 +57,4 @@ def show(recipe: str, as_json: bool) -> None:
             does = f"{rule.method}, {rule.spec.label()}, format {rule.format_name}{options}"
         optional = " (need not match)" if rule.optional else ""
         click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {does}"))
-    click.echo(wrapped("next", f"quantkit quantize SOURCE --recipe {recipe} --out OUT"))
+    click.echo(f"{'next':<14}quantkit quantize SOURCE --recipe {quote(recipe)} --out OUT")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.dispatch import DECODE_ROWS, Choice, KernelQuery, Phase, choose
+from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
 
 FEW_ROWS = 3
 """Up to this many rows a half-precision product on a CPU is bound by reading the weight."""
@@ -38,15 +39,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor,
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase):  # type: ignore[no-untyped-def]
-    key = f"{phase}/{x.dtype}/{x.device}"
-    if (hit := weight.cache.get(key)) is None:
-        choice: Choice = choose(query_for(weight, x.dtype, x.device, phase))
-        state = f"state/{choice.kernel.name}/{x.device}"
+def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[Kernel, Any]:
+    """The kernel and its state for this weight; chosen once, then found by two comparisons."""
+    hit: Any = weight.cache.get(phase)
+    if hit is None or hit[0] is not x.dtype or hit[1] != x.device:
+        kernel = choose(query_for(weight, x.dtype, x.device, phase)).kernel
+        state = f"state/{kernel.name}/{x.device}"
         if state not in weight.cache:
-            weight.cache[state] = choice.kernel.prepare(weight)
-        hit = weight.cache[key] = (choice.kernel, weight.cache[state])
-    return hit
+            weight.cache[state] = kernel.prepare(weight)
+        hit = weight.cache[phase] = (x.dtype, x.device, kernel, weight.cache[state])
+    return hit[2], hit[3]
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.ops.dispatch import KernelQuery
-from quantkit.ops.linear import dense
+from quantkit.ops.linear import dense, native_bf16
 
 
 class Reference:
@@ -26,13 +26,13 @@ class Reference:
         return registry("formats").get(weight.format), weight
 
     def run(self, x: torch.Tensor, prepared: tuple[Format, QuantizedTensor]) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype. On a CPU the product is float32; elsewhere the
-        dequantized weight is rounded to x's dtype first, so that the device's matrix units are used."""
+        """``x [m, k]`` → ``[m, n]`` in x's dtype. Where half precision has matrix units the dequantized
+        weight is rounded to x's dtype for them; on other CPUs the product is float32."""
         form, weight = prepared
         plain = form.dequantize(weight)
-        if x.device.type == "cpu":
-            return (x.to(plain.dtype) @ plain.T).to(x.dtype)
-        return dense(x, plain.to(x.dtype))
+        if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and native_bf16()):
+            return dense(x, plain)
+        return (x.to(plain.dtype) @ plain.T).to(x.dtype)
 
 
 REFERENCE = Reference()

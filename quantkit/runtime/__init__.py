@@ -1,0 +1,1 @@
+"""Running a model: loader, tokenizer, chat template, sampling, generation."""

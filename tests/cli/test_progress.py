@@ -1,0 +1,53 @@
+"""Progress off a terminal: a line every tenth, with what is left; silence when asked."""
+
+from dataclasses import dataclass
+
+from quantkit.cli.progress import Progress
+
+
+@dataclass(frozen=True)
+class Step:
+    done: int
+    total: int
+    label: str
+
+
+def test_a_line_every_tenth(capsys):
+    with Progress("work") as progress:
+        for done in range(101):
+            progress(Step(done, 100, "x"))
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert len(lines) == 10
+    assert lines[0].startswith("work: 10 of 100, about ") and lines[0].endswith(" s left")
+    assert lines[-1] == "work: 100 of 100"
+
+
+def test_quiet_is_quiet(capsys):
+    with Progress("work", quiet=True) as progress:
+        progress(Step(1, 1, "x"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_resumed_run_gives_no_eta_out_of_thin_air(capsys):
+    with Progress("work") as progress:
+        progress(Step(50, 100, "x"))
+    assert capsys.readouterr().err == "work: 50 of 100\n"
+
+
+def test_nothing_to_do(capsys):
+    with Progress("work") as progress:
+        progress(Step(0, 0, "x"))
+    assert capsys.readouterr().err == "work: 0 of 0\n"
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("work") as progress:
+        progress(Step(0, 2, "layer 0"))
+        progress(Step(2, 2, "layer 1"))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "2/2" in err and "layer 1" in err

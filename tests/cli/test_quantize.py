@@ -1,0 +1,173 @@
+"""``quantkit quantize``: the plan, the run, what it prints, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.verify import verify
+
+
+def test_dry_run_prints_a_row_a_layer_and_makes_nothing(cli, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert sum("_proj" in line for line in lines) == 14
+    assert "1.mlp.down_proj" in result.stdout and "gptq" in result.stdout
+    for word in ("method", "format", "bits", "before", "after", "peak memory", "disk"):
+        assert word in result.stdout
+    assert max(map(len, lines)) <= 80 + len(str(tiny))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_as_json(cli_json, tiny):
+    plan = cli_json("quantize", tiny, "--recipe", "nf4", "--dry-run")
+    assert len(plan["rows"]) == 14
+    row = plan["rows"][0]
+    assert row["name"] == "model.layers.0.self_attn.q_proj"
+    assert (row["method"], row["format"], row["shape"]) == ("nf4", "bnb-nf4", [64, 64])
+    assert row["bytes_before"] == 64 * 64 * 2 > row["bytes_after"]
+    assert plan["peak_bytes"] > 0 and plan["disk_bytes"] > 0
+
+
+def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
+    out = tmp_path / "OUT"
+    plan = cli_json("quantize", tiny, "--recipe", "int8", "--dry-run")
+    result = cli("quantize", tiny, "--recipe", "int8", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert f"quantkit eval {tiny} {out}" in result.stdout
+    assert "fallbacks     none" in result.stdout
+    assert "3 of 3" in result.stderr, "progress belongs on stderr"
+    with Checkpoint.open(out) as made:
+        assert made.manifest.bits_per_weight == pytest.approx(plan["bits_per_weight"])
+        assert sum(row.bytes for row in made.manifest.layers) == sum(r["bytes_after"] for r in plan["rows"])
+    assert verify(out).ok
+
+
+def test_json_result(cli_json, tiny, tmp_path):
+    result = cli_json("quantize", tiny, "--recipe", "int8", "--out", tmp_path / "OUT", "--quiet")
+    assert len(result["layers"]) == 14 and result["fallbacks"] == []
+    assert result["out"] == str(tmp_path / "OUT")
+
+
+def test_quiet_says_nothing_on_stderr(cli, tiny, tmp_path):
+    assert cli("quantize", tiny, "-r", "int8", "-o", tmp_path / "OUT", "-q").stderr == ""
+
+
+def test_calibration_options_reach_the_manifest(cli, tiny, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 200, encoding="utf-8")
+    result = cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calib-text", text,
+                 "--calib-samples", 3, "--calib-length", 40, "--seed", 5)
+    assert result.exit_code == 0, result.stderr
+    with Checkpoint.open(tmp_path / "OUT") as made:
+        facts = made.manifest.calibration
+    assert (facts.text, facts.samples, facts.length, facts.seed) == ("text.txt", 3, 40, 5)
+
+
+def refused(result, code, *said):
+    assert result.exit_code == code, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr and "internal error" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    for words in said:
+        assert words in result.stderr
+
+
+def test_out_is_needed(cli, tiny):
+    refused(cli("quantize", tiny, "-r", "int8"), 2, "--out is missing", "--dry-run")
+
+
+def test_an_out_folder_that_exists_is_left_alone(cli, tiny, tmp_path):
+    (tmp_path / "OUT").mkdir()
+    (tmp_path / "OUT" / "mine.txt").write_text("precious")
+    result = cli("quantize", tiny, "-r", "int8", "-o", tmp_path / "OUT")
+    assert result.exit_code in (1, 2) and "OUT" in result.stderr and "exist" in result.stderr
+    assert (tmp_path / "OUT" / "mine.txt").read_text() == "precious"
+
+
+def test_an_unknown_recipe_gets_the_nearest(cli, tiny, tmp_path):
+    refused(cli("quantize", tiny, "-r", "int44", "-o", tmp_path / "OUT"), 2, "'int44'", "int4")
+
+
+def test_an_unknown_key_in_a_recipe_gets_the_nearest(cli, tiny, tmp_path):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("rules:\n  - match: '*'\n    methd: rtn\n", encoding="utf-8")
+    refused(cli("quantize", tiny, "-r", recipe, "-o", tmp_path / "OUT"), 2, "methd", "did you mean 'method'")
+
+
+def test_a_group_that_does_not_divide_is_found_before_any_work(cli, tiny, tmp_path):
+    recipe = tmp_path / "odd.yaml"
+    recipe.write_text("rules:\n  - match: '*'\n    method: rtn\n"
+                      "    spec: {bits: 4, granularity: {strategy: group, size: 48}}\n", encoding="utf-8")
+    refused(cli("quantize", tiny, "-r", recipe, "-o", tmp_path / "OUT"), 2, "14 of 14 layers", "48")
+    assert not (tmp_path / "OUT").exists() and not (tmp_path / "OUT.partial").exists()
+
+
+def test_no_such_model(cli, tmp_path):
+    refused(cli("quantize", tmp_path / "nope", "-r", "int8", "-o", tmp_path / "OUT"), 1, "nope", "next: ")
+
+
+def test_a_folder_that_is_no_model(cli, tmp_path):
+    (tmp_path / "folder").mkdir()
+    refused(cli("quantize", tmp_path / "folder", "-r", "int8", "--dry-run"), 1, "config.json")
+
+
+def test_an_unknown_architecture(cli, tiny, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((tiny / "config.json").read_text()) | {"model_type": "lama"}
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    refused(cli("quantize", other, "-r", "int8", "--dry-run"), 1, "'lama'", "did you mean 'llama'")
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_a_truncated_model(cli, tiny, tmp_path, cut):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (other / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:cut])
+    refused(cli("quantize", other, "-r", "int8", "--dry-run"), 1, "model.safetensors")
+
+
+def test_a_truncated_gguf(cli, tmp_path):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 16)
+    refused(cli("quantize", tmp_path / "bad.gguf", "-r", "int8", "--dry-run"), 1, "bad.gguf")
+
+
+def test_calibration_text_that_is_not_there(cli, tiny):
+    result = cli("quantize", tiny, "-r", "int4", "--dry-run", "--calib-text", "/no/such.txt")
+    refused(result, 2, "/no/such.txt")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, number):
+    slow = ("import time, quantkit.methods.base as base, quantkit.cli.main as cli\n"
+            "run = base.Method.run\n"
+            "def slowly(self, *a):\n    time.sleep(0.2)\n    return run(self, *a)\n"
+            "base.Method.run = slowly\ncli.main()")
+    command = ["quantize", str(tiny), "-r", "int8", "-o", str(tmp_path / "OUT")]
+    running = subprocess.Popen([sys.executable, "-c", slow, *command], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "OUT.partial").glob("*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        running.send_signal(number)
+        _, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 75, err
+    assert "same command again" in err and "Traceback" not in err
+    assert not (tmp_path / "OUT").exists()
+    again = cli(*command)
+    assert again.exit_code == 0, again.stderr
+    assert verify(tmp_path / "OUT").ok

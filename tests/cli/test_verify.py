@@ -1,0 +1,37 @@
+"""``quantkit verify``: whole, damaged, and no checkpoint at all."""
+
+import json
+import shutil
+
+
+def test_a_whole_checkpoint(cli, checkpoint):
+    result = cli("verify", checkpoint)
+    assert result.exit_code == 0, result.stderr
+    assert "is whole" in result.stdout and "model.safetensors" in result.stdout
+
+
+def test_one_flipped_byte_names_the_file(cli, checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    result = cli("verify", copy)
+    assert result.exit_code == 1
+    assert "failed  model.safetensors" in result.stdout
+    assert all(words in result.stderr for words in ("is damaged", "model.safetensors", "next: "))
+    report = cli("verify", copy, "--json")
+    assert report.exit_code == 1
+    assert json.loads(report.stdout)["ok"] is False
+
+
+def test_json(cli_json, checkpoint):
+    report = cli_json("verify", checkpoint)
+    assert report["ok"] is True and {c["status"] for c in report["checks"]} == {"ok"}
+
+
+def test_not_a_checkpoint(cli, tiny, tmp_path):
+    for folder in (tiny, tmp_path / "nope"):
+        result = cli("verify", folder)
+        assert result.exit_code == 1 and result.stdout == ""
+        assert result.stderr.startswith("error: ") and "next: " in result.stderr
