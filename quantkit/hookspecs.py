@@ -59,12 +59,12 @@ def register_commands(register: Register) -> None:
 
 
 @hookspec
-def recipe_dirs() -> list[Path]:  # type: ignore[empty-body]
+def recipe_dirs() -> list[Path]:
     """Folders that hold recipe YAML files."""
 
 
 @hookspec
-def eval_dirs() -> list[Path]:  # type: ignore[empty-body]
+def eval_dirs() -> list[Path]:
     """Folders that hold evaluation suite YAML files."""
 
 

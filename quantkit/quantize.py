@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantkit import __version__
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.text import calibration_tokens
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CalibrationError, QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
@@ -29,21 +29,13 @@ from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.plan import Plan, PlanRow, make_plan
 from quantkit.plugins import current, registry
+from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import ModelSource, open_source
 from quantkit.spec import CalibrationSpec
 
 LAYERS = "model.layers."
 REST = "rest"
-
-
-@dataclass(frozen=True)
-class Event:
-    """Progress: ``done`` of ``total`` units are finished; ``label`` is being worked on."""
-
-    done: int
-    total: int
-    label: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class QuantizeResult:
 
 def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = None,
              calibration: CalibrationSpec | None = None, strict: bool = False,
-             progress: Callable[[Event], None] | None = None) -> QuantizeResult:
+             progress: Listener = silent) -> QuantizeResult:
     """Quantize a model into a checkpoint folder.
 
     Args:
@@ -94,12 +86,13 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
+    refuse_existing(out)
     source = open_source(uri, revision)
     try:
         loaded = load_recipe(recipe)
         if calibration is not None:
             loaded = loaded.model_copy(update={"calibration": calibration})
-        run = _Run(source, make_plan(loaded, source), Path(out), strict, progress or (lambda event: None))
+        run = _Run(source, make_plan(loaded, source), Path(out), strict, progress)
         result = run(start)
     finally:
         source.close()
@@ -109,7 +102,7 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
 
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
-                 progress: Callable[[Event], None]) -> None:
+                 progress: Listener) -> None:
         self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)

@@ -69,9 +69,10 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
         "tie_word_embeddings": True, "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 3,
         "pad_token_id": 0, "use_cache": True, "initializer_range": 0.02, "attention_dropout": 0.0,
         **FAMILIES[family], **overrides}
+    weights = tiny_weights(config, seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tiny_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tiny_tokenizer(adds_bos=_adds_bos(family)).save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", config)
     _write(folder / "tokenizer_config.json", _tokenizer_config(family))

@@ -7,6 +7,8 @@ import torch
 from quantkit.errors import CalibrationError
 from quantkit.methods.base import LayerStats
 
+_BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
+
 
 class HessianObserver:
     """Sums ``x xᵀ`` over every token that enters a layer. Assign it to ``Linear.observer``.
@@ -31,7 +33,9 @@ class HessianObserver:
                                    next="calibrate in float32, or check the model with quantkit eval")
         if self._sum is None:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-        self._sum.addmm_(rows.T, rows)
+        for start in range(0, rows.shape[1], _BLOCK):
+            stop = start + _BLOCK
+            self._sum[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
         self.tokens += rows.shape[0]
 
     def result(self) -> LayerStats:
@@ -43,7 +47,8 @@ class HessianObserver:
         if self._sum is None:
             raise CalibrationError(f"no calibration token reached {self.name}",
                                    next="give more or longer calibration samples")
-        hessian = self._sum / self.tokens
+        hessian = self._sum.tril() + self._sum.tril(-1).T
+        hessian /= self.tokens
         if not bool(torch.isfinite(hessian).all()):
             raise CalibrationError(f"the Hessian of {self.name} overflows float32",
                                    why="its inputs are beyond 1e19; the model itself is damaged")

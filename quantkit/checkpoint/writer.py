@@ -72,8 +72,7 @@ class CheckpointWriter:
         self._units: set[str] = set()  # those whose bytes this process wrote or checked
         self._lock: FolderLock | None = None
         self._state = {"layout": LAYOUT_VERSION, "identity": json.loads(json.dumps(dict(identity)))}
-        if os.path.lexists(self.out) and not (self.partial / _FINISHED).is_file():
-            raise self._exists()
+        refuse_existing(self.out)
         with disk_errors(f"{self.partial} can't be made", "nothing was written"):
             self._check_space(needed_bytes)
             durable.step("create the folder")
@@ -158,7 +157,7 @@ class CheckpointWriter:
         with disk_errors(f"{self.out} can't be completed", "every finished layer is kept"):
             if not self.finished:
                 if os.path.lexists(self.out):
-                    raise self._exists()
+                    raise _exists(self.out)
                 self._publish(config, side_files, manifest)
             self._clean()
         self.close()
@@ -212,10 +211,6 @@ class CheckpointWriter:
             raise CheckpointError(f"{unit!r} can't name a unit", why="letters, digits, dots and dashes only")
         return self.partial / f"part-{unit}.safetensors", self.partial / f"part-{unit}.json"
 
-    def _exists(self) -> CheckpointError:
-        return CheckpointError(f"{self.out} already exists", why="nothing is ever written over",
-                               next=f"choose another --out, or remove it: rm -r {shlex.quote(str(self.out))}")
-
     def _check_space(self, needed: int) -> None:
         folder = self.partial
         have = sum(f.stat().st_size for f in folder.glob("part-*")) if folder.is_dir() else 0
@@ -235,7 +230,7 @@ class CheckpointWriter:
                 self._remove_litter()
             self._refuse_strangers()
             if os.path.lexists(self.out):
-                raise self._exists()
+                raise _exists(self.out)
             write_file(state, [json.dumps(self._state, sort_keys=True, indent=1).encode()])
             return
         self._compare(state)
@@ -244,7 +239,7 @@ class CheckpointWriter:
             done = finished.is_file() and manifest.is_file() and (
                 finished.read_text() == hash_file(manifest)[0])
             if not done:
-                raise self._exists()
+                raise _exists(self.out)
             self.finished = True
         for leftover in self.partial.glob("*" + durable.TEMPORARY):
             durable.step(f"remove {leftover.name}")
@@ -279,6 +274,21 @@ class CheckpointWriter:
             f"{self.partial} belongs to another run",
             why="it was started with (then → now):\n" + "\n".join(changed[:8]),
             next=f"choose another --out, or drop that run: rm -r {shlex.quote(str(self.partial))}")
+
+
+def refuse_existing(out: str | Path) -> None:
+    """Raise CheckpointError if something is at ``out``, unless a run only has to be tidied up there.
+
+    Cheap, so that a caller can ask before any work.
+    """
+    path = Path(out).expanduser().resolve()
+    if os.path.lexists(path) and not (path.with_name(path.name + PARTIAL) / _FINISHED).is_file():
+        raise _exists(path)
+
+
+def _exists(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} already exists", why="nothing is ever written over",
+                           next=f"choose another --out, or remove it: rm -r {shlex.quote(str(path))}")
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

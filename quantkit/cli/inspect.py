@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--layers", is_flag=True, help="A row a layer instead of a row a kind of layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, a row a layer, as JSON.")
 def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:

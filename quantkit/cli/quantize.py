@@ -30,12 +30,12 @@ if TYPE_CHECKING:
               help="The folder to make; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, memory and disk included; do nothing.")
-@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calib-text", metavar="FILE",
               help="UTF-8 text for methods that calibrate, or `builtin`: the standard library's docstrings.")
-@click.option("--calib-samples", type=click.IntRange(min=1), help="Windows of that text.")
-@click.option("--calib-length", type=click.IntRange(min=8), help="Tokens a window.")
-@click.option("--seed", type=click.IntRange(min=0), help="Chooses the windows.")
+@click.option("--calib-samples", type=click.IntRange(min=1), metavar="N", help="Windows of that text.")
+@click.option("--calib-length", type=click.IntRange(min=8), metavar="N", help="Tokens a window.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Chooses the windows.")
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")

@@ -41,8 +41,10 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
         last = rest.abs().max().clamp(min=_SMALLEST)
         absmax = torch.cat((absmax, last.unsqueeze(0)))
         scaled = torch.cat((scaled, (rest / last).clamp_(-1, 1)))
-    codes = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8).reshape(weight.shape)
-    return Codes(resolve(spec), codes, absmax.to(scale_dtype(spec)).float())
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=weight.device)
+    for bound in bounds.tolist():  # what bucketize gives, several times faster
+        codes += scaled > bound
+    return Codes(resolve(spec), codes.reshape(weight.shape), absmax.to(scale_dtype(spec)).float())
 
 
 METHOD = Method(name="nf4", paper="https://arxiv.org/abs/2305.14314", quantize=quantize,

@@ -61,7 +61,7 @@ class Visibility:
         columns = seen.any(1).any(0).nonzero()
         low, high = (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, key.shape[2])
         seen = seen[:, :, low:high]
-        seen = seen | ~seen.any(-1, keepdim=True)  # a softmax over nothing would be NaN
+        seen = seen | ~seen.any(-1, keepdim=True)  # some backends make NaN of a softmax over nothing
         if bool(seen.all()):
             return low, high, None
         bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -20,6 +20,15 @@ def test_mean_of_outer_products(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(stats.hessian.numpy(), rows.T @ rows / 30, rtol=1e-4, atol=1e-5)
 
 
+def test_wide_inputs_are_summed_in_blocks() -> None:
+    observer = HessianObserver("layer")
+    x = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0))
+    observer(x)
+    hessian = observer.result().hessian
+    assert hessian is not None and torch.equal(hessian, hessian.T)
+    torch.testing.assert_close(hessian, (x.double().T @ x.double() / 50).float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_names_the_layer(bad: float) -> None:
     observer = HessianObserver("model.layers.3.mlp.down_proj")

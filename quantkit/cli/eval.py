@@ -1,0 +1,59 @@
+"""``quantkit eval MODEL...``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from quantkit.cli.present import note
+from quantkit.cli.progress import Progress
+
+
+@click.command("eval")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--text", metavar="FILE", help="UTF-8 text, `builtin` (CPython's language reference), or "
+                                             "hf://datasets/OWNER/NAME/FILE@REVISION.")
+@click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options here go before its.")
+@click.option("--window", type=click.IntRange(min=2), help="Tokens a window (512).")
+@click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+              help="Of activations; auto is each model's own.")
+@click.option("--noise-floor", is_flag=True, help="Also measure the reference against float32 arithmetic.")
+@click.option("--no-speed", is_flag=True, help="Quality only.")
+@click.option("--prefill", type=click.IntRange(min=1), default=256, show_default=True,
+              help="Prompt tokens of the speed test.")
+@click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,
+              help="New tokens of the speed test.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
+@click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
+@click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Also write report.md, plot.svg and results.json there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
+            windows: int | None, dtype: str, noise_floor: bool, no_speed: bool, prefill: int, decode: int,
+            repeats: int, revision: str | None, out: Path | None, quiet: bool, as_json: bool) -> None:
+    """Compare models by quality, speed and memory.
+
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The first is the reference of KL
+    and top-1 agreement.
+    """
+    from quantkit.evaluate.run import Settings, evaluate
+    from quantkit.evaluate.suite import load_suite
+    from quantkit.plugins import registry
+    from quantkit.report.folder import write_report
+
+    chosen = load_suite(suite) if suite else None
+    settings = Settings(
+        text=text or (chosen.text if chosen else "builtin"),
+        window=window or (chosen.window if chosen else 512),
+        windows=windows or (chosen.windows if chosen else 40),
+        dtype=dtype, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
+        noise_floor=noise_floor, revision=revision)
+    with Progress("evaluating", quiet) as progress:
+        result = evaluate(models, settings, progress)
+    click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
+    if out is not None:
+        for path in write_report(result, out):
+            note(f"wrote {path}")

@@ -1,0 +1,1 @@
+"""What a model lost and what it gained: quality, speed and memory, by one stated protocol."""

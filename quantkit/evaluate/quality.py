@@ -1,0 +1,86 @@
+"""Runs models over the same windows in lockstep and scores them against the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantkit.errors import UsageError
+from quantkit.evaluate.metrics import Interval, Metric
+from quantkit.plugins import registry
+from quantkit.progress import Event, Listener, silent
+from quantkit.runtime.loader import LoadedModel
+
+ROWS = 128
+"""Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats."""
+
+
+def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> torch.Tensor:
+    """The first windows of a text as token ids, int64 ``[windows, window]``.
+
+    Raises:
+        UsageError: the text is too short, or the window longer than the model's context.
+    """
+    if window > loaded.config.max_position_embeddings:
+        raise UsageError(f"--window {window} is longer than the model's context",
+                         why=f"it was made for {loaded.config.max_position_embeddings} tokens")
+    need = window * windows
+    # the whole text is tokenized at once, so that a cut never falls inside a token; more than the
+    # characters that could be needed is left out, which the windows can't tell
+    ids = loaded.tokenizer.encode(text[:need * 24 + 4096], special=False)
+    if len(ids) < need:
+        raise UsageError(f"the text has {len(ids)} tokens, {need} are needed",
+                         why=f"{windows} windows of {window} tokens",
+                         next=f"--windows {len(ids) // window}" if len(ids) >= window
+                         else "give a longer text, or a smaller --window")
+    return torch.tensor(ids[:need]).reshape(windows, window)
+
+
+@torch.inference_mode()
+def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
+            progress: Listener = silent) -> list[dict[str, Interval]]:
+    """Score every model; the first is the reference.
+
+    Args:
+        models: loaded models with the same vocabulary.
+        tokens: int64 ``[windows, window]``.
+        progress: told before each model's window.
+
+    Returns:
+        for each model, every registered metric by its key.
+
+    Raises:
+        UsageError: vocabularies differ.
+    """
+    sizes = {model.config.vocab_size for model in models}
+    if len(sizes) > 1:
+        raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
+                         why="KL and top-1 compare the same tokens", next="compare models of one family")
+    table = registry("metrics")
+    metrics: list[Metric] = [table.get(name) for name in table]
+    means: list[list[list[float]]] = [[[] for _ in metrics] for _ in models]
+    done = 0
+    for window in tokens:
+        reference: torch.Tensor | None = None
+        for model, scores in zip(models, means):
+            progress(Event(done, len(models) * len(tokens), model.label))
+            logits = model.model(window[None].to(model.model.device))[0, :-1]
+            reference = logits if reference is None else reference
+            for own, mean in zip(scores, _score(metrics, reference, logits, window[1:])):
+                own.append(mean)
+            done += 1
+    progress(Event(done, done, "scored"))
+    return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)} for scores in means]
+
+
+def _score(metrics: Sequence[Metric], reference: torch.Tensor, candidate: torch.Tensor,
+           targets: torch.Tensor) -> list[float]:
+    totals = [0.0] * len(metrics)
+    for begin in range(0, len(targets), ROWS):
+        part = slice(begin, begin + ROWS)
+        ours = candidate[part].float().log_softmax(-1)
+        theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
+        for i, metric in enumerate(metrics):
+            totals[i] += float(metric.score(theirs, ours, targets[part].to(ours.device)).double().sum())
+    return [total / len(targets) for total in totals]

@@ -1,0 +1,78 @@
+"""Asks a fresh process for each model's speed and memory, one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import quantkit
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.metrics import Interval
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a model's process measured; intervals are the range over repeats."""
+
+    prefill_tok_s: Interval
+    decode_tok_s: Interval
+    peak_bytes: int
+    load_s: float
+    kernels: dict[str, dict[str, int]]
+
+
+def measure(uri: str, ids: Sequence[int], *, decode: int, repeats: int, revision: str | None = None,
+            dtype: str = "auto") -> Speed:
+    """Measure one model in a process of its own.
+
+    Args:
+        uri: what to load.
+        ids: the prompt.
+        decode: tokens to decode after it.
+        repeats: timed runs.
+        revision, dtype: as for ``load``.
+
+    Raises:
+        QuantkitError: the process failed; its last words are shown.
+    """
+    request = {"uri": uri, "revision": revision, "dtype": dtype, "ids": list(ids), "decode": decode,
+               "repeats": repeats}
+    done = subprocess.run([sys.executable, "-m", "quantkit.evaluate.worker"], input=json.dumps(request),
+                          capture_output=True, text=True, env=_environment(), check=False)
+    answer = _answer(done.stdout)
+    if answer is None:
+        words = done.stderr.strip().splitlines()
+        raise QuantkitError(f"measuring the speed of {uri} failed (exit code {done.returncode})",
+                            why=words[-1][:300] if words else "killed: probably out of memory",
+                            next="quantkit eval … --no-speed measures quality alone")
+    if "error" in answer:
+        what, why, then = answer["error"]
+        raise QuantkitError(what, why=why, next=then)
+    return Speed(_range(answer["prefill_tok_s"]), _range(answer["decode_tok_s"]), answer["peak_bytes"],
+                 answer["load_s"], answer["kernels"])
+
+
+def _answer(stdout: str) -> dict[str, Any] | None:
+    lines = stdout.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _environment() -> dict[str, str]:
+    """The parent's, with its import path: the child must find the same quantkit."""
+    path = [entry for entry in sys.path if entry] + [str(Path(quantkit.__file__).parent.parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+
+
+def _range(values: list[float]) -> Interval:
+    return Interval(median(values), min(values), max(values))

@@ -1,0 +1,41 @@
+"""Evaluation suites: named settings in YAML, found as recipes are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from quantkit.errors import UsageError, did_you_mean
+from quantkit.evaluate.text import BUILTIN
+from quantkit.plugins import current
+from quantkit.safe_yaml import read_yaml
+from quantkit.spec import Frozen
+
+
+class Suite(Frozen):
+    """One suite: which text, and how much of it."""
+
+    name: str
+    description: str
+    text: str = BUILTIN
+    window: int = Field(default=512, ge=2)
+    windows: int = Field(default=40, ge=1)
+
+
+def load_suite(name: str) -> Suite:
+    """Find a suite by its file's name.
+
+    Raises:
+        UsageError: none or several are called so, or its file is malformed.
+    """
+    found: dict[str, list[Path]] = {}
+    for _, folder in current().dirs("eval_dirs"):
+        for path in sorted(folder.glob("*.yaml")):
+            found.setdefault(path.stem, []).append(path)
+    if name not in found:
+        raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, found),
+                         next=f"quantkit eval … --suite {next(iter(sorted(found)), 'quick')}")
+    if len(found[name]) > 1:
+        raise UsageError(f"two suites are called {name!r}", why=", ".join(map(str, found[name])))
+    return read_yaml(found[name][0], UsageError).build(Suite)

@@ -1,0 +1,77 @@
+"""The text that models are compared on."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import UsageError
+
+BUILTIN = "builtin"
+HUB = "hf://datasets/"
+MAX_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and what identifies it: a name without folders, the sha256 of its UTF-8 bytes."""
+
+    name: str
+    content: str
+    sha256: str
+
+
+def load_text(name: str = BUILTIN) -> Text:
+    """Find an evaluation text.
+
+    Args:
+        name: ``builtin`` (the prose of CPython's ``pydoc_data.topics``: everywhere and offline; it
+            differs between Python versions, so the version is part of its name), a path to a
+            UTF-8 file, or ``hf://datasets/OWNER/NAME/FILE[@REVISION]``.
+
+    Raises:
+        UsageError: it can't be had, is empty, too large or not UTF-8.
+    """
+    if name == BUILTIN:
+        from pydoc_data.topics import topics
+
+        content = "\n\n".join(topics[key].strip() for key in sorted(topics))
+        return _text(f"pydoc-topics-{sys.version_info.major}.{sys.version_info.minor}", content)
+    path = _download(name) if name.startswith(HUB) else Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"the text {name} can't be read", why=error.strerror or str(error),
+                         next=f"give a UTF-8 file, {HUB}OWNER/NAME/FILE, or {BUILTIN}") from error
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"the text {name} is larger than {MAX_BYTES >> 20} MiB", next="give a part of it")
+    try:
+        content = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the text {name} is not UTF-8", why=f"byte {error.start}: {error.reason}",
+                         next="convert it, or use another") from None
+    if not content.strip():
+        raise UsageError(f"the text {name} is empty", next="give a file with text in it")
+    return _text(path.name, content)
+
+
+def _text(name: str, content: str) -> Text:
+    return Text(name, content, hashlib.sha256(content.encode()).hexdigest())
+
+
+def _download(uri: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    rest, _, revision = uri.removeprefix(HUB).partition("@")
+    parts = rest.split("/", 2)
+    if len(parts) != 3 or ".." in parts[2].split("/"):
+        raise UsageError(f"{uri} doesn't name a file", next=f"{HUB}OWNER/NAME/FILE@REVISION")
+    try:
+        return Path(hf_hub_download("/".join(parts[:2]), parts[2], repo_type="dataset",
+                                    revision=revision or None))
+    except Exception as error:  # the hub's client raises a dozen kinds, all of which mean this
+        raise UsageError(f"{uri} can't be downloaded", why=str(error).strip().splitlines()[0][:200],
+                         next=f"check the name and the connection, or use {BUILTIN}") from error

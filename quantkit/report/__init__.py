@@ -1,0 +1,1 @@
+"""Results → something to look at or to compute with."""

@@ -1,0 +1,116 @@
+"""A model agrees with itself: alone or in a batch, at once or in pieces, whole or layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import SourceError
+from quantkit.kv.cache import KVCache
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.linear import Weights
+from quantkit.testing import tiny_weights
+
+CASES = [("llama", {}), ("mistral", {"sliding_window": 5}), ("qwen2", {"tie_word_embeddings": False}),
+         ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})]
+
+
+def tokens(batch, length, seed=0):
+    return torch.randint(0, 300, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b, bound=2e-5):
+    assert torch.isfinite(a).all()
+    assert (a - b).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize(("family", "keys"), CASES)
+@pytest.mark.parametrize("sizes", [[12, 1, 1, 1, 1], [5, 7, 1, 3], [1] * 16])
+def test_pieces_equal_the_whole(make_config, make_model, family, keys, sizes):
+    model, ids = make_model(make_config(family, **keys)), tokens(2, 16)
+    cache = KVCache(model.config, 2, 16, torch.float32)
+    got, start = [], 0
+    for size in sizes:
+        got.append(model(ids[:, start:start + size], cache.next_positions(size), cache))
+        start += size
+    close(torch.cat(got, 1), model(ids))
+
+
+@pytest.mark.parametrize(("family", "keys"), CASES)
+def test_ragged_batches_equal_single_runs(make_config, make_model, family, keys):
+    model, lengths = make_model(make_config(family, **keys)), [9, 3, 1, 12]
+    ids, more = tokens(4, 12), tokens(4, 5, seed=1)
+    positions = torch.arange(12).expand(4, 12).clone()
+    for row, length in enumerate(lengths):
+        positions[row, length:] = -1
+    cache = KVCache(model.config, 4, 20, torch.float32)
+    first = model(ids, positions, cache, last=torch.tensor(lengths) - 1)
+    assert first.shape == (4, 300)
+    steps = [first] + [model(more[:, t:t + 1], cache.next_positions(), cache)[:, 0] for t in range(5)]
+    for row, length in enumerate(lengths):
+        alone = model(torch.cat((ids[row:row + 1, :length], more[row:row + 1]), 1))[0, length - 1:]
+        close(torch.stack([s[row] for s in steps]), alone)
+
+
+def test_ragged_chunks_after_a_ragged_prefill(make_config, make_model):
+    model, ids = make_model(make_config("llama")), tokens(2, 11)
+    cache = KVCache(model.config, 2, 11, torch.float32)
+    fed, out = [0, 0], [[], []]
+    for counts in ([4, 2], [0, 5], [5, 4], [2, 0]):
+        width = max(counts)
+        positions, chunk = torch.full((2, width), -1), torch.zeros(2, width, dtype=torch.int64)
+        for row, count in enumerate(counts):
+            positions[row, :count] = torch.arange(fed[row], fed[row] + count)
+            chunk[row, :count] = ids[row, fed[row]:fed[row] + count]
+        logits = model(chunk, positions, cache)
+        for row, count in enumerate(counts):
+            out[row].append(logits[row, :count])
+            fed[row] += count
+    assert cache.lengths == [11, 11]
+    close(torch.stack([torch.cat(o) for o in out]), model(ids))
+
+
+def test_layer_by_layer_equals_the_model(make_config, make_model):
+    config = make_config("qwen2")
+    model, weights, ids = make_model(config), tiny_weights(config), tokens(1, 7)
+    source = Weights(weights.__getitem__, weights.__contains__, torch.float32)
+    x, positions = model.embed(ids), torch.arange(7)[None]
+    for i in range(2):
+        x = DecoderLayer(model.config, i, source)(x, positions, None)
+    assert torch.equal(model.logits(x), model(ids))
+
+
+def test_bfloat16_stays_near_float32(make_config, make_model):
+    config = make_config("llama")
+    weights = {n: t.bfloat16().float() for n, t in tiny_weights(config).items()}
+    ids = tokens(2, 20)
+    exact, half = make_model(config, weights), make_model(config, weights, torch.bfloat16)
+    logits = half(ids)
+    assert logits.dtype == torch.bfloat16
+    assert ((logits.float() - exact(ids)).norm() / exact(ids).norm()).item() < 0.02
+
+
+def test_calibration_hooks_see_every_input(make_config, make_model):
+    model, seen = make_model(make_config("llama")), {}
+    for name, one in model.layers[0].linears().items():
+        one.observer = lambda x, name=name: seen.setdefault(name.rsplit(".", 1)[-1], x)
+    model(tokens(2, 5))
+    assert seen["q_proj"] is seen["k_proj"] and seen["gate_proj"] is seen["up_proj"]
+    assert seen["down_proj"].shape == (2, 5, 128)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(make_config, make_model):
+    config = make_config("llama")
+    weights = tiny_weights(config)
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 4)
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.up_proj\.weight has shape \[3, 4\]"):
+        make_model(config, weights)
+    weights = tiny_weights(config) | {"model.norm.weight": torch.ones(3)}
+    with pytest.raises(SourceError, match=r"model\.norm"):
+        make_model(config, weights)
+
+
+def test_a_cache_needs_positions(make_config, make_model):
+    model = make_model(make_config("llama"))
+    with pytest.raises(ValueError, match="positions"):
+        model(tokens(1, 2), cache=KVCache(model.config, 1, 4, torch.float32))

@@ -1,0 +1,113 @@
+"""Random tiny models of transformers, float32: the same logits at every position."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from quantkit.kv.cache import KVCache
+
+pytestmark = pytest.mark.oracle
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
+
+BOUND = 1e-4
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+CASES = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa-untied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-rope-llama3": ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    "llama-rope-llama3-v5": ("llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3}}),
+    "llama-rope-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama-rope-yarn": ("llama", {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", **YARN}}),
+    "llama-rope-yarn-fine": ("llama", {"rope_theta": 100.0, "rope_scaling": {
+        "rope_type": "yarn", **YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.8,
+        "mscale_all_dim": 0.5}}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen2-layer-types": ("qwen2", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen2-yarn": ("qwen2", {"rope_scaling": {"type": "yarn", **YARN}, "tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biases-untied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+    "qwen3-window": ("qwen3", {**WINDOW, "max_window_layers": 0, "head_dim": 16}),
+}
+
+
+@pytest.fixture(params=CASES, ids=str)
+def pair(request, make_config, make_model):
+    """transformers' model with random weights of every kind, and ours from its state dict."""
+    family, keys = CASES[request.param]
+    config = make_config(family, **keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        keys = {key: value for key, value in config.items() if key != "torch_dtype"}
+        hf_config = transformers.AutoConfig.for_model(**keys)
+        hf = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager",
+                                                           dtype=torch.float32).eval()
+    random = torch.Generator().manual_seed(1)
+    for name, value in hf.named_parameters():
+        noise = torch.randn(value.shape, generator=random)
+        value.data = 1 + 0.2 * noise if "norm" in name else noise * (
+            0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
+    return hf, make_model(config, dict(hf.state_dict()))
+
+
+def ids_of(batch, length, seed=2):
+    return torch.randint(0, 300, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def difference(a, b):
+    return (a - b).abs().max().item()
+
+
+def test_prefill(pair):
+    hf, ours = pair
+    ids = ids_of(2, 40)
+    expected = hf(ids).logits
+    assert expected.std() > 0.5, "logits too flat to tell models apart"
+    assert difference(ours(ids), expected) <= BOUND
+
+
+def test_prefill_in_chunks_then_token_by_token(pair):
+    hf, ours = pair
+    ids = ids_of(2, 30)
+    cache = KVCache(ours.config, 2, 30, torch.float32)
+    got, start = [], 0
+    for size in (9, 8, 1, 1, 5, *[1] * 6):
+        got.append(ours(ids[:, start:start + size], cache.next_positions(size), cache))
+        start += size
+    assert difference(torch.cat(got, 1), hf(ids).logits) <= BOUND
+
+
+def test_a_right_padded_batch(pair):
+    hf, ours = pair
+    ids, lengths = ids_of(3, 14), [14, 6, 1]
+    positions = torch.arange(14).expand(3, 14).clone()
+    for row, length in enumerate(lengths):
+        positions[row, length:] = -1
+    cache = KVCache(ours.config, 3, 20, torch.float32)
+    first = ours(ids, positions, cache)
+    more = ids_of(3, 4, seed=3)
+    later = torch.cat([ours(more[:, t:t + 1], cache.next_positions(), cache) for t in range(4)], 1)
+    for row, length in enumerate(lengths):
+        alone = hf(torch.cat((ids[row:row + 1, :length], more[row:row + 1]), 1)).logits[0]
+        assert difference(torch.cat((first[row, :length], later[row])), alone) <= BOUND
+
+
+def test_saved_configs_of_transformers_parse(pair):
+    """What transformers itself writes today reads as what we were given."""
+    from quantkit.models.architecture import parse_config
+
+    hf, ours = pair
+    written = hf.config.to_dict() | {"architectures": [type(hf).__name__]}
+    assert parse_config(written) == ours.config

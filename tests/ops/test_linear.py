@@ -1,0 +1,44 @@
+"""Plain and quantized multiplies behind one function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.ops import linear as module
+from quantkit.ops.linear import dense, linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 37])
+@pytest.mark.parametrize("biased", [True, False])
+def test_dense_obeys_the_error_rule(obeys_the_rule, monkeypatch, dtype, m, biased):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 130)  # several uneven blocks
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((m, 40), (23, 40), (23,)))
+    bias = bias if biased else None
+    plain = torch.nn.functional.linear(x, weight, bias)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    obeys_the_rule(dense(x, weight, bias), plain, exact)
+
+
+def test_leading_dimensions_and_bias_survive(make_weight):
+    weight, bias = make_weight(16, 64, 4, 32), torch.arange(16).bfloat16()
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = linear(x, weight, bias)
+    assert y.shape == (2, 3, 16) and y.dtype == torch.bfloat16
+    assert torch.equal(y[1, 2], linear(x[1, 2], weight) + bias)
+    assert torch.equal(dense(x, torch.ones(5, 64)).isfinite(), torch.ones(2, 3, 5, dtype=torch.bool))
+
+
+def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, monkeypatch):
+    from quantkit.ops.aten import Int4
+
+    calls = []
+    prepare = Int4.prepare
+    monkeypatch.setattr(Int4, "prepare", lambda self, w: calls.append(1) or prepare(self, w))
+    weight = make_weight(16, 64, 4, 32)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16):
+        assert linear(x.to(dtype), weight).dtype == dtype
+    assert len(calls) == 1

@@ -1,0 +1,35 @@
+"""RMSNorm as transformers computes it, rounding included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.ops.norm import rms_norm
+
+
+def formula(x, weight, eps):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 7), (1, 1, 576), (3, 5, 2, 24)])
+def test_equals_the_formula(obeys_the_rule, dtype, shape):
+    random = torch.Generator().manual_seed(0)
+    x = (5 * torch.randn(shape, generator=random)).to(dtype)
+    weight = torch.randn(shape[-1], generator=random).to(dtype)
+    wide = x.double()
+    exact = weight.double() * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    got, plain = rms_norm(x, weight, 1e-5), formula(x, weight, 1e-5)
+    obeys_the_rule(got, plain, exact)
+    assert dtype == torch.float32 or torch.equal(got, plain)
+
+
+def test_half_precision_sums_do_not_overflow():
+    x = torch.full((1, 64), 300.0, dtype=torch.float16)  # squares are beyond float16
+    assert torch.equal(rms_norm(x, torch.ones(64).half(), 1e-6), torch.ones(1, 64).half())
+
+
+def test_zeros_stay_zeros():
+    assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
