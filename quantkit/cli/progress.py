@@ -5,26 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quantkit.cli.present import note
+from quantkit.progress import Event
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
-
-
-class Step(Protocol):
-    """What long work reports: ``done`` of ``total`` units, and what the next one is."""
-
-    @property
-    def done(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def label(self) -> str: ...
 
 
 class Progress:
@@ -40,7 +28,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._started: float | None = None
-        self._first, self._tenths = 0, 0
+        self._total, self._first, self._tenths = 0, 0, 0
 
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
@@ -53,7 +41,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Event) -> None:
         """Take in one report."""
         if self._bar is not None:
             if self._task is None:
@@ -63,9 +51,11 @@ class Progress:
         elif not self.quiet:
             self._line(step)
 
-    def _line(self, step: Step) -> None:
-        if self._started is None:
+    def _line(self, step: Event) -> None:
+        if self._started is None or step.total != self._total:
+            # the first report, or the work has come to a part that counts other things
             self._started, self._first = time.monotonic(), step.done
+            self._total, self._tenths = step.total, 0
         tenths = 10 * step.done // step.total if step.total else 10
         if tenths <= self._tenths:
             return

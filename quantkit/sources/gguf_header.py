@@ -1,139 +1,210 @@
-"""Bounds-checks a GGUF file before any other reader sees it.
+"""Reads the header of a GGUF file, believing nothing that it says.
 
-Counts and lengths in a GGUF header are 64-bit numbers that nothing stops a stranger from
-setting; a reader that believes them loops or allocates for ever. Everything is checked against the
-file's size here, in one pass. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Counts and lengths in a GGUF header are 64-bit numbers that nothing stops a stranger from setting; a
+reader that believes them loops or allocates for ever. Here each is checked against the file's size
+and a cap before it is used. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+
+import numpy as np
 
 from quantkit.errors import SourceError
 
-MAX_TENSORS, MAX_KEYS, MAX_HEADER = 100_000, 100_000, 256 * 2**20
+MAX_HEADER, MAX_TENSORS, MAX_KEYS = 128 * 2**20, 100_000, 10_000
+MAX_VALUES = 4_000_000
+"""Elements of all arrays together; a tokenizer of 262,144 tokens with its merges has 1.3 million."""
 MAX_NAME, MAX_DIMS, MAX_NESTING = 512, 4, 2
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY, _UINT32 = 8, 9, 4
+MAX_SIZE = 2**48
+_FORMS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
+          12: "<f8"}
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_ALIGNMENT = "general.alignment"
 
 
-def check_gguf(path: Path) -> None:
-    """Raise SourceError, naming key or tensor and offset, unless ``path`` is a sound GGUF file."""
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        name: GGUF's name.
+        shape: outermost dimension first, as torch has it.
+        type: a value of ``gguf.GGMLQuantizationType``.
+        offset: of its first byte, from the start of the file.
+        nbytes: what it takes there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Metadata by key (numbers, strings, lists of them) and tensors by GGUF's name."""
+
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def open_gguf(path: Path) -> tuple[GGUFHeader, mmap.mmap]:
+    """Map a GGUF file and read its header, in time and memory bounded by the constants above.
+
+    Raises:
+        SourceError: unreadable, not GGUF, truncated, malformed or hostile; key or tensor and the
+            offset are named.
+    """
     try:
         with path.open("rb") as file:
-            _Walk(path, file).header()
+            size = file.seek(0, 2)
+            file.seek(0)
+            if file.read(4) != b"GGUF":
+                raise _not_gguf(path, size)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
+    return _Reader(str(path), data, size).header(), data
 
 
-class _Walk:
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file, self.where = path, file, "the header"
-        self.size = file.seek(0, 2)
-        file.seek(0)
+def _not_gguf(path: Path, size: int) -> SourceError:
+    with path.open("rb") as file:
+        pointer = file.read(40).startswith(b"version https://git-lfs")
+    if pointer:
+        return SourceError(f"{path} is a Git LFS pointer, not the weights",
+                           why="the repository was cloned without its large files", next="git lfs pull")
+    return SourceError(f"{path} is not a GGUF file", next="give a .gguf file, or a model's folder",
+                       why="it is empty" if size == 0 else "it doesn't begin with GGUF")
+
+
+class _Reader:
+    """A position in the file, and where that is in words."""
+
+    def __init__(self, name: str, data: mmap.mmap, size: int) -> None:
+        self.name, self.data, self.size = name, data, size
+        self.at, self.where, self.values = 0, "the header", 0
 
     def bad(self, what: str) -> SourceError:
-        return SourceError(f"{self.path} is malformed: {self.where}, offset {self.file.tell()}: {what}",
-                           why=f"the file has {self.size} bytes", next="download the file again")
+        return SourceError(f"{self.name} is malformed: {self.where}, offset {self.at}: {what}",
+                           why=f"the file has {self.size:,} bytes", next="download the file again")
 
-    def read(self, count: int) -> bytes:
-        if count > self.size - self.file.tell() or self.file.tell() + count > MAX_HEADER:
-            raise self.bad(f"{count} bytes are claimed")
-        return self.file.read(count)
+    def take(self, count: int) -> int:
+        """Claim ``count`` bytes; returns the offset of the first."""
+        start, end = self.at, self.at + count
+        if end > self.size:
+            raise self.bad(f"{count} bytes are claimed: the file is truncated, or lies")
+        if end > MAX_HEADER:
+            raise self.bad(f"the header is larger than {MAX_HEADER:,} bytes")
+        self.at = end
+        return start
 
     def number(self, form: str) -> int:
-        value: int = struct.unpack(f"<{form}", self.read(struct.calcsize(form)))[0]
+        value: int = struct.unpack_from(f"<{form}", self.data, self.take(struct.calcsize(form)))[0]
         return value
 
     def count(self, form: str, limit: int, least: int) -> int:
         """A count of things that take at least ``least`` bytes each."""
         value = self.number(form)
-        if value > limit or value * least > self.size:
+        if value > limit or value * least > self.size - self.at:
             raise self.bad(f"a count of {value}")
         return value
 
-    def string(self, limit: int = MAX_HEADER) -> str:
+    def string(self, limit: int = MAX_HEADER) -> bytes:
         length = self.number("Q")
         if length > limit:
             raise self.bad(f"a string of {length} bytes")
-        return self.read(length).decode("utf-8", "replace")
+        start = self.take(length)
+        return self.data[start:start + length]
 
-    def header(self) -> None:
-        if self.size < 24 or self.read(4) != b"GGUF":
-            raise SourceError(f"{self.path} is not a GGUF file",
-                              why="it is empty" if self.size == 0 else "it doesn't begin with GGUF",
-                              next="give a .gguf file, or a model's folder")
+    def identifier(self) -> str:
+        try:
+            return self.string(MAX_NAME).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.bad("a name that is not UTF-8") from None
+
+    def header(self) -> GGUFHeader:
+        self.take(4)
         if (version := self.number("I")) not in (2, 3):
             raise self.bad(f"version {version} (2 and 3 are read; a big-endian file shows as another)")
         tensors = self.count("Q", MAX_TENSORS, 24)
-        alignment = 32
-        seen: set[str] = set()
+        metadata: dict[str, Any] = {}
         for _ in range(self.count("Q", MAX_KEYS, 13)):
             self.where = "a metadata key"
-            key = self.string(MAX_NAME)
+            key = self.identifier()
             self.where = f"key {key[:80]!r}"
-            if key in seen:
+            if key in metadata:
                 raise self.bad("it stands twice")
-            seen.add(key)
             kind = self.number("I")
-            if key == "general.alignment":
-                if kind != _UINT32:
-                    raise self.bad("it must be a uint32")
-                alignment = self.number("I")
-                if alignment < 1 or alignment > 2**20 or alignment & (alignment - 1):
-                    raise self.bad(f"alignment {alignment}")
-            else:
-                self.value(kind, 0)
-        self.tensors(tensors, alignment)
+            if key == _ALIGNMENT and kind != _UINT32:
+                raise self.bad("it must be a uint32")
+            metadata[key] = self.value(kind, 0)
+        alignment = metadata.get(_ALIGNMENT, 32)
+        if not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise self.bad(f"an alignment of {alignment}")
+        return GGUFHeader(version, metadata, self.tensors(tensors, alignment))
 
-    def value(self, kind: int, depth: int) -> None:
-        if kind in _SIZES:
-            self.read(_SIZES[kind])
-        elif kind == _STRING:
-            self.string()
-        elif kind == _ARRAY and depth < MAX_NESTING:
-            inner = self.number("I")
-            if inner in _SIZES:
-                self.read(_SIZES[inner] * self.count("Q", self.size, _SIZES[inner]))
-            else:
-                for _ in range(self.count("Q", self.size, 8)):
-                    self.value(inner, depth + 1)
-        else:
+    def value(self, kind: int, depth: int) -> Any:
+        if kind in _FORMS:
+            return self.numbers(kind, 1)[0]
+        if kind == _STRING:
+            return self.string().decode("utf-8", "replace")
+        if kind != _ARRAY or depth >= MAX_NESTING:
             raise self.bad(f"value type {kind} at nesting {depth}")
+        inner = self.number("I")
+        count = self.count("Q", MAX_VALUES, np.dtype(_FORMS[inner]).itemsize if inner in _FORMS else 8)
+        self.values += count
+        if self.values > MAX_VALUES:
+            raise self.bad(f"its arrays hold more than {MAX_VALUES:,} values")
+        return self.numbers(inner, count) if inner in _FORMS else [self.value(inner, depth + 1)
+                                                                   for _ in range(count)]
 
-    def tensors(self, count: int, alignment: int) -> None:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        form = np.dtype("u1" if kind == _BOOL else _FORMS[kind])  # a bool may hold any byte
+        found = np.frombuffer(self.data, form, count, self.take(form.itemsize * count)) if count else np.empty(0)
+        return [bool(v) for v in found] if kind == _BOOL else found.tolist()
 
-        known = {int(t): GGML_QUANT_SIZES[t] for t in GGMLQuantizationType if t in GGML_QUANT_SIZES}
-        spans: list[tuple[int, int, str]] = []
-        names: set[str] = set()
+    def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
+        from gguf.constants import GGML_QUANT_SIZES
+
+        sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+        found: dict[str, GGUFTensor] = {}
         for _ in range(count):
             self.where = "a tensor's name"
-            name = self.string(MAX_NAME)
+            name = self.identifier()
             self.where = f"tensor {name[:80]!r}"
-            if name in names:
+            if name in found:
                 raise self.bad("it stands twice")
-            names.add(name)
             dims = [self.number("Q") for _ in range(self.count("I", MAX_DIMS, 8))]
             kind, offset = self.number("I"), self.number("Q")
-            if kind not in known:
+            if kind not in sizes:
                 raise self.bad(f"quantization type {kind} is not known")
-            block, width = known[kind]
+            block, width = sizes[kind]
             total = math.prod(dims)
-            if not dims or any(d < 1 for d in dims) or total > 2**48 or dims[0] % block:
-                raise self.bad(f"shape {dims} of type {kind}")
-            if offset % alignment:
-                raise self.bad(f"data offset {offset} is not aligned to {alignment}")
-            spans.append((offset, offset + total // block * width, name))
-        start = -(-self.file.tell() // alignment) * alignment
-        end = 0
-        for begin, stop, name in sorted(spans):
-            self.where = f"tensor {name[:80]!r}"
-            if begin < end:
+            if not dims or total < 1 or total > MAX_SIZE or dims[0] % block:
+                raise self.bad(f"shape {dims} of type {kind}, whose blocks have {block} values")
+            if offset % alignment or offset > MAX_SIZE:
+                raise self.bad(f"data offset {offset} is not aligned to {alignment}, or absurd")
+            found[name] = GGUFTensor(name, tuple(reversed(dims)), kind, offset, total // block * width)
+        return self.placed(found, -(-self.at // alignment) * alignment)
+
+    def placed(self, tensors: dict[str, GGUFTensor], start: int) -> dict[str, GGUFTensor]:
+        """The same with offsets from the file's start; none overlaps another or the file's end."""
+        end = start
+        for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+            self.where, self.at = f"tensor {tensor.name[:80]!r}", start + tensor.offset
+            if self.at < end:
                 raise self.bad("its data overlaps another's")
-            if start + stop > self.size:
-                raise self.bad(f"its data ends at {start + stop}: the file is truncated")
-            end = stop
+            end = self.at + tensor.nbytes
+            if end > self.size:
+                raise self.bad(f"its data ends at {end}: the file is truncated")
+        return {t.name: GGUFTensor(t.name, t.shape, t.type, start + t.offset, t.nbytes)
+                for t in tensors.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
-from quantkit.sources.safetensors_file import ShardedTensors, plain_file
+from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
 from quantkit.sources.strict_json import read_object
 
+CONFIG = "config.json"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
               "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
               "chat_template.jinja", "chat_template.json")
@@ -22,7 +24,8 @@ MAX_SIDE_FILE = 256 * 2**20
 
 
 class LocalSource:
-    """A folder with ``config.json``, safetensors and tokenizer files.
+    """A folder with ``config.json``, safetensors and tokenizer files. Nothing in it is run: an
+    ``auto_map`` in its config is data, Python files are not looked at.
 
     Args:
         folder: the folder.
@@ -36,16 +39,11 @@ class LocalSource:
     def __init__(self, folder: Path, uri: str, identity: SourceIdentity | None = None) -> None:
         self.uri, self.folder = uri, folder
         self._identity = identity or SourceIdentity("local", uri)
-        if not folder.is_dir():
-            raise SourceError(f"{folder} is not a folder", next="give a model's folder, or its .gguf file")
-        if not (folder / "config.json").is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-            raise SourceError(f"{folder} is not a model folder", why=f"it has no config.json (but {found})",
-                              next="give the folder that holds config.json")
-        self._config = read_object(folder / "config.json", MAX_CONFIG)
-        if "quantization_config" in self._config:
+        _model_folder(folder)
+        self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG)
+        if self._config.get("quantization_config") is not None:
             raise SourceError(f"{folder} is already quantized", why="quantizing twice only adds error",
-                              next=f"quantkit inspect {uri}")
+                              next=f"quantkit inspect {shlex.quote(uri)}")
         self._tensors = ShardedTensors(folder)
 
     def config(self) -> dict[str, Any]:
@@ -57,23 +55,31 @@ class LocalSource:
         return self._tensors.infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a view of its file."""
+        """One tensor, a read-only view of its file. Raises SourceError for an unknown name."""
         return self._tensors.tensor(name)
 
     def side_files(self) -> Mapping[str, bytes]:
-        """The tokenizer's and generation files that are there."""
+        """The tokenizer's and generation files that are there, unchanged.
+
+        Raises:
+            SourceError: one is a link that leaves the folder, unreadable, or absurdly large.
+        """
         found: dict[str, bytes] = {}
-        for name in SIDE_FILES:
-            if (self.folder / name).exists():
-                path = plain_file(self.folder, name)
+        for name in self._side_names():
+            path = plain_file(self.folder, name)
+            try:
                 if path.stat().st_size > MAX_SIDE_FILE:
-                    raise SourceError(f"{path} is larger than {MAX_SIDE_FILE} bytes")
+                    raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
+                                      why="no such file needs to be")
                 found[name] = path.read_bytes()
+            except OSError as error:
+                raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
         return found
 
     def identity(self) -> SourceIdentity:
-        """With the sha256 of the config, every weight file and every side file."""
-        names = ["config.json", *self._tensors.files, *self.side_files()]
+        """With the sha256 of the config, the index, every weight file and every side file."""
+        index = [INDEX] if (self.folder / INDEX).is_file() else []
+        names = [CONFIG, *index, *self._tensors.files, *self._side_names()]
         known = self._identity
         return SourceIdentity(known.kind, known.uri, known.revision,
                               {name: sha256_file(self.folder / name) for name in names}, known.pinned)
@@ -82,23 +88,64 @@ class LocalSource:
         """Close the weight files."""
         self._tensors.close()
 
+    def _side_names(self) -> list[str]:
+        return [name for name in SIDE_FILES if (self.folder / name).exists()]
+
 
 def sha256_file(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex digest of a file, read in pieces. Raises SourceError if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
+
+
+def local_path(uri: str) -> Path | None:
+    """The path that ``uri`` names, ``~`` expanded; ``None`` if there can't be one."""
+    try:
+        path = Path(uri).expanduser()
+        path.exists()  # raises when a part is longer than a file system takes
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path
+
+
+def _model_folder(folder: Path) -> None:
+    """Raise SourceError unless ``folder`` has a ``config.json``; say what it is instead."""
+    if folder.is_file():
+        pickle = folder.suffix in PICKLES
+        raise SourceError(f"{folder} is a file, not a model's folder", why=NO_PICKLE if pickle else None,
+                          next=CONVERT if pickle else f"give its folder: {shlex.quote(str(folder.parent))}")
+    if not folder.is_dir():
+        raise SourceError(f"{folder} doesn't exist", next="give a model's folder, or its .gguf file")
+    try:
+        inside = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise SourceError(f"{folder} can't be read", why=error.strerror or str(error)) from error
+    if CONFIG in inside:
+        return
+    if not inside:
+        raise SourceError(f"{folder} is empty", next="give a model's folder, or its .gguf file")
+    gguf = [name for name in inside if name.lower().endswith(".gguf")]
+    raise SourceError(f"{folder} is not a model folder", why=f"it has no {CONFIG}, but {', '.join(inside[:5])}",
+                      next=f"give the file itself: {shlex.quote(str(folder / gguf[0]))}" if gguf
+                      else f"give the folder that holds {CONFIG}")
 
 
 def _open(uri: str, revision: str | None) -> ModelSource:
     if revision is not None:
         raise SourceError(f"--revision {revision} makes no sense for a local folder",
-                          next=f"leave it out: quantkit inspect {uri}")
-    return LocalSource(Path(uri).expanduser(), uri)
+                          next=f"leave it out: quantkit inspect {shlex.quote(uri)}")
+    path = local_path(uri)
+    if path is None:
+        raise SourceError(f"{uri[:200]!r} can't be a path", next="give a model's folder, or its .gguf file")
+    return LocalSource(path, uri)
 
 
 def _matches(uri: str) -> bool:
-    path = Path(uri).expanduser()
-    return path.exists() or uri.startswith((".", "/", "~"))
+    path = local_path(uri)
+    return (path is not None and path.exists()) or uri.startswith((".", "/", "~"))
 
 
 KIND = SourceKind(matches=_matches, open=_open, example="a model's folder", order=40)

@@ -26,12 +26,19 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 MAX_HEADER = 64 * 2**20
 MAX_TENSORS = 200_000
 MAX_DIMS = 8
+MAX_SIZE = 2**48
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+NO_PICKLE = "pickles run code when read, so quantkit reads none"
+CONVERT = "convert to safetensors with the tools that made it, or get the model's safetensors version"
 
 
 class SafetensorsFile:
     """One file. Tensors are views of a memory map: reading one costs no copy.
+
+    The file must not be cut or overwritten in place while it is open: the views would change, or
+    the process be stopped by the system.
 
     Attributes:
         path: the file.
@@ -49,16 +56,15 @@ class SafetensorsFile:
         self.metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         self._map: mmap.mmap | None = None
+        self._closed = False
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 file.seek(0)
-                head = file.read(8)
-                self._refuse_other_files(head + file.read(120), size)
-                length = int.from_bytes(head, "little")
-                if not 2 <= length <= min(MAX_HEADER, size - 8):
-                    raise self._bad(f"its header claims {length} bytes at offset 0",
-                                    f"the file has {size}, and {MAX_HEADER} are allowed")
+                head = file.read(64)
+                length = int.from_bytes(head[:8], "little")
+                if not 2 <= length <= min(MAX_HEADER, size - 8) or head[8:9] != b"{":
+                    raise self._not_safetensors(head, size, length)
                 file.seek(8)
                 self._parse(parse_object(file.read(length), f"the header of {self.path}"), size - 8 - length)
                 self._start = 8 + length
@@ -68,9 +74,15 @@ class SafetensorsFile:
             raise SourceError(f"{self.path} can't be read", why=error.strerror or str(error)) from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, a read-only view of the file. Raises SourceError for an unknown name."""
+        """One tensor, a read-only view of the file: writing to it is a fault of the system.
+
+        Raises:
+            SourceError: the name is unknown, or the file is closed.
+        """
         if name not in self.infos:
-            raise SourceError(f"{self.path} has no tensor {name!r}")
+            raise SourceError(f"{self.path} has no tensor {name[:120]!r}")
+        if self._closed:
+            raise SourceError(f"{self.path} is closed", why=f"tensor {name!r} was asked for afterwards")
         info, (begin, end) = self.infos[name], self._spans[name]
         if begin == end or self._map is None:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -86,31 +98,38 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Let go of the map; views that are still alive keep it open."""
-        self._map = None
+        self._map, self._closed = None, True
 
     def _bad(self, what: str, why: str | None = None) -> SourceError:
         return SourceError(f"{self.path} is malformed: {what}", why=why, next="download the file again")
 
-    def _refuse_other_files(self, head: bytes, size: int) -> None:
-        if size == 0:
-            raise self._bad("it is empty")
+    def _not_safetensors(self, head: bytes, size: int, length: int) -> SourceError:
+        """What else the file is. Magic bytes decide only here: a header of 640 bytes begins like a pickle."""
         if head.startswith(b"version https://git-lfs"):
-            raise SourceError(f"{self.path} is a Git LFS pointer, not the weights",
-                              next="git lfs pull")
-        if head[:2] == b"PK" or head[:1] == b"\x80":
-            raise SourceError(f"{self.path} is a pickle file under another name",
-                              why="pickles run code when read, so quantkit reads none",
-                              next="get the model's safetensors version")
+            return SourceError(f"{self.path} is a Git LFS pointer, not the weights",
+                               why="the repository was cloned without its large files", next="git lfs pull")
+        if head.startswith((b"PK\x03\x04", b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")):
+            return SourceError(f"{self.path} is a pickle file under another name",
+                               why=NO_PICKLE, next=CONVERT)
+        if head.startswith(b"GGUF"):
+            return SourceError(f"{self.path} is a GGUF file under another name",
+                               next="rename it to end in .gguf, and give the file itself")
+        if size == 0:
+            return self._bad("it is empty")
         if size < 10:
-            raise self._bad(f"it has {size} bytes", "a header alone takes more")
+            return self._bad(f"it has {size} bytes", "a header alone takes more")
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            return self._bad(f"its header claims {length:,} bytes at offset 0",
+                             f"the file has {size:,}, and {MAX_HEADER:,} are allowed")
+        return self._bad("its header at offset 8 is no JSON object")
 
     def _parse(self, header: dict[str, Any], data: int) -> None:
-        metadata = header.pop("__metadata__", None) or {}
+        metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._bad("its __metadata__ is not a map of strings")
         self.metadata = metadata
         if len(header) > MAX_TENSORS:
-            raise self._bad(f"it lists {len(header)} tensors", f"{MAX_TENSORS} are allowed")
+            raise self._bad(f"it lists {len(header):,} tensors", f"{MAX_TENSORS:,} are allowed")
         for name, entry in header.items():
             info, span = self._entry(name, entry, data)
             self.infos[name], self._spans[name] = info, span
@@ -121,31 +140,32 @@ class SafetensorsFile:
                                 "tensors must lie one after another, without overlap or gap")
             end = stop
         if end != data:
-            raise self._bad(f"its tensors take {end} bytes, {data} follow the header",
+            raise self._bad(f"its tensors take {end:,} bytes, {data:,} follow the header",
                             "the file is truncated or has something appended")
 
     def _entry(self, name: str, entry: Any, data: int) -> tuple[TensorInfo, tuple[int, int]]:
         label = f"tensor {name[:120]!r}"
-        if not name or len(name) > 512 or not name.isprintable() or any(c in name for c in "/\\"):
+        if not name or len(name) > 512 or not name.isprintable() or any(c in name for c in ("/", "\\", "..")):
             raise self._bad(f"{label} has a name that no tensor needs")
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise self._bad(f"{label} needs exactly dtype, shape and data_offsets")
         dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._bad(f"{label} has dtype {str(dtype)[:40]!r}", f"known: {', '.join(DTYPES)}")
-        if not _naturals(shape) or len(shape) > MAX_DIMS:
+        if not _naturals(shape) or len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE:
             raise self._bad(f"{label} has shape {str(shape)[:80]}")
         if not _naturals(span) or len(span) != 2 or not span[0] <= span[1] <= data:
-            raise self._bad(f"{label} lies at {str(span)[:80]}", f"the data has {data} bytes")
+            raise self._bad(f"{label} lies at {str(span)[:80]}",
+                            f"{data:,} bytes of data follow the header: the file is truncated, or lies")
         info = TensorInfo(name, tuple(shape), DTYPES[dtype])
-        if math.prod(shape) * info.dtype.itemsize != span[1] - span[0]:
+        if info.nbytes != span[1] - span[0]:
             raise self._bad(f"{label} of shape {shape} and {dtype} takes {info.nbytes} bytes, "
                             f"its offsets {span} span {span[1] - span[0]}")
         return info, (span[0], span[1])
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**62 for v in value)
+    return isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_SIZE for v in value)
 
 
 class ShardedTensors:
@@ -162,32 +182,31 @@ class ShardedTensors:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        index = self.folder / INDEX
-        listed: dict[str, str] | None = None
-        if index.is_file():
-            listed = self._index(index)
-            names = sorted(set(listed.values()))
-        elif (self.folder / SINGLE).exists():
-            names = [SINGLE]
-        else:
-            raise self._no_weights()
-        self.files = {name: SafetensorsFile(plain_file(self.folder, name)) for name in names}
+        self.files: dict[str, SafetensorsFile] = {}
+        listed = self._listed()
+        names = sorted(set(listed.values())) if listed else [SINGLE]
         self._where: dict[str, SafetensorsFile] = {}
-        for name, file in self.files.items():
-            for tensor in file.infos:
-                if tensor in self._where:
-                    raise SourceError(f"tensor {tensor!r} is in {self._where[tensor].path.name} and in {name}")
-                self._where[tensor] = file
-        for tensor, name in (listed or {}).items():
-            if self._where.get(tensor) is not self.files[name]:
-                raise SourceError(f"{index} places tensor {tensor[:120]!r} in {name}, which doesn't hold it",
-                                  next="download the folder again")
+        try:
+            for name in names:
+                file = self.files[name] = SafetensorsFile(plain_file(self.folder, name))
+                for tensor in file.infos:
+                    if tensor in self._where:
+                        raise SourceError(f"tensor {tensor!r} is in {self._where[tensor].path} and in {name}",
+                                          why="readers would disagree on which of the two counts")
+                    self._where[tensor] = file
+            for tensor, name in listed.items():
+                if self._where.get(tensor) is not self.files[name]:
+                    raise SourceError(f"{self.folder / INDEX} places tensor {tensor[:120]!r} in {name}, "
+                                      "which doesn't hold it", next="download the folder again")
+        except BaseException:
+            self.close()
+            raise
         self.infos: Mapping[str, TensorInfo] = {n: f.infos[n] for n, f in self._where.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by name, a view of its file."""
+        """One tensor by name, a read-only view of its file. Raises SourceError for an unknown name."""
         if name not in self._where:
-            raise SourceError(f"{self.folder} has no tensor {name!r}")
+            raise SourceError(f"{self.folder} has no tensor {name[:120]!r}")
         return self._where[name].tensor(name)
 
     def close(self) -> None:
@@ -195,18 +214,27 @@ class ShardedTensors:
         for file in self.files.values():
             file.close()
 
-    def _index(self, path: Path) -> dict[str, str]:
-        table = read_object(path, MAX_HEADER).get("weight_map")
+    def _listed(self) -> dict[str, str]:
+        """Tensor → shard by the index; empty if the folder has the one file instead."""
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if not (index.exists() or index.is_symlink()):
+            if not (single.exists() or single.is_symlink()):
+                raise self._no_weights()
+            return {}
+        table = read_object(plain_file(self.folder, INDEX), MAX_HEADER).get("weight_map")
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
-            raise SourceError(f"{path} has no usable 'weight_map'")
+            raise SourceError(f"{index} has no usable 'weight_map'", next="download the file again")
+        if single.exists() and SINGLE not in table.values():
+            raise SourceError(f"{self.folder} holds {SINGLE} and an index that doesn't name it",
+                              why="readers disagree on which of the two is the model",
+                              next=f"remove or rename the one that is stale: {single} or {index}")
         return table
 
     def _no_weights(self) -> SourceError:
-        pickles = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        pickles = sorted(p.name for p in self.folder.glob("*") if p.suffix in PICKLES)
         if pickles:
             return SourceError(f"{self.folder} has its weights as pickle: {', '.join(pickles[:3])}",
-                               why="pickles run code when read, so quantkit reads none",
-                               next="get the model's safetensors version, or convert it with its authors' tools")
+                               why=NO_PICKLE, next=CONVERT)
         return SourceError(f"{self.folder} has no weights",
                            why=f"neither {SINGLE} nor {INDEX} is in it", next="download the folder again")
 
@@ -217,15 +245,19 @@ def plain_file(folder: Path, name: str) -> Path:
     A link is followed only if it leads to a file beside its own folder's (the hub's cache links
     ``snapshots/SHA/FILE`` to ``blobs/``, two levels up); anything else that leaves is refused.
     """
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
+    if not name or name in (".", "..") or len(name) > 255 or any(c in name for c in "/\\\0:"):
         raise SourceError(f"{folder} names a weight file {name[:120]!r}",
                           why="a weight file must lie directly in the model's folder",
                           next="don't use this model: a path in an index is an attack or a mistake")
     path = folder / name
-    if path.is_symlink():
-        target, blobs = path.resolve(), (folder.resolve().parent.parent / "blobs")
-        if target.parent not in (folder.resolve(), blobs):
-            raise SourceError(f"{path} is a link that leaves its folder", why="it is not followed")
-    if not path.is_file():
-        raise SourceError(f"the weight file {path} is missing", next="download the folder again")
+    try:
+        if path.is_symlink():
+            target, blobs = path.resolve(), (folder.resolve().parent.parent / "blobs")
+            if target.parent not in (folder.resolve(), blobs):
+                raise SourceError(f"{path} is a link that leaves its folder", why="it is not followed",
+                                  next="put the file itself there")
+        if not path.is_file():
+            raise SourceError(f"the file {path} is missing", next="download the folder again")
+    except (OSError, RuntimeError, UnicodeError) as error:  # a loop of links; a name the disk can't hold
+        raise SourceError(f"the file {str(path)!r} can't be reached", why=str(error)[:200]) from None
     return path
