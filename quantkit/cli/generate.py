@@ -3,65 +3,149 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import print_json
+from quantkit.cli.present import note, print_json, show_warning
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.generate import Completion, Timing
+    from quantkit.runtime.loader import LoadedModel
+    from quantkit.runtime.sampler import Sampling
+
+MAX_PROMPT = 64 * 2**20
+_NEEDS_CHANCE = ("top_k", "top_p", "min_p", "seed")
+# a terminal obeys control characters; a model has no business giving it orders
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @click.command("generate")
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option("--system", metavar="TEXT", help="System message; implies --chat.")
-@click.option("--max-tokens", "-n", type=int, default=128, show_default=True, help="Most new tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="Only the k likeliest tokens (0: all).")
-@click.option("--top-p", type=float, default=1.0, help="Only the likeliest that together reach p.")
-@click.option("--min-p", type=float, default=0.0, help="Only those at least p times as likely as the likeliest.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
-@click.option("--seed", type=int, help="The same seed gives the same text.")
+@click.option("--chat", is_flag=True, help="Put the prompt to the model as a user's message, by its chat template.")
+@click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
+              help="At most so many new tokens.")
+@click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Choose among the k most likely (0: all).")
+@click.option("--top-p", type=float, default=1.0, help="Choose among the most likely that together reach p.")
+@click.option("--min-p", type=float, default=0.0, help="Leave out what is less likely than p times the most likely.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1 disfavours what was there before.")
+@click.option("--seed", type=click.IntRange(min=0), help="Repeats a random choice; drawn and shown when not given.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on when the model says that it is done.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              help="Of activations; auto is the model's own.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
-def command(model: str, prompt: str, chat: bool, system: str | None, max_tokens: int, temperature: float,
-            top_k: int, top_p: float, min_p: float, repetition_penalty: float, seed: int | None,
-            stop: tuple[str, ...], revision: str | None, dtype: str, as_json: bool) -> None:
-    """Generate text; it is printed as it comes.
+              show_default=True, help="Of activations and plain weights; auto is the model's own.")
+@click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as one JSON object.")
+@click.pass_context
+def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, revision: str | None,
+            dtype: str, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Generate text from a model or a checkpoint.
 
-    PROMPT `-` is read from standard input.
+    MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. PROMPT is continued as
+    it stands, or answered with --chat; `-` reads it from standard input, without its last line end.
+    The text goes to stdout as it comes, everything else to stderr.
     """
-    from quantkit.runtime.generate import Timing, generate
+    if system is not None and not chat:
+        raise UsageError("--system is given without --chat", why="only a chat template has a place for it",
+                         next="add --chat")
+    sampling = _sampling(ctx, options)
+    text = _prompt(prompt)
+    from quantkit.runtime.generate import generate
     from quantkit.runtime.loader import load
+
+    loaded = load(model, revision=revision, dtype=dtype)
+    ids = _ids(loaded, text, system) if chat else loaded.tokenizer.encode(text)
+    timings: list[Timing] = []
+    show = None if as_json else _Terminal()
+    try:
+        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append)
+    finally:
+        if show is not None:
+            show.end()
+    if as_json:
+        print_json(_report(loaded, done, timings[0], sampling, chat))
+    elif not quiet:
+        note(_figures(done, timings[0], sampling))
+
+
+def _sampling(ctx: click.Context, options: dict[str, Any]) -> Sampling:
+    """The options as checked settings, with a seed when chance plays a part."""
+    import random
+
     from quantkit.runtime.sampler import Sampling
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                        repetition_penalty=repetition_penalty, seed=seed, stop=stop)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load(model, revision=revision, dtype=dtype)
-    if chat or system is not None:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        ids = loaded.tokenizer.chat([*messages, {"role": "user", "content": text}])
-    else:
-        ids = loaded.tokenizer.encode(text)
-    timings: list[Timing] = []
+    sampling = Sampling(**options)
+    if sampling.greedy:
+        given = [name for name in _NEEDS_CHANCE
+                 if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            show_warning(f"{names} changes nothing at temperature 0; give --temperature too")
+    elif sampling.seed is None:
+        return Sampling(**options | {"seed": random.SystemRandom().getrandbits(31)})
+    return sampling
 
-    def show(index: int, piece: str) -> None:
-        click.echo(piece, nl=False)
-        sys.stdout.flush()
 
-    done = generate(loaded, [ids], sampling, None if as_json else show, timings.append)[0]
-    if not as_json:
+def _prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    raw = sys.stdin.buffer.read(MAX_PROMPT + 1)
+    if len(raw) > MAX_PROMPT:
+        raise UsageError(f"the prompt on standard input is larger than {MAX_PROMPT} bytes")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError("the prompt on standard input is not UTF-8", why=f"byte {error.start} can't be read",
+                         next="convert it, with iconv for instance") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _ids(loaded: LoadedModel, text: str, system: str | None) -> list[int]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}])
+
+
+class _Terminal:
+    """Writes pieces to stdout as they come, made harmless where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._clean = sys.stdout.isatty()
+
+    def __call__(self, index: int, text: str) -> None:
+        click.echo(text.translate(_CONTROLS) if self._clean else text, nl=False)
+
+    def end(self) -> None:
+        """The line's end, also after an interruption."""
         click.echo()
-        return
-    speed = timings[0]
-    print_json({
-        "model": model, "method": loaded.label, "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": len(done.token_ids), "text": done.text, "finish_reason": done.finish_reason,
-        "prefill_tok_s": speed.prefill_tokens / speed.prefill_s,
-        "decode_tok_s": speed.decode_tokens / speed.decode_s if speed.decode_tokens else None,
-        "sampling": {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-                     "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
-                     "stop": list(stop)}})
+
+
+def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
+    speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
+             f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if (rate := _decode_rate(timing)) else "")]
+    why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came"}
+    seed = "" if sampling.greedy else f"; seed {sampling.seed}"
+    return f"{', '.join(speed)}; {why[done.finish_reason]}{seed}"
+
+
+def _decode_rate(timing: Timing) -> float | None:
+    return timing.decode_tokens / timing.decode_s if timing.decode_tokens and timing.decode_s else None
+
+
+def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: Sampling,
+            chat: bool) -> dict[str, Any]:
+    import dataclasses
+
+    import torch
+
+    return {"model": loaded.uri, "method": loaded.label, "text": done.text, "token_ids": done.token_ids,
+            "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": len(done.token_ids), "prefill_tok_s": timing.prefill_tokens / timing.prefill_s,
+            "decode_tok_s": _decode_rate(timing), "sampling": dataclasses.asdict(sampling),
+            "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),
+                         "device": str(loaded.model.device), "threads": torch.get_num_threads(),
+                         "torch": torch.__version__}}

@@ -33,7 +33,7 @@ class Metric:
         name: its key in results.
         score: ``(reference log-probabilities float32 [T, vocab], candidate's, targets int64 [T])``
             → a score for every token, ``[T]``.
-        of_mean: mean score → reported value.
+        of_mean: mean score → reported value; it must not decrease.
     """
 
     name: str
@@ -44,15 +44,23 @@ class Metric:
         """The value over all windows, and a percentile bootstrap over windows as the interval.
 
         Args:
-            means: the mean score of each window; windows are of equal length.
+            means: the mean score of each window; windows are of equal length. With a single one
+                nothing is known about the spread, and the interval is the value itself.
             seed: of the bootstrap.
+
+        Raises:
+            ValueError: no windows.
         """
+        if not means:
+            raise ValueError("no windows")
         scores = np.asarray(means, dtype=np.float64)
         picks = np.random.default_rng(seed).integers(0, len(scores), (RESAMPLES, len(scores)))
-        spread = self.of_mean(scores[picks].mean(axis=1))
         tail = 50 * (1 - CONFIDENCE)
-        low, high = np.percentile(spread, [tail, 100 - tail])
-        return Interval(float(self.of_mean(scores.mean())), float(low), float(high))
+        low, high = np.percentile(scores[picks].mean(axis=1), [tail, 100 - tail])
+        value = scores.mean()
+        # of_mean is monotone: percentiles may be taken before it, where they can't overflow
+        with np.errstate(over="ignore"):
+            return Interval(*(float(self.of_mean(end)) for end in (value, min(low, value), max(high, value))))
 
 
 def _nll(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,7 +68,10 @@ def _nll(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (reference.exp() * (reference - candidate)).sum(-1)
+    # a small KL is what is left of large terms of both signs: their sum needs more than float32.
+    # A token that the reference excludes adds nothing, whatever the candidate thinks of it.
+    gap = torch.where(reference == -torch.inf, 0.0, reference - candidate)
+    return (reference.exp() * gap).sum(-1, dtype=torch.float64)
 
 
 def _agree(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

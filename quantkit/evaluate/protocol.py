@@ -18,14 +18,19 @@ class Protocol:
     Attributes:
         text, text_sha256: what was read.
         tokens_sha256: of the scored token ids; equal tokenizers give equal ones.
-        window: tokens a window; windows follow one another without overlap, each starts afresh.
+        window, stride: tokens a window, and from one's start to the next's: they never overlap, and
+            each starts afresh.
         windows: the first so many of the text.
         scored: predictions a model: ``windows * (window - 1)``; a window's first token is not one.
+        words: whitespace-separated words in the windows, for the perplexity a word.
         bos: no BOS is put before a window.
-        dtype: of activations: ``auto`` is each model's own.
-        prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test.
+        dtype: of activations; several names if models differ, the reference's first.
+        batch: windows that go through a model at once, and prompts in the speed test.
+        seed: of the bootstrap.
+        prefill, decode, repeats: prompt tokens, new tokens and timed runs of the speed test; 0 if
+            speed was not measured.
         quantkit, torch: versions.
-        cpu, threads: the machine.
+        cpu, cores, threads: the machine, and how many threads torch was given.
     """
 
     text: str
@@ -33,7 +38,7 @@ class Protocol:
     tokens_sha256: str
     window: int
     windows: int
-    scored: int
+    words: int
     dtype: str
     prefill: int
     decode: int
@@ -41,35 +46,57 @@ class Protocol:
     quantkit: str
     torch: str
     cpu: str
+    cores: int
     threads: int
     bos: str = "none"
+    batch: int = 1
+    seed: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Equal to the window: no overlap."""
+        return self.window
+
+    @property
+    def scored(self) -> int:
+        """Predictions that each model was scored on."""
+        return self.windows * (self.window - 1)
 
     @property
     def fingerprint(self) -> str:
         """Of what decides quality; numbers with different fingerprints can't be compared."""
-        quality = (self.text_sha256, self.tokens_sha256, self.window, self.windows, self.bos)
+        quality = (self.text_sha256, self.tokens_sha256, self.window, self.stride, self.windows, self.bos,
+                   self.dtype)
         return hashlib.sha256(json.dumps(quality).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the fingerprint included."""
-        return {**asdict(self), "fingerprint": self.fingerprint}
+        """Plain data, with what follows from it."""
+        return {**asdict(self), "stride": self.stride, "scored": self.scored, "fingerprint": self.fingerprint}
 
     def lines(self) -> list[str]:
         """For people: what was measured, on what."""
+        speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {self.repeats}, "
+                 f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
         return [f"text {self.text} (sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
                 f"tokens, no overlap, no BOS, {self.scored} predictions",
-                f"activations {self.dtype}; speed: {self.prefill} tokens in, {self.decode} out, "
-                f"median of {self.repeats}, batch 1, a process a model",
-                f"{self.cpu}, {self.threads} threads, torch {self.torch}, quantkit {self.quantkit}; "
-                f"fingerprint {self.fingerprint}"]
+                f"activations {self.dtype}; {speed}",
+                f"{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
+                f"quantkit {self.quantkit}; fingerprint {self.fingerprint}"]
 
 
 def cpu_name() -> str:
     """The processor's name, as the system gives it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine() or f"{os.cpu_count()} cores"
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def cpu_cores() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,12 @@ def load_text(name: str = BUILTIN) -> Text:
 
         content = "\n\n".join(topics[key].strip() for key in sorted(topics))
         return _text(f"pydoc-topics-{sys.version_info.major}.{sys.version_info.minor}", content)
-    path = _download(name) if name.startswith(HUB) else Path(name).expanduser()
+    path = _download(name) if name.startswith(HUB) else Path(os.path.expanduser(name))  # noqa: PTH111
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"the text {name} can't be read", why=error.strerror or str(error),
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UsageError(f"the text {name} can't be read", why=getattr(error, "strerror", None) or str(error),
                          next=f"give a UTF-8 file, {HUB}OWNER/NAME/FILE, or {BUILTIN}") from error
     if len(raw) > MAX_BYTES:
         raise UsageError(f"the text {name} is larger than {MAX_BYTES >> 20} MiB", next="give a part of it")

@@ -7,51 +7,78 @@ process's largest resident set, the interpreter and torch included: what the mac
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections import Counter
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.runtime.loader import LoadedModel
+
+WARM_UP_TOKENS = 2
+"""Decode steps before any timing: kernels repack their weights at the first one."""
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Load, then prefill and decode ``repeats`` times after a warm-up.
 
     Args:
-        request: ``uri``, ``revision``, ``dtype``, ``ids`` (the prompt), ``decode``, ``repeats``.
+        request: ``uri``, ``revision``, ``dtype``, ``ids`` (the prompt), ``decode``, ``repeats``,
+            ``threads`` of torch.
 
     Returns:
         ``load_s``, ``prefill_tok_s`` and ``decode_tok_s`` (one number a repeat), ``peak_bytes``,
         ``kernels`` (phase → kernel → layers).
     """
+    import torch
+
     from quantkit.runtime.generate import Timing, generate
     from quantkit.runtime.loader import load
     from quantkit.runtime.sampler import Sampling
 
+    torch.set_num_threads(request["threads"])
     start = time.perf_counter()
     loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"])
     load_s = time.perf_counter() - start
+    # the first new token comes out of the prefill
     sampling = Sampling(max_tokens=request["decode"] + 1, ignore_eos=True)
-    warm = Sampling(max_tokens=3, ignore_eos=True)
     timings: list[Timing] = []
-    generate(loaded, [request["ids"]], warm)
+    generate(loaded, [request["ids"]], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True))
     for _ in range(request["repeats"]):
         generate(loaded, [request["ids"]], sampling, on_done=timings.append)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"load_s": load_s, "peak_bytes": peak, "kernels": kernels(loaded),
+    return {"load_s": load_s, "peak_bytes": peak_bytes(), "kernels": kernels(loaded),
             "prefill_tok_s": [t.prefill_tokens / t.prefill_s for t in timings],
             "decode_tok_s": [t.decode_tokens / t.decode_s for t in timings]}
 
 
-def kernels(loaded: Any) -> dict[str, dict[str, int]]:
+def peak_bytes() -> int:
+    """Largest resident set of this process so far.
+
+    Linux's ``ru_maxrss`` survives ``exec`` and so begins at what the *parent* had at its peak; the
+    kernel's own high-water mark of this program's memory doesn't.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource  # absent on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
     import torch
 
-    from quantkit.ops.dispatch import choose
+    from quantkit.ops.dispatch import Phase, choose
     from quantkit.ops.linear import query_for
 
     found: dict[str, dict[str, int]] = {}
-    for phase in ("prefill", "decode"):
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in phases:
         names = Counter(
             "torch" if isinstance(one.weight, torch.Tensor) else
             choose(query_for(one.weight, loaded.dtype, loaded.model.device, phase)).kernel.name

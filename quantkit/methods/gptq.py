@@ -19,6 +19,8 @@ from quantkit.errors import CalibrationError
 from quantkit.formats.base import Codes
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.grid import (
+    FARTHEST,
+    SERIAL,
     SHRINKS,
     Grid,
     find_grid,
@@ -27,8 +29,11 @@ from quantkit.methods.grid import (
     round_scale,
     round_to_grid,
     to_codes,
+    whole_,
 )
 from quantkit.spec import QuantSpec
+
+_FORM = 1 << 22  # values of intermediate results while the scales' quadratic form is made
 
 MOST_DAMPING = 10.0
 """Times the Hessian's mean diagonal: beyond it the Hessian no longer decides anything."""
@@ -140,17 +145,22 @@ def _solve(weight: torch.Tensor, grid: Grid, upper: torch.Tensor, order: torch.T
     zeros = grid.zero.T.expand(-1, out).contiguous()
     group = (order // (count // scales.shape[0])).tolist()
     pivots = upper.diagonal().tolist()
-    levels = torch.empty_like(work)
+    levels, errors = torch.empty_like(work), torch.empty(block, out, device=work.device)
+    inner = max(1, min(block, SERIAL // out))
     for start in range(0, count, block):
         stop = min(start + block, count)
-        errors = torch.empty(stop - start, out, device=work.device)
-        for i in range(start, stop):
-            scale, zero = scales[group[i]], zeros[group[i]]
-            level = torch.div(work[i], scale, out=levels[i]).round_().add_(zero).clamp_(0, top)
-            error = torch.sub(work[i], (level - zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
-            if i + 1 < stop:
-                work[i + 1:stop].addr_(upper[i, i + 1:stop], error, alpha=-1)
-        work[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+        for first in range(start, stop, inner):
+            last = min(first + inner, stop)
+            for i in range(first, last):
+                scale, zero = scales[group[i]], zeros[group[i]]
+                level = torch.div(work[i], scale, out=levels[i]).clamp_(-FARTHEST, FARTHEST)
+                whole_(level).add_(zero).clamp_(0, top)
+                error = torch.sub(work[i], (level - zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
+                if i + 1 < last:
+                    work[i + 1:last].addr_(upper[i, i + 1:last], error, alpha=-1)
+            spread = upper[first:last, last:stop].T
+            work[last:stop].addmm_(spread, errors[first - start:last - start], alpha=-1)
+        work[stop:].addmm_(upper[start:stop, stop:].T, errors[:stop - start], alpha=-1)
     solved = torch.empty_like(levels)
     solved[order] = levels
     return solved.T.contiguous()
@@ -159,30 +169,50 @@ def _solve(weight: torch.Tensor, grid: Grid, upper: torch.Tensor, order: torch.T
 def _refit(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor, spec: QuantSpec,
            rounds: int) -> Grid:
     """Coordinate descent on the scales: each step is the exact minimiser for its group, rounded to
-    the scales' dtype, and taken only where it lowers the loss."""
+    the scales' dtype, and taken only where it lowers the loss.
+
+    With the codes fixed the loss is quadratic in a row's scales, so the descent needs only that small
+    form: slopes ``[out, groups]`` at the scales it starts from, and curves ``[out, groups, groups]``.
+    """
     if not rounds:
         return grid
-    scale, shared = grid.scale.clone(), spec.granularity.strategy == "tensor"
-    groups = scale.shape[1]
-    size = weight.shape[1] // groups
-    units = levels - grid.zero.repeat_interleave(size, dim=1)
-    pull = (weight - from_grid(levels, grid)) @ hessian  # half the loss's slope, kept current
+    rows, cols = weight.shape
+    groups = grid.scale.shape[1]
+    units = (levels.reshape(rows, groups, -1) - grid.zero.unsqueeze(-1))
+    pull = (weight - from_grid(levels, grid)) @ hessian
+    slopes = (pull.reshape(units.shape) * units).sum(dim=-1)
+    scale, moved = grid.scale.expand(rows, groups).clone(), torch.zeros(rows, groups, device=weight.device)
+    step = max(1, _FORM // (cols * groups))
+    shared = spec.granularity.strategy == "tensor"
+    if shared:
+        step = rows
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        curves = _curves(units[part], hessian)
+        _descend(scale[part], moved[part], slopes[part], curves, grid.zero[part], spec, rounds)
+    return Grid(scale[:1] if shared else scale, grid.zero)
+
+
+def _curves(units: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """``u_g H u_k`` of every row and pair of groups, ``[rows, groups, groups]``."""
+    rows, groups, size = units.shape
+    spread = torch.bmm(units.transpose(0, 1), hessian.reshape(groups, size, groups * size))
+    return (spread.reshape(groups, rows, groups, size) * units).sum(dim=-1).transpose(0, 1)
+
+
+def _descend(scale: torch.Tensor, moved: torch.Tensor, slopes: torch.Tensor, curves: torch.Tensor,
+             zero: torch.Tensor, spec: QuantSpec, rounds: int) -> None:
+    """Write better scales into ``scale [rows, groups]``; ``moved`` is how far they went."""
     for _ in range(rounds):
-        for g in range(groups):
-            cols = slice(g * size, (g + 1) * size)
-            unit = units[:, cols]
-            slope = (pull[:, cols] * unit).sum(dim=1, keepdim=True)
-            curve = ((unit @ hessian[cols, cols]) * unit).sum(dim=1, keepdim=True)
-            if shared:
-                slope, curve = slope.sum(0, keepdim=True), curve.sum(0, keepdim=True)
-            old = scale[:, g:g + 1]
-            new = round_scale(old + slope / curve, grid.zero[:, g:g + 1], spec)
-            step = new - old
-            gain = step * (2 * slope - step * curve)
-            step = torch.where((curve > 0) & (gain > 0) & torch.isfinite(new), step, 0.0)
-            scale[:, g:g + 1] += step
-            pull -= (unit * step) @ hessian[cols]
-    return Grid(scale, grid.zero)
+        for g in range(scale.shape[1]):
+            slope, curve = slopes[:, g] - (curves[:, g] * moved).sum(dim=1), curves[:, g, g]
+            if spec.granularity.strategy == "tensor":
+                slope, curve = slope.sum().expand_as(slope), curve.sum().expand_as(curve)
+            old = scale[:, g]
+            step = round_scale(old + slope / curve, zero[:, g], spec) - old
+            step = torch.where((step * (2 * slope - step * curve) > 0) & torch.isfinite(step), step, 0.0)
+            scale[:, g] += step
+            moved[:, g] += step
 
 
 def _loss(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,15 @@ from quantkit.spec import QuantSpec
 SHRINKS = tuple(1 - 0.025 * step for step in range(24))
 """Factors on a group's extremes that a clip search tries."""
 
-_CHUNK = 1 << 18  # weights searched at a time: the working set stays in a core's cache
+SERIAL = (1 << 15) - 1
+"""torch runs an elementwise operation of up to so many values in one thread. Loops of many short
+operations stay below it: parallel regions that are this short crawl when other work wants the cores."""
+
+
+FARTHEST = 2.0**21
+"""Quotients are clamped to this before rounding: further out, every level is clamped anyway."""
+
+_WHOLE = 1.5 * 2**23  # float32 has no fractions up here: adding it rounds, taking it away leaves the result
 
 
 @dataclass(frozen=True)
@@ -62,11 +70,14 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
         raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
                         next="scale_dtype: bfloat16")
     parts = []
-    step = max(1, _CHUNK // groups.shape[1])
+    step = max(1, SERIAL // groups.shape[1])
+    costs = None if importance is None else _costs(importance, shape, groups.shape[1], step)
     for start in range(0, groups.shape[0], step):
         chunk = groups[start:start + step]
-        cost = None if importance is None else _costs(importance, shape, groups.shape[1],
-                                                      start, chunk.shape[0])
+        cost = None
+        if costs is not None:
+            first = start % shape[1]
+            cost = costs[first:first + chunk.shape[0]]
         parts.append(_search(chunk, spec, cost, shrinks))
     return Grid(torch.cat([p.scale for p in parts]).reshape(shape),
                 torch.cat([p.zero for p in parts]).reshape(shape))
@@ -83,6 +94,14 @@ def from_grid(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
     """``(level - zero) * scale``, float32 ``[out, in]``."""
     groups = levels.reshape(grid.scale.numel(), -1)
     return ((groups - grid.zero.reshape(-1, 1)) * grid.scale.reshape(-1, 1)).reshape(levels.shape)
+
+
+def whole_(values: torch.Tensor) -> torch.Tensor:
+    """Round in place to the nearest whole number, ties to even; for values within ±4 million.
+
+    The same as ``round_``, which torch splits over threads from 2048 values on.
+    """
+    return values.add_(_WHOLE).sub_(_WHOLE)
 
 
 def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
@@ -136,21 +155,27 @@ def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
 
 
 def _error(groups: torch.Tensor, grid: Grid, spec: QuantSpec, cost: torch.Tensor | None) -> torch.Tensor:
-    error = _levels(groups, grid.scale, grid.zero, 2**spec.bits - 1)
-    error.sub_(grid.zero).mul_(grid.scale).sub_(groups).square_()
+    """Sum of (weighted) squared errors ``[n, 1]``, worked out in levels to spare operations."""
+    top = 2**spec.bits - 1
+    scaled = groups / grid.scale
+    if spec.symmetric:
+        middle = 2 ** (spec.bits - 1)
+        level = scaled.clamp(-middle, top - middle)
+    else:
+        level = torch.clamp(scaled, -grid.zero, top - grid.zero)
+    error = whole_(level).sub_(scaled).square_()
     if cost is not None:
         error.mul_(cost)
-    return error.sum(dim=1, keepdim=True)
+    return error.sum(dim=1, keepdim=True).mul_(grid.scale.square())
 
 
 def _levels(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
-    return (groups / scale).round_().add_(zero).clamp_(0, top)
+    return whole_((groups / scale).clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, top)
 
 
-def _costs(importance: torch.Tensor, shape: tuple[int, ...], size: int, start: int,
-           count: int) -> torch.Tensor:
-    """The importance of each weight of groups ``start … start + count``, ``[count, size]``."""
-    if importance.numel() <= size:  # a group is one or more whole rows
-        return importance.repeat(size // importance.numel()).unsqueeze(0)
-    rows = torch.arange(start, start + count, device=importance.device) % shape[1]
-    return importance.reshape(shape[1], size)[rows]
+def _costs(importance: torch.Tensor, shape: tuple[int, ...], size: int, count: int) -> torch.Tensor:
+    """The importance of each weight of ``count`` groups from any group of a row on, ``[≥ count, size]``
+    (one row stands for all where a group is one or more whole rows)."""
+    if importance.numel() <= size:
+        return importance.repeat(size // importance.numel()).expand(count, size)
+    return importance.reshape(shape[1], size).repeat(count // shape[1] + 2, 1)

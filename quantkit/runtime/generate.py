@@ -15,6 +15,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
 
+FinishReason = Literal["stop", "length", "stop_string"]
 PREFILL_CHUNK = 512
 """Tokens of each prompt that go through the model at once."""
 
@@ -25,15 +26,16 @@ class Completion:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        token_ids: new ids, the end-of-sequence one included.
-        text: their text, up to a stop string.
-        finish_reason: ``stop`` (end of sequence or a stop string) or ``length``.
+        token_ids: new ids, with the end-of-sequence one or those that make up the stop string.
+        text: their text without special tokens, up to the stop string.
+        finish_reason: ``stop`` (the model ended the sequence), ``stop_string``, or ``length``
+            (``max_tokens`` are there).
     """
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: Literal["stop", "length"] = "length"
+    finish_reason: FinishReason = "length"
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,20 @@ class _Sequence:
 
     def step(self, logits: torch.Tensor) -> str:
         """Sample from ``logits [vocab]``; returns the text that may be shown."""
-        token = self._sampler(logits, self.prompt + self.result.token_ids)
-        self.result.token_ids.append(token)
-        ended = token in self._eos and not self.sampling.ignore_eos
-        text = self._stops.push("" if ended else self._stream.push(token))
-        if ended or self._stops.found:
+        ids = self.result.token_ids
+        token = self._sampler(logits, self.prompt + ids)
+        ids.append(token)
+        if token in self._eos and not self.sampling.ignore_eos:
             self.done, self.result.finish_reason = True, "stop"
-        elif len(self.result.token_ids) >= self.sampling.max_tokens:
+        elif len(ids) >= self.sampling.max_tokens:
             self.done = True
-        if self.done and not self._stops.found:
-            text += self._stops.push(self._stream.finish()) + self._stops.finish()
+        text = self._stops.push(self._stream.push(token) if self.result.finish_reason != "stop" else "")
+        if self.done:
+            text += self._stops.push(self._stream.finish())
+        if self._stops.found is not None:
+            self.done, self.result.finish_reason = True, "stop_string"
+        elif self.done:
+            text += self._stops.finish()
         self.result.text += text
         return text
 
@@ -90,8 +96,14 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         on_text: called with a prompt's index and a piece of its text as soon as it is certain.
         on_done: called once with what the call took.
 
+    Returns:
+        One completion a prompt, in the prompts' order. A sequence's tokens depend on its prompt and
+        its sampling only; in a half-precision dtype the last bits of logits, and so a near tie, may
+        depend on how many sequences run side by side.
+
     Raises:
         UsageError: a prompt is empty, has an id out of range, or is too long for the model.
+        QuantkitError: the model's output is not finite.
     """
     settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     if len(settings) != len(prompts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint, is_checkpoint
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
@@ -20,7 +22,9 @@ from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.sources.base import ModelSource, open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DERIVED = ("rotary_emb.inv_freq",)
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+DERIVED = (".rotary_emb.inv_freq",)
+"""Ends of names that old checkpoints store and that follow from the config."""
 
 
 @dataclass
@@ -35,8 +39,10 @@ class LoadedModel:
         label: ``bf16``, or what was done to it: ``gptq int4 g64 sym``.
         manifest: of a checkpoint, else ``None``.
         file_bytes: of all weights as they are stored (for a source: in the dtype it yields).
-        bits_per_weight: stored bits of the Linears over their parameters; embeddings, head and
+        bits_per_weight: stored bits of the Linears over their parameters; embeddings, a tied head and
             norms are not counted.
+        weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
+            pages that are mapped count.
     """
 
     model: CausalLM
@@ -47,6 +53,7 @@ class LoadedModel:
     manifest: Manifest | None
     file_bytes: int
     bits_per_weight: float
+    weight_bytes: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,56 +63,33 @@ class LoadedModel:
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
          device: str = "cpu") -> LoadedModel:
-    """Load a model.
+    """Load a model. Weights whose dtype fits are mapped from their file, not copied.
 
     Args:
         uri: a checkpoint's folder, or anything a source takes.
-        revision: for a hub model.
-        dtype: of activations and plain weights; ``auto`` takes the model's.
-        device: where it runs.
+        revision: branch, tag or commit of a model on the hub.
+        dtype: of activations and plain weights: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes
+            the model's.
+        device: where it runs, as torch names it.
 
     Raises:
         QuantkitError: it isn't there, is damaged, or holds a tensor too many or too few.
     """
     if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"no dtype is called {dtype!r}", why=f"known: auto, {', '.join(DTYPES)}")
-    if is_checkpoint(uri):
-        return _checkpoint(Checkpoint.open(Path(uri)), uri, dtype, device)
-    return _source(open_source(uri, revision), uri, dtype, device)
-
-
-def _source(source: ModelSource, uri: str, dtype: str, device: str) -> LoadedModel:
-    hf, infos = source.config(), source.tensors()
-    config = parse_config(hf)
-    needed = set(tensor_shapes(config))
-    _strict(uri, needed, set(infos), config)
-    kind = _dtype(hf, dtype)
-    weights = Weights(source.tensor, infos.__contains__, kind, device=device)
-    model = CausalLM(config, weights)
-    slots = [infos[f"{s.name}.weight"] for s in linear_slots(config)]
-    bits = 8 * sum(i.nbytes for i in slots) / sum(i.nbytes // i.dtype.itemsize for i in slots)
-    stored = {i.dtype for i in slots}
-    label = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(stored.pop(), "mixed")
-    return LoadedModel(model, config, Tokenizer(source.side_files(), hf), uri, label, None,
-                       sum(i.nbytes for i in infos.values()), bits)
-
-
-def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: str) -> LoadedModel:
-    hf = checkpoint.config()
-    config = parse_config(hf)
-    kind = _dtype(hf, dtype)
-
-    def quantized(name: str) -> QuantizedTensor | None:
-        found = checkpoint.quantized(name)
-        if found is None:
-            return None
-        return QuantizedTensor(found.format, found.spec, found.shape, kind,
-                               {k: t.to(device) for k, t in found.tensors.items()})
-
-    model = CausalLM(config, Weights(checkpoint.tensor, checkpoint.has, kind, quantized, device))
-    return LoadedModel(model, config, Tokenizer(checkpoint.side_files(), hf), uri,
-                       manifest_label(checkpoint.manifest), checkpoint.manifest, checkpoint.file_bytes,
-                       checkpoint.manifest.bits_per_weight)
+        raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *DTYPES]))
+    place = _device(device)
+    folder = Path(uri).expanduser()
+    if not is_checkpoint(folder):
+        source = open_source(uri, revision)
+        try:
+            return _source(source, uri, dtype, place)
+        finally:
+            source.close()
+    if revision is not None:
+        raise UsageError(f"--revision {revision} makes no sense for a checkpoint's folder",
+                         next="leave it out")
+    with Checkpoint.open(folder) as checkpoint:
+        return _checkpoint(checkpoint, uri, dtype, place)
 
 
 def manifest_label(manifest: Manifest) -> str:
@@ -115,22 +99,74 @@ def manifest_label(manifest: Manifest) -> str:
     return ", ".join(kinds) or "unquantized"
 
 
+def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+    hf, infos = source.config(), source.tensors()
+    config = parse_config(hf)
+    kind = _dtype(hf, dtype)
+    needed = tensor_shapes(config)
+    _strict(uri, needed, infos, config, SourceError)
+    tokenizer = Tokenizer(source.side_files(), hf)
+    model = CausalLM(config, Weights(source.tensor, infos.__contains__, kind, device=device))
+    slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
+    bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
+    stored = {i.dtype for i in slots}
+    label = SHORT.get(stored.pop(), "mixed") if len(stored) == 1 else "mixed"
+    return LoadedModel(model, config, tokenizer, uri, label, None, sum(i.nbytes for i in infos.values()),
+                       bits, kind.itemsize * sum(map(math.prod, needed.values())))
+
+
+def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+    hf = checkpoint.config()
+    config = parse_config(hf)
+    kind = _dtype(hf, dtype)
+    packed: dict[str, QuantizedTensor] = {}
+    for slot in linear_slots(config):
+        if (found := checkpoint.quantized(slot.name)) is not None:
+            packed[slot.name] = QuantizedTensor(found.format, found.spec, found.shape, kind,
+                                                {k: t.to(device) for k, t in found.tensors.items()})
+    plain = {name: shape for name, shape in tensor_shapes(config).items()
+             if name.removesuffix(".weight") not in packed}
+    parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}
+    _strict(uri, {*plain, *parts}, checkpoint.infos, config, CheckpointError)
+    tokenizer = Tokenizer(checkpoint.side_files(), hf)
+    model = CausalLM(config, Weights(checkpoint.tensor, checkpoint.has, kind, packed.get, device))
+    resident = kind.itemsize * sum(map(math.prod, plain.values())) + sum(
+        t.nbytes for q in packed.values() for t in q.tensors.values())
+    return LoadedModel(model, config, tokenizer, uri, manifest_label(checkpoint.manifest),
+                       checkpoint.manifest, checkpoint.file_bytes, checkpoint.manifest.bits_per_weight,
+                       resident)
+
+
+def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,
+            error: type[QuantkitError]) -> None:
+    """No weight is left at random, none is silently unused."""
+    spare = {name for name in found if name not in needed and not name.endswith(DERIVED)}
+    if config.tie_word_embeddings:
+        spare.discard("lm_head.weight")  # often stored beside the embedding that it equals
+    missing = set(needed) - set(found)
+    for names, what in ((missing, "lacks the tensor"), (spare, "holds a tensor that nothing uses:")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise error(f"{uri} {what} {min(names)!r}{more}",
+                        why=f"config.json describes another model: {config.model_type}, "
+                            f"{config.num_layers} layers",
+                        next="get config.json and the weights from the same place again")
+
+
 def _dtype(hf: dict[str, Any], dtype: str) -> torch.dtype:
     if dtype == "auto":
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise SourceError(f"config.json has dtype {dtype!r}", why=f"known: {', '.join(DTYPES)}",
+        raise SourceError(f"config.json has dtype {dtype[:80]!r}", why=f"known: {', '.join(DTYPES)}",
                           next="give --dtype bfloat16")
     return DTYPES[dtype]
 
 
-def _strict(uri: str, needed: set[str], found: set[str], config: ModelConfig) -> None:
-    """No weight is left at random, none is silently unused."""
-    spare = {n for n in found - needed if not n.endswith(_DERIVED)}
-    if config.tie_word_embeddings:
-        spare.discard("lm_head.weight")
-    for names, what in ((needed - found, "lacks"), (spare, "has a tensor too many,")):
-        if names:
-            raise SourceError(f"{uri} {what} {sorted(names)[0]!r}",
-                              why=f"{len(names)} tensors don't fit {config.model_type}'s layout",
-                              next=f"quantkit inspect {uri}")
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"the device {name!r} can't be used", why=str(error).splitlines()[0][:200],
+                         next="quantkit doctor shows what this machine has") from None
+    return device

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.errors import QuantkitError, UsageError
+
+MAX_TOKENS = 2**31
+MIN_TEMPERATURE = 1e-4
+"""Below it is greedy in all but name, and soon out of float32's range."""
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -16,15 +22,18 @@ class Sampling:
 
     Attributes:
         max_tokens: at most so many new tokens.
-        temperature: 0 is greedy.
+        temperature: the logits are divided by it; 0 is greedy, the lowest id of equals.
         top_k: only the k most likely (0: all).
-        top_p: only the most likely that together reach p (1: all).
-        min_p: only those at least so likely as min_p × the most likely.
-        repetition_penalty: divides the logit of every token already there (1: none), as in CTRL,
-            https://arxiv.org/abs/1909.05858.
+        top_p: only the most likely that together reach p (1: all), https://arxiv.org/abs/1904.09751.
+        min_p: only those at least so likely as min_p × the most likely, https://arxiv.org/abs/2407.01082.
+        repetition_penalty: divides the logit of every token already there, prompt included (1: none;
+            a negative logit is multiplied), https://arxiv.org/abs/1909.05858.
         seed: of this sequence's own generator; ``None`` draws one.
         stop: texts that end it; they are not part of the output.
         ignore_eos: go on after an end-of-sequence token.
+
+    Raises:
+        UsageError: a field is out of range; it is named.
     """
 
     max_tokens: int = 128
@@ -38,18 +47,32 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
         for field, good, rule in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
-            ("stop", all(self.stop), "non-empty texts"),
+            ("max_tokens", _whole(self.max_tokens, 1, MAX_TOKENS), f"a whole number from 1 to {MAX_TOKENS}"),
+            ("temperature", self.temperature == 0 or (_real(self.temperature)
+                                                      and MIN_TEMPERATURE <= self.temperature <= 100),
+             f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100"),
+            ("top_k", _whole(self.top_k, 0, 2**31), "0 (all) or a whole number above"),
+            ("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", _real(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
+             "a number from 0.01 to 100"),
+            ("seed", self.seed is None or _whole(self.seed, 0, 2**63 - 1),
+             "a whole number from 0 to 2^63 - 1"),
+            ("stop", isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOPS and all(
+                isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
+             f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
         ):
             if not good:
-                raise UsageError(f"{field} is {getattr(self, field)!r}", why=f"it must be {rule}")
+                raise UsageError(f"{field} is {str(getattr(self, field))[:80]!r}", why=f"it must be {rule}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether chance plays no part."""
+        return self.temperature == 0
 
 
 class Sampler:
@@ -64,36 +87,62 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def __call__(self, logits: torch.Tensor, history: Sequence[int]) -> int:
-        """Pick from ``logits [vocab]``; ``history`` is every id so far, prompt and output."""
-        scores = adjust(logits.float().cpu(), history, self.sampling)
-        if self.sampling.temperature == 0:
+        """The next id.
+
+        Args:
+            logits: ``[vocab]``, any float dtype and device.
+            history: every id so far, prompt and output.
+
+        Raises:
+            QuantkitError: the logits hold NaN or infinity: the model is broken, or its dtype too narrow.
+        """
+        scores = logits.float().cpu()
+        if not bool(torch.isfinite(scores).all()):
+            raise QuantkitError("the model's output is not finite",
+                                why="its weights are damaged, or its activations outgrow its dtype",
+                                next="quantkit verify DIR, or --dtype float32")
+        scores = adjust(scores, history, self.sampling)
+        if self.sampling.greedy:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:
-    """Penalty, temperature, top-k, top-p, min-p, in this order; excluded tokens become −inf.
+    """Penalty, temperature, top-k, top-p, min-p, in transformers' order; excluded tokens become −inf.
 
     Args:
-        scores: float32 ``[vocab]``; not written to.
+        scores: float32 ``[vocab]``, finite; not written to.
         history: ids whose repetition is penalized.
         sampling: the settings.
+
+    Returns:
+        float32 ``[vocab]``; the most likely token is never excluded.
     """
     if sampling.repetition_penalty != 1 and history:
         seen = torch.tensor(sorted(set(history)))
         old = scores[seen]
         penalty = sampling.repetition_penalty
         scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
-    if sampling.temperature == 0:
+    if sampling.greedy:
         return scores
-    scores = scores / sampling.temperature
+    # with the largest at 0 nothing overflows at a small temperature, and min-p is one comparison
+    scores = (scores - scores.max()) / sampling.temperature
     if 0 < sampling.top_k < scores.numel():
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
         values, order = scores.sort(descending=True, stable=True)
-        before = values.softmax(-1).cumsum(-1) - values.softmax(-1)
-        scores = scores.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+        chances = values.softmax(-1)
+        out = chances.cumsum(-1) - chances >= sampling.top_p
+        out[0] = False
+        scores = scores.index_fill(0, order[out], -torch.inf)
     if sampling.min_p > 0:
-        chances = scores.softmax(-1)
-        scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
+        scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

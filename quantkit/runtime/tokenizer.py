@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,11 @@ import tokenizers
 
 from quantkit.errors import SourceError
 from quantkit.runtime.chat import ChatTemplate
+from quantkit.runtime.stream import StreamDecoder
+
+FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -20,7 +26,7 @@ class Tokenizer:
         config: the model's ``config.json``, for ``eos_token_id``.
 
     Attributes:
-        bos_id: beginning-of-sequence id, or ``None`` if the model uses none.
+        bos_id: beginning-of-sequence id, or ``None`` if the model has none.
         eos_ids: every id that ends a sequence.
 
     Raises:
@@ -28,99 +34,104 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], config: Mapping[str, Any]) -> None:
-        if "tokenizer.json" not in files:
-            other = ", ".join(sorted(files)) or "none"
-            raise SourceError("the model has no tokenizer.json", why=f"its tokenizer files: {other}",
-                              next="save the tokenizer in its fast form with its authors' tools")
-        try:
-            self._inner = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-        except Exception as error:  # the library raises bare Exception
-            raise SourceError("tokenizer.json can't be read", why=str(error)[:200],
-                              next="pip install --upgrade tokenizers") from None
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        settings, generation = _json(files, "tokenizer_config.json"), _json(files, "generation_config.json")
-        self._bos, self._eos = _token(settings, "bos_token"), _token(settings, "eos_token")
-        self.bos_id = self._id(self._bos)
-        self.eos_ids = self._eos_ids(generation, config)
-        self._chat = ChatTemplate.find(files, settings)
+        self._files = files
+        self._inner = _read(files)
+        self._settings = _json(files, SETTINGS)
+        found = {role: _token(self._settings, role) for role in _ROLES}
+        self._special = {role: token for role, token in found.items() if token is not None}
+        self.bos_id = self._id("bos_token")
+        self.eos_ids = self._eos_ids(_json(files, GENERATION), config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that mean something; a model may have more rows than that."""
+        return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of ``text``; with ``special``, what the tokenizer itself puts around it.
+        """Ids of ``text``.
 
-        A text that already begins with the BOS token doesn't get a second one.
+        Args:
+            text: special tokens written out in it become their ids.
+            special: also put around it what the tokenizer does by itself, as transformers decides it:
+                ``add_bos_token`` in ``tokenizer_config.json``, else the post-processor of
+                ``tokenizer.json``. A text that already begins with BOS doesn't get a second one.
         """
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
-        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
-            del ids[0]
-        return ids
+        plain: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        if not special:
+            return plain
+        ids: list[int] = self._inner.encode(text, add_special_tokens=True).ids
+        if self.bos_id is None:
+            return ids
+        wanted = self._settings.get("add_bos_token")
+        had, has = plain[:1] == [self.bos_id], ids[:1] == [self.bos_id]
+        if has and (wanted is False or had) and len(ids) > len(plain) and ids[1:1 + len(plain)] == plain:
+            return ids[1:]
+        return [self.bos_id, *ids] if wanted is True and not has else ids
 
-    def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of ``ids``; special tokens are left out unless asked for."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=not special)
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation in the model's own format, ready for its answer.
+
+        Args:
+            messages: ``role`` (``system``, ``user``, ``assistant``) and ``content`` each.
 
         Raises:
             SourceError: the model has no chat template, or it fails.
         """
-        if self._chat is None:
-            raise SourceError("the model has no chat template", why="it is a base model, or lost its template",
-                              next="leave out --chat")
-        text = self._chat.render(messages, bos_token=self._bos or "", eos_token=self._eos or "")
-        return self.encode(text, special=False)
+        if self._template is None:
+            raise SourceError("the model has no chat template", next="leave out --chat",
+                              why="it is a base model, or its template was lost")
+        return self.encode(self._template.render(messages, **self._special), special=False)
 
     @property
     def has_chat(self) -> bool:
-        """Whether there is a chat template."""
-        return self._chat is not None
+        """Whether there is a chat template. SourceError if there is one that can't be used."""
+        return self._template is not None
 
     def stream(self) -> StreamDecoder:
         """A decoder for ids that come one at a time."""
-        return StreamDecoder(self)
+        return StreamDecoder(self.decode)
 
-    def _id(self, token: str | None) -> int | None:
-        found: int | None = None if token is None else self._inner.token_to_id(token)
+    @functools.cached_property
+    def _template(self) -> ChatTemplate | None:
+        # read when it is first needed: a template nobody uses must not keep a model from loading
+        return ChatTemplate.find(self._files, self._settings)
+
+    def _id(self, role: str) -> int | None:
+        found: int | None = self._inner.token_to_id(self._special[role]) if role in self._special else None
         return found
 
     def _eos_ids(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
         ids: set[int] = set()
-        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), self._id(self._eos)):
-            ids |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), self._id("eos_token")):
+            ids |= {v for v in (value if isinstance(value, list) else [value]) if type(v) is int}
         return frozenset(ids)
 
 
-class StreamDecoder:
-    """Turns ids into text as they come, and never emits half a character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0  # ids before it are settled text
-        self._emitted = 0  # of the text of ids from _start on
-
-    def push(self, token: int) -> str:
-        """Add an id; returns the text that is now certain, often one word, sometimes nothing."""
-        self._ids.append(token)
-        return self._emit(final=False)
-
-    def finish(self) -> str:
-        """What was held back."""
-        return self._emit(final=True)
-
-    def _emit(self, final: bool) -> str:
-        text = self._tokenizer.decode(self._ids[self._start:])
-        if text.endswith("�") and not final and len(self._ids) - self._start < 64:
-            return ""
-        fresh = text[self._emitted:]
-        self._emitted = len(text)
-        if len(self._ids) - self._start > 32 and not text.endswith("�"):
-            # keep a few ids so that joins between tokens decode as in the whole
-            self._start = len(self._ids) - 8
-            self._emitted = len(self._tokenizer.decode(self._ids[self._start:]))
-        return fresh
+def _read(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+    if FILE not in files:
+        other = [name for name in _OTHER_FORMS if name in files]
+        raise SourceError(
+            f"the model has no {FILE}",
+            why=f"its tokenizer is in an older form: {', '.join(other)}" if other else
+                f"its side files: {', '.join(sorted(files)) or 'none'}",
+            next="python -c \"from transformers import AutoTokenizer as T; "
+                 "T.from_pretrained('DIR').save_pretrained('DIR')\" writes it into the model's folder DIR"
+            if other else "get the model's tokenizer files too")
+    try:
+        inner = tokenizers.Tokenizer.from_str(files[FILE].decode("utf-8"))
+        inner.no_truncation()
+        inner.no_padding()
+    except BaseException as error:  # the library raises bare Exception, its Rust part PanicException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise SourceError(f"{FILE} can't be read", why=" ".join(str(error).split())[:200],
+                          next="get it again, or pip install --upgrade tokenizers") from None
+    return inner
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -129,12 +140,16 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         data = json.loads(files[name])
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name} is not JSON", why=str(error)[:200]) from None
-    return data if isinstance(data, dict) else {}
+        raise SourceError(f"{name} is not JSON", why=str(error)[:200],
+                          next="get the model's tokenizer files again") from None
+    if not isinstance(data, dict):
+        raise SourceError(f"{name} is not a JSON object", next="get the model's tokenizer files again")
+    return data
 
 
-def _token(settings: Mapping[str, Any], key: str) -> str | None:
-    value = settings.get(key)
+def _token(settings: Mapping[str, Any], role: str) -> str | None:
+    """A special token as ``"<s>"`` or as ``{"content": "<s>", …}``."""
+    value = settings.get(role)
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

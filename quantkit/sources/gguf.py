@@ -6,20 +6,23 @@ rotate-half order that ``config.json`` means.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from quantkit.errors import SourceError, did_you_mean
+from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
-from quantkit.sources.gguf_header import check_gguf
+from quantkit.sources.gguf_config import HF_FOLDER, hf_config
+from quantkit.sources.gguf_header import GGUFTensor, open_gguf
 from quantkit.sources.gguf_tokenizer import tokenizer_files
-from quantkit.sources.local import sha256_file
+from quantkit.sources.local import local_path, sha256_file
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight"}
 _LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -27,41 +30,38 @@ _LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
           "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
           "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
           "ffn_down": "mlp.down_proj"}
-_IGNORED = {"rope_freqs.weight"}
-_BLOCK = re.compile(r"blk\.(\d{1,5})\.([a-z_]+)\.(weight|bias)")
+_ROPE_FREQS = "rope_freqs.weight"
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
+_PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_CHUNK = 2**24
+"""Values dequantized at once: 64 MiB as float32, whatever the tensor's size."""
 
 
 class GGUFSource:
-    """One GGUF file; tensors are dequantized one at a time.
+    """One GGUF file; tensors are dequantized one at a time, straight from a memory map.
 
     Raises:
-        SourceError: malformed, of an unknown architecture, or with a tensor that has no place in it.
+        SourceError: malformed, of an unknown architecture, one part of a split model, or with a
+            tensor that has no place in it or no known dequantization.
     """
 
     def __init__(self, path: Path, uri: str, identity: SourceIdentity | None = None) -> None:
-        check_gguf(path)
-        from gguf import GGUFReader
-
         self.path, self.uri = path, uri
         self._identity = identity or SourceIdentity("gguf", uri)
-        try:
-            reader = GGUFReader(str(path))
-        except (ValueError, KeyError, IndexError, OSError) as error:
-            raise SourceError(f"{path} can't be read as GGUF", why=str(error)[:200]) from error
-        self._fields = reader.fields
-        self._architecture = self._value("general.architecture")
-        if self._architecture not in _CLASSES:
-            raise SourceError(f"{path} holds a {self._architecture!r} model",
-                              why=did_you_mean(str(self._architecture), _CLASSES),
-                              next="give the model's Hugging Face folder instead")
-        self._raw = {}
-        self._names = {tensor.name for tensor in reader.tensors}
-        for tensor in reader.tensors:
-            if (name := self._hf_name(tensor.name)) is not None:
-                self._raw[name] = tensor
-        self._infos = {name: TensorInfo(name, tuple(int(d) for d in reversed(t.shape)), torch.bfloat16)
-                       for name, t in self._raw.items()}
-        self._config = self._read_config()
+        header, data = open_gguf(path)
+        self._map: mmap.mmap | None = data
+        self._metadata = header.metadata
+        parts = self._metadata.get("split.count", 0)
+        if isinstance(parts, int) and parts > 1:
+            raise SourceError(f"{path} is one of {parts} parts of a model",
+                              next=f"llama-gguf-split --merge {path} MERGED.gguf")
+        factors = header.tensors.pop(_ROPE_FREQS, None)
+        self._raw = {self._hf_name(name): tensor for name, tensor in header.tensors.items()}
+        self._infos = {name: TensorInfo(name, t.shape, torch.bfloat16) for name, t in self._raw.items()}
+        self._check_types()
+        table = None if factors is None else self._dequantize(factors).float().numpy()
+        self._config = hf_config(self._metadata, {n: i.shape for n, i in self._infos.items()}, table, str(path))
+        self._heads = {name: heads for name in self._infos if (heads := self._permuted_heads(name))}
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` that the metadata means."""
@@ -72,27 +72,22 @@ class GGUFSource:
         return self._infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, dequantized to bfloat16."""
-        from gguf.quants import dequantize
+        """One tensor, dequantized and rounded to bfloat16, in memory of its own.
 
+        Raises:
+            SourceError: the name is unknown, or the source is closed.
+        """
         if name not in self._raw:
-            raise SourceError(f"{self.path} has no tensor for {name!r}")
-        raw = self._raw[name]
-        try:
-            values = torch.from_numpy(dequantize(raw.data, raw.tensor_type)).reshape(self._infos[name].shape)
-        except (NotImplementedError, ValueError) as error:
-            raise SourceError(f"{self.path}: tensor {raw.name!r} of type {raw.tensor_type.name} "
-                              "can't be dequantized", why=str(error)) from error
-        if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = self._config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            rows, cols = values.shape
-            values = values.reshape(heads, rows // heads // 2, 2, cols).transpose(1, 2).reshape(rows, cols)
-        return values.to(torch.bfloat16)
+            raise SourceError(f"{self.path} has no tensor for {name[:120]!r}")
+        values = self._dequantize(self._raw[name]).to(torch.bfloat16)
+        if heads := self._heads.get(name):
+            half = values.shape[0] // heads // 2
+            values = values.reshape(heads, half, 2, -1).transpose(1, 2).reshape(values.shape)
+        return values
 
     def side_files(self) -> Mapping[str, bytes]:
         """Tokenizer and chat template, made from the metadata."""
-        return tokenizer_files({k: self._value(k) for k in self._fields if k.startswith("tokenizer.")},
-                               str(self.path))
+        return self._side_files
 
     def identity(self) -> SourceIdentity:
         """With the file's sha256."""
@@ -102,74 +97,78 @@ class GGUFSource:
 
     def close(self) -> None:
         """Let go of the memory map."""
-        self._raw = {}
+        self._map = None
 
-    def _value(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+    @cached_property
+    def _side_files(self) -> dict[str, bytes]:
+        tokenizer = {k: v for k, v in self._metadata.items() if k.startswith("tokenizer.")}
+        return tokenizer_files(tokenizer, str(self.path), self._config["vocab_size"])
 
-    def _need(self, key: str) -> Any:
-        value = self._value(f"{self._architecture}.{key}")
-        if value is None:
-            raise SourceError(f"{self.path} has no {self._architecture}.{key}",
-                              why="the model can't be built without it", next="use another conversion")
-        return value
-
-    def _hf_name(self, name: str) -> str | None:
+    def _hf_name(self, name: str) -> str:
         if name in _TOP:
             return _TOP[name]
         found = _BLOCK.fullmatch(name)
         if found and found[2] in _LAYER:
             return f"model.layers.{found[1]}.{_LAYER[found[2]]}.{found[3]}"
-        if name in _IGNORED:
-            return None
-        raise SourceError(f"{self.path} has a tensor {name[:80]!r} that {self._architecture} has no place for",
-                          next="give the model's Hugging Face folder instead")
+        architecture = str(self._metadata.get("general.architecture"))[:40]
+        raise SourceError(f"{self.path} has a tensor {name[:80]!r}",
+                          why=f"no place for it is known in {architecture!r} models", next=HF_FOLDER)
 
-    def _read_config(self) -> dict[str, Any]:
-        arch = self._architecture
-        heads = int(self._need("attention.head_count"))
-        hidden = int(self._need("embedding_length"))
-        theta = float(self._value(f"{arch}.rope.freq_base", 10000.0))
-        config: dict[str, Any] = {
-            "architectures": [_CLASSES[arch]], "model_type": arch, "hidden_act": "silu",
-            "hidden_size": hidden, "intermediate_size": int(self._need("feed_forward_length")),
-            "num_hidden_layers": int(self._need("block_count")), "num_attention_heads": heads,
-            "num_key_value_heads": int(self._value(f"{arch}.attention.head_count_kv", heads)),
-            "head_dim": int(self._value(f"{arch}.attention.key_length", hidden // heads)),
-            "max_position_embeddings": int(self._need("context_length")),
-            "rms_norm_eps": round(float(self._need("attention.layer_norm_rms_epsilon")), 10),
-            "rope_theta": int(theta) if theta.is_integer() else theta,
-            "vocab_size": self._infos["model.embed_tokens.weight"].shape[0]
-            if "model.embed_tokens.weight" in self._infos else 0,
-            "tie_word_embeddings": "lm_head.weight" not in self._infos, "torch_dtype": "bfloat16"}
-        if arch == "llama":
-            config["attention_bias"] = any(n.endswith("q_proj.bias") for n in self._infos)
-            config["mlp_bias"] = any(n.endswith("up_proj.bias") for n in self._infos)
-        if scaling := self._value(f"{arch}.rope.scaling.type"):
-            if scaling not in ("none", "linear"):
-                raise SourceError(f"{self.path} scales its RoPE by {scaling!r}",
-                                  why="only 'linear' can be taken from GGUF metadata",
-                                  next="give the model's Hugging Face folder instead")
-            if scaling == "linear":
-                factor = float(self._value(f"{arch}.rope.scaling.factor", 1.0))
-                config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-        if "rope_freqs.weight" in self._names:
-            raise SourceError(f"{self.path} carries RoPE frequency factors (rope_freqs)",
-                              why="Llama 3.1's scaling is stored there without the numbers config.json needs",
-                              next="give the model's Hugging Face folder instead")
-        for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
-            if (value := self._value(f"tokenizer.ggml.{name}_token_id")) is not None:
-                config[key] = int(value)
-        return config
+    def _check_types(self) -> None:
+        """Every type is dequantized once, one block of it, before any work begins."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        for kind, name in {tensor.type: name for name, tensor in self._raw.items()}.items():
+            known = GGMLQuantizationType(kind)
+            try:
+                dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
+            except NotImplementedError:
+                raise SourceError(f"{self.path} stores {name!r} as {known.name}",
+                                  why="it can't be dequantized here", next=HF_FOLDER) from None
+
+    def _permuted_heads(self, name: str) -> int | None:
+        """Heads by which a tensor's rows are interleaved; ``None`` if they aren't."""
+        part = name.split(".")[-2]
+        if self._config["model_type"] != "llama" or part not in _PERMUTED:
+            return None
+        heads, dim = int(self._config[_PERMUTED[part]]), int(self._config["head_dim"])
+        rows = self._infos[name].shape[0]
+        if rows != heads * dim or dim % 2:
+            raise SourceError(f"{self.path}: {name!r} has {rows} rows, not {heads} heads of {dim}",
+                              why="the metadata and the tensors disagree", next="use another conversion")
+        return heads
+
+    def _dequantize(self, tensor: GGUFTensor) -> torch.Tensor:
+        """Values of one tensor: float32 if small, else rounded to bfloat16 piece by piece."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        if self._map is None:
+            raise SourceError(f"{self.path} is closed", why=f"{tensor.name!r} was asked for afterwards")
+        rows, cols = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
+        raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(rows, -1)
+        kind, step = GGMLQuantizationType(tensor.type), max(1, _CHUNK // cols)
+        if rows <= step:
+            return torch.from_numpy(_owned(dequantize(raw, kind))).reshape(tensor.shape)
+        values = torch.empty(rows, cols, dtype=torch.bfloat16)
+        for begin in range(0, rows, step):
+            values[begin:begin + step] = torch.from_numpy(_owned(dequantize(raw[begin:begin + step], kind)))
+        return values.reshape(tensor.shape)
+
+
+def _owned(values: np.ndarray) -> np.ndarray:
+    """Float32 in memory of its own: for plain types the library returns a view of the file."""
+    return np.require(values, np.float32, ["C", "A", "W"])
 
 
 def _open(uri: str, revision: str | None) -> ModelSource:
     if revision is not None:
         raise SourceError(f"--revision {revision} makes no sense for a file", next="leave it out")
-    path = Path(uri).expanduser()
-    if not path.is_file():
-        raise SourceError(f"{uri} doesn't exist" if not path.exists() else f"{uri} is not a file",
+    path = local_path(uri)
+    if path is None or not path.is_file():
+        exists = path is not None and path.exists()
+        raise SourceError(f"{uri[:200]} is not a file" if exists else f"{uri[:200]} doesn't exist",
                           next="give a .gguf file, or a model's folder")
     return GGUFSource(path, uri)
 

@@ -17,9 +17,9 @@ MAX_INT = 2**31 - 1
 # keys of the architecture that are read here, and those that say nothing about the maths
 _READ = {"block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
          "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
-         "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
-         "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length",
-         "expert_count", "expert_used_count"}
+         "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count",
+         "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+         "rope.scaling.original_context_length", "expert_count", "expert_used_count"}
 _HARMLESS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
 
 
@@ -36,7 +36,8 @@ class _Metadata:
         mine = [key.removeprefix(prefix) for key in metadata if key.startswith(prefix)]
         if unknown := sorted(set(mine) - _READ - _HARMLESS):
             raise SourceError(f"{where} sets {prefix}{unknown[0][:80]}",
-                              why="it may change the model's maths, and quantkit doesn't know it", next=HF_FOLDER)
+                              why="it may change the model's maths, and quantkit doesn't know it",
+                              next=HF_FOLDER)
 
     def bad(self, key: str, value: Any, why: str) -> SourceError:
         return SourceError(f"{self.where}: {self.architecture}.{key} is {str(value)[:80]!r}", why=why,
@@ -97,8 +98,8 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
                           why="the model can't be built without it", next="use another conversion")
     theta = meta.real("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
-        "architectures": [CLASSES[str(meta.architecture)]], "model_type": meta.architecture, "hidden_act": "silu",
-        "hidden_size": hidden, "intermediate_size": meta.integer("feed_forward_length"),
+        "architectures": [CLASSES[str(meta.architecture)]], "model_type": meta.architecture,
+        "hidden_act": "silu", "hidden_size": hidden, "intermediate_size": meta.integer("feed_forward_length"),
         "num_hidden_layers": meta.integer("block_count"), "num_attention_heads": heads,
         "num_key_value_heads": meta.integer("attention.head_count_kv", heads), "head_dim": dim,
         "max_position_embeddings": meta.integer("context_length"),
@@ -122,7 +123,7 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 def _refuse_other_maths(meta: _Metadata, dim: int) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, dim) != dim:
-            raise meta.bad(key, meta.raw(key), f"only heads of one width, here {dim}, rotated whole, are supported")
+            raise meta.bad(key, meta.raw(key), f"only heads of one width ({dim}), rotated whole, are supported")
     if meta.raw("attention.causal") not in (None, True):
         raise meta.bad("attention.causal", meta.raw("attention.causal"), "only causal attention is supported")
     window = meta.integer("attention.sliding_window", 0, least=0)
@@ -132,7 +133,8 @@ def _refuse_other_maths(meta: _Metadata, dim: int) -> None:
         raise meta.bad("expert_count", meta.raw("expert_count"), "mixtures of experts are not supported")
 
 
-def _rope_scaling(meta: _Metadata, factors: np.ndarray | None, theta: float, dim: int) -> dict[str, Any] | None:
+def _rope_scaling(meta: _Metadata, factors: np.ndarray | None, theta: float,
+                  dim: int) -> dict[str, Any] | None:
     kind = meta.raw("rope.scaling.type") or ("linear" if meta.raw("rope.scale_linear") else "none")
     if kind not in ("none", "linear"):
         raise meta.bad("rope.scaling.type", kind, "only 'none' and 'linear' can be taken from GGUF metadata")
@@ -141,14 +143,13 @@ def _rope_scaling(meta: _Metadata, factors: np.ndarray | None, theta: float, dim
     if factors is None:
         return {"rope_type": "linear", "factor": stretch} if stretch != 1.0 else None
     original = meta.integer("rope.scaling.original_context_length", 8192)
-    found: dict[str, Any] = {"rope_type": "llama3", "factor": float(round(float(factors.max()), 4))
-                             if factors.size else 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                             "original_max_position_embeddings": original}
-    expected = _llama3_factors(theta, dim, found["factor"], original)
-    if stretch != 1.0 or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+    factor = round(float(factors.max()), 4)
+    if (stretch != 1.0 or factors.shape != (dim // 2,) or not factor > 0
+            or not np.allclose(factors, _llama3_factors(theta, dim, factor, original), rtol=1e-3)):
         raise SourceError(f"{meta.where} scales its RoPE by a table (rope_freqs) that is not Llama 3.1's",
                           why="config.json can't say it", next=HF_FOLDER)
-    return found
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original}
 
 
 def _llama3_factors(theta: float, dim: int, factor: float, original: int) -> np.ndarray:
@@ -158,4 +159,4 @@ def _llama3_factors(theta: float, dim: int, factor: float, original: int) -> np.
     """
     wavelengths = 2 * math.pi * theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     smooth = np.clip((original / wavelengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    return 1 / ((1 - smooth) / max(factor, 1e-9) + smooth)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -169,7 +169,8 @@ class _Reader:
 
     def numbers(self, kind: int, count: int) -> list[Any]:
         form = np.dtype("u1" if kind == _BOOL else _FORMS[kind])  # a bool may hold any byte
-        found = np.frombuffer(self.data, form, count, self.take(form.itemsize * count)) if count else np.empty(0)
+        start = self.take(form.itemsize * count)
+        found = np.frombuffer(self.data[start:self.at], form)
         return [bool(v) for v in found] if kind == _BOOL else found.tolist()
 
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:

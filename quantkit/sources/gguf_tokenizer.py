@@ -1,104 +1,138 @@
-"""Tokenizer files made from GGUF metadata, in Hugging Face's ``tokenizer.json`` form."""
+"""Tokenizer files made from GGUF metadata, in Hugging Face's ``tokenizer.json`` form.
+
+Two kinds exist in the supported families: byte-level BPE (``gpt2``) with one of a few rules for
+splitting text, and SentencePiece BPE (``llama``) with byte fallback.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import SourceError, did_you_mean
 
+HF_FOLDER = "give the model's Hugging Face folder instead"
+MAX_TOKENS, MAX_TOKEN = 1_000_000, 512
 _GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 _QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-# pre-tokenizer name → (split digits singly first, regex)
-_PRE = {"smollm": (True, _GPT2), "default": (False, _GPT2), "gpt-2": (False, _GPT2),
-        "llama-bpe": (False, _LLAMA3), "llama3": (False, _LLAMA3), "qwen2": (False, _QWEN2)}
-_CONTROL, _UNKNOWN, _USER_DEFINED, _BYTE = 3, 2, 4, 6
 _SPACE = "▁"
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
-def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]:
+@dataclass(frozen=True)
+class _Rule:
+    """How text is cut before merging.
+
+    Attributes:
+        regex: what is one piece.
+        digits: whether each digit is split off first.
+        nfc: whether text is normalized to Unicode's NFC first.
+        whole: whether a piece that is a token is taken without merging.
+        bos: whether a BOS is put in front when the file doesn't say.
+    """
+
+    regex: str
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+_LLAMA3_RULE = _Rule(_LLAMA3, whole=True, bos=True)
+_QWEN2_RULE = _Rule(_QWEN2, nfc=True)
+PRE_TOKENIZERS = {"default": _Rule(_GPT2), "gpt-2": _Rule(_GPT2), "smollm": _Rule(_GPT2, digits=True),
+                  "llama-bpe": _LLAMA3_RULE, "llama3": _LLAMA3_RULE, "llama-v3": _LLAMA3_RULE,
+                  "qwen2": _QWEN2_RULE, "deepseek-r1-qwen": _QWEN2_RULE}
+"""By the name in ``tokenizer.ggml.pre``, as in their models' own ``tokenizer.json``."""
+
+
+def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) -> dict[str, bytes]:
     """``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Args:
         metadata: the ``tokenizer.*`` keys.
         where: the file's name, for errors.
+        vocab_size: rows of the embedding; no token may lie beyond.
 
     Raises:
-        SourceError: no tokenizer, or one of an unknown kind.
+        SourceError: no tokenizer, one of an unknown kind or splitting rule, or a malformed one.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = _strings(metadata, "tokens", where)
     if not tokens:
-        raise SourceError(f"{where} has no tokenizer", next="give the model's Hugging Face folder instead")
-    if model == "gpt2":
-        tokenizer = _byte_level(metadata, tokens, where)
-    elif model == "llama":
-        tokenizer = _sentencepiece(metadata, tokens)
-    else:
-        raise SourceError(f"{where} has a tokenizer of kind {model!r}", why="known: gpt2, llama",
-                          next="give the model's Hugging Face folder instead")
-    special = _special(metadata, tokens)
-    tokenizer.add_special_tokens(special)
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                              "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama"))}
-    ids = {}
-    for role, key in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
-        index = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if index is not None and 0 <= int(index) < len(tokens):
-            config[key] = tokens[int(index)]
-            ids[f"{role}_token_id"] = int(index)
-    if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
-    generation = {k: v for k, v in ids.items() if k in ("bos_token_id", "eos_token_id")}
-    if config["add_bos_token"] and "bos_token" in config:
-        _prepend(tokenizer, config["bos_token"], ids["bos_token_id"])
-    return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(),
-            "tokenizer_config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-            "generation_config.json": (json.dumps(generation, indent=2) + "\n").encode()}
+        raise SourceError(f"{where} has no tokenizer", next=HF_FOLDER)
+    if len(tokens) > min(vocab_size, MAX_TOKENS):
+        raise SourceError(f"{where} has {len(tokens):,} tokens for an embedding of {vocab_size:,} rows",
+                          why="a token would have no embedding", next="use another conversion")
+    if len(set(tokens)) != len(tokens) or any(len(token) > MAX_TOKEN for token in tokens):
+        raise SourceError(f"{where} has a token twice, or one longer than {MAX_TOKEN} characters",
+                          why="its ids would be ambiguous", next="use another conversion")
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise SourceError(f"{where} has a tokenizer of kind {str(model)[:80]!r}", why="known: gpt2, llama",
+                          next=HF_FOLDER)
+    rule = _rule(metadata, where) if model == "gpt2" else None
+    try:
+        tokenizer = _sentencepiece(metadata, tokens, where) if rule is None \
+            else _byte_level(tokens, _strings(metadata, "merges", where), rule)
+        _add_special(tokenizer, metadata, tokens)
+        config, generation = _settings(metadata, tokens, rule is None or rule.bos)
+        _add_ends(tokenizer, config)
+        text: str = tokenizer.to_str(pretty=True)
+    except SourceError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for merges of tokens that don't exist
+        raise SourceError(f"{where} has a malformed tokenizer", why=str(error)[:200],
+                          next="use another conversion") from None
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": _json(config),
+            "generation_config.json": _json(generation)}
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
+def _rule(metadata: Mapping[str, Any], where: str) -> _Rule:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE:
-        raise SourceError(f"{where} splits text by the rule {pre!r}", why=did_you_mean(str(pre), _PRE),
-                          next="give the model's Hugging Face folder instead")
-    digits, regex = _PRE[pre]
-    merges = [tuple(m.split(" ", 1)) for m in metadata.get("tokenizer.ggml.merges") or []]
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise SourceError(f"{where} splits text by the rule {str(pre)[:80]!r}",
+                          why=did_you_mean(str(pre)[:80], PRE_TOKENIZERS), next=HF_FOLDER)
+    return PRE_TOKENIZERS[pre]
+
+
+def _strings(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
+    values = metadata.get(f"tokenizer.ggml.{key}") or []
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+        raise SourceError(f"{where} has a tokenizer.ggml.{key} that is no list of strings",
+                          next="use another conversion")
+    return values
+
+
+def _byte_level(tokens: list[str], merges: list[str], rule: _Rule) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=regex is _LLAMA3))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    if regex is _GPT2:
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
-    else:
-        steps += [pre_tokenizers.Split(Regex(regex), "isolated"),
-                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rule.whole))
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.digits else []
+    plain = rule.regex == _GPT2  # the library's own
+    if not plain:
+        steps.append(pre_tokenizers.Split(Regex(rule.regex), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: i for i, token in enumerate(tokens)}
-    scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
-    merges: list[tuple[float, str, str]] = []
-    for token, index in vocab.items():  # every way to put a token together; the best score merges first
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-scores[index], left, right))
-    merges.sort(key=lambda m: (m[0], vocab[m[1]], vocab[m[2]]))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    tokenizer = Tokenizer(models.BPE(
-        vocab=vocab, merges=[(left, right) for _, left, right in merges], fuse_unk=True, byte_fallback=True,
-        unk_token=None if unknown is None else tokens[int(unknown)]))
+    unknown = _token(metadata, "unknown", tokens)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(metadata, vocab, where), fuse_unk=True,
+                                     byte_fallback=True, unk_token=unknown))
     space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokenizer.normalizer = normalizers.Sequence(
         ([normalizers.Prepend(_SPACE)] if space else []) + [normalizers.Replace(" ", _SPACE)])
@@ -108,16 +142,80 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     return tokenizer
 
 
-def _special(metadata: Mapping[str, Any], tokens: list[str]) -> list[Any]:
+def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> list[tuple[str, str]]:
+    """SentencePiece has scores instead of merges: every way to put a token together of two others,
+    the token of the best score first. https://github.com/google/sentencepiece"""
+    scores = metadata.get("tokenizer.ggml.scores")
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(vocab)
+    for name, values in (("scores", scores), ("token_type", kinds)):
+        if not isinstance(values, list) or len(values) != len(vocab) \
+                or not all(type(v) in (int, float) and v == v for v in values):
+            raise SourceError(f"{where} has no tokenizer.ggml.{name} with a number a token",
+                              next="use another conversion")
+    assert isinstance(scores, list)
+    found: list[tuple[str, str]] = []
+    # sorting keeps the order of equals, as in Hugging Face's converter
+    for token in sorted(vocab, key=lambda t: -scores[vocab[t]]):
+        if kinds[vocab[token]] in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE):
+            continue
+        ways = [(token[:cut], token[cut:]) for cut in range(1, len(token))
+                if token[:cut] in vocab and token[cut:] in vocab]
+        found += sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))
+    return found
+
+
+def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Control tokens are special and left out of decoded text, the author's own tokens are not."""
     from tokenizers import AddedToken
 
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
-    return [AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-            for token, kind in zip(tokens, kinds) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)]
+    kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or []))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                  for token, kind in kinds if kind in (_CONTROL, _UNKNOWN)])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)
+                          for token, kind in kinds if kind == _USER_DEFINED])
 
 
-def _prepend(tokenizer: Any, token: str, index: int) -> None:
+def _settings(metadata: Mapping[str, Any], tokens: list[str],
+              bos: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``tokenizer_config.json`` and ``generation_config.json``."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", bos)),
+        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False))}
+    for role, key in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"),
+                      ("padding", "pad_token")):
+        if (token := _token(metadata, role, tokens)) is not None:
+            config[key] = token
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    generation: dict[str, Any] = {}
+    if "bos_token" in config:
+        generation["bos_token_id"] = tokens.index(config["bos_token"])
+    # the end of a turn ends an answer as the end of the text does
+    ends = [token for role in ("eos", "eot") if (token := _token(metadata, role, tokens)) is not None]
+    ids = list(dict.fromkeys(tokens.index(token) for token in ends))
+    if ids:
+        generation["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    return config, generation
+
+
+def _add_ends(tokenizer: Any, config: Mapping[str, Any]) -> None:
     from tokenizers import processors
 
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, index)])
+    before = [config["bos_token"]] if config["add_bos_token"] and "bos_token" in config else []
+    after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []
+    if before or after:
+        used = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+        one, two = [*before, "$A", *after], [*before, "$B:1", *after]
+        tokenizer.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two],
+                                                                 special_tokens=used)
+
+
+def _token(metadata: Mapping[str, Any], role: str, tokens: list[str]) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return tokens[index] if type(index) is int and 0 <= index < len(tokens) else None
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

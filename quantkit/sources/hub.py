@@ -27,7 +27,7 @@ def _open(uri: str, revision: str | None) -> ModelSource:
     folder = _download(name, revision)
     if not (folder / CONFIG).is_file():
         raise SourceError(f"{name} has no {CONFIG}", why="it is not a model in Hugging Face's layout",
-                          next=f"if it holds a .gguf, give that file: hf download {name} FILE.gguf --local-dir .")
+                          next=f"for a .gguf in it: hf download {name} FILE.gguf --local-dir .")
     if not any(folder.glob("*.safetensors")):
         raise SourceError(f"{name} has no safetensors", why=NO_PICKLE,
                           next="look for a copy of the model that has safetensors")
@@ -66,7 +66,7 @@ def _download(name: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError as error:
         raise SourceError(f"{name!r} is no folder here, and the hub can't be reached to look there",
                           why=_first_line(error),
-                          next="check the path or the connection; a folder on this machine needs none") from error
+                          next="check the path, or the connection") from error
     except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SourceError(f"{name} doesn't fit on the disk", why=_first_line(error),

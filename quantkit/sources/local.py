@@ -128,7 +128,8 @@ def _model_folder(folder: Path) -> None:
     if not inside:
         raise SourceError(f"{folder} is empty", next="give a model's folder, or its .gguf file")
     gguf = [name for name in inside if name.lower().endswith(".gguf")]
-    raise SourceError(f"{folder} is not a model folder", why=f"it has no {CONFIG}, but {', '.join(inside[:5])}",
+    raise SourceError(f"{folder} is not a model folder",
+                      why=f"it has no {CONFIG}, but {', '.join(inside[:5])}",
                       next=f"give the file itself: {shlex.quote(str(folder / gguf[0]))}" if gguf
                       else f"give the folder that holds {CONFIG}")
 

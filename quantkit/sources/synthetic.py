@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
              "tie_word_embeddings": False},
 }
 _STD = 0.02
+_CHUNK = 2**22
+"""Values drawn at once: 16 MiB as float32, whatever the tensor's size. Part of what a seed means."""
+_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 class SyntheticSource:
@@ -43,14 +47,14 @@ class SyntheticSource:
 
     def config(self) -> dict[str, Any]:
         """The config of the model whose shapes these are."""
-        return json.loads(json.dumps(self._config))  # type: ignore[no-any-return]
+        return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name."""
         return self._infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, made now, bfloat16."""
+        """One tensor, made now, bfloat16. Raises SourceError for an unknown name."""
         if name not in self._infos:
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         shape = self._infos[name].shape
@@ -58,18 +62,27 @@ class SyntheticSource:
             return torch.ones(shape, dtype=torch.bfloat16)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return (torch.randn(shape, generator=generator) * _STD).to(torch.bfloat16)
+        values = torch.empty(shape, dtype=torch.bfloat16)
+        for piece in values.view(-1).split(_CHUNK):
+            piece.copy_(torch.randn(piece.shape, generator=generator).mul_(_STD))
+        return values
 
     def side_files(self) -> Mapping[str, bytes]:
-        """A tokenizer of the 256 bytes, so that the model can be run."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        """A tokenizer of the 256 bytes and two special tokens, so that the model can be run: ids 0 to 257.
+
+        Ids beyond, which random weights produce too, decode to nothing.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": _SPECIAL[0],
+                  "eos_token": _SPECIAL[1], "add_bos_token": False, "clean_up_tokenization_spaces": False}
         return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(),
-                "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'}
+                "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
     def identity(self) -> SourceIdentity:
         """Pinned by its name: the weights follow from it."""

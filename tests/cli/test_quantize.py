@@ -116,7 +116,9 @@ def test_no_such_model(cli, tmp_path):
 
 def test_a_folder_that_is_no_model(cli, tmp_path):
     (tmp_path / "folder").mkdir()
-    refused(cli("quantize", tmp_path / "folder", "-r", "int8", "--dry-run"), 1, "config.json")
+    refused(cli("quantize", tmp_path / "folder", "-r", "int8", "--dry-run"), 1, "folder is empty", "next: ")
+    (tmp_path / "folder" / "notes.txt").write_text("no model", encoding="utf-8")
+    refused(cli("quantize", tmp_path / "folder", "-r", "int8", "--dry-run"), 1, "config.json", "next: ")
 
 
 def test_an_unknown_architecture(cli, tiny, tmp_path):

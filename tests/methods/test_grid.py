@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import SpecError
-from quantkit.methods.grid import SHRINKS, find_grid, from_grid, require_finite, round_scale, round_to_grid
+from quantkit.methods.grid import (
+    SHRINKS,
+    find_grid,
+    from_grid,
+    require_finite,
+    round_scale,
+    round_to_grid,
+    whole_,
+)
 from quantkit.spec import Granularity, QuantSpec
 
 STRATEGIES = ["tensor", "channel", "group"]
@@ -150,3 +158,10 @@ def test_equals_compressed_tensors(bits: int, symmetric: bool) -> None:
     grid = find_grid(weight, spec_of(bits, "channel", symmetric=symmetric))
     torch.testing.assert_close(grid.scale, scale, rtol=1e-6, atol=0)
     assert torch.equal(grid.zero, zero.float() + 2 ** (bits - 1))
+
+
+def test_whole_rounds_like_torch() -> None:
+    halves = torch.arange(-1001, 1002) / 2
+    values = torch.cat((halves, torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 300,
+                        torch.tensor([0.49999997, -0.49999997, 2.0**21, -(2.0**21), 2.0**21 - 0.5])))
+    assert torch.equal(whole_(values.clone()), values.round())

@@ -18,10 +18,17 @@ from pydantic import Field
 
 from quantkit.formats.base import Codes
 from quantkit.methods.base import LayerStats, Method, Options
-from quantkit.methods.grid import Grid, find_grid, require_finite, round_scale, round_to_grid, to_codes
+from quantkit.methods.grid import (
+    SERIAL,
+    Grid,
+    find_grid,
+    require_finite,
+    round_scale,
+    round_to_grid,
+    to_codes,
+    whole_,
+)
 from quantkit.spec import QuantSpec
-
-_CHUNK = 1 << 18  # weights solved at a time: the working set stays in a core's cache
 
 
 class HqqOptions(Options):
@@ -51,7 +58,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     start = find_grid(weight, spec)
     groups = weight.reshape(start.scale.numel(), -1)
     scale, zero = start.scale.reshape(-1, 1), start.zero.reshape(-1, 1)
-    step = max(1, _CHUNK // groups.shape[1])
+    step = max(1, SERIAL // groups.shape[1])
     parts = [_solve(groups[i:i + step], Grid(scale[i:i + step], zero[i:i + step]), spec, options)
              for i in range(0, groups.shape[0], step)]
     grid = Grid(torch.cat([part.scale for part in parts]).reshape(start.scale.shape),
@@ -87,7 +94,7 @@ def _alternate(groups: torch.Tensor, grid: Grid, spec: QuantSpec, options: HqqOp
     beta = options.beta
     for _ in range(options.iterations):
         scaled = groups / grid.scale
-        levels = (scaled + grid.zero).round_().clamp_(0, 2**spec.bits - 1)
+        levels = whole_((scaled + grid.zero).clamp_(0, 2**spec.bits - 1))
         error = _shrink(scaled - (levels - grid.zero), beta, options.lp_norm)
         grid = update(grid, levels, error)
         offer(grid)
