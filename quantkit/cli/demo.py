@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from quantkit.cli.present import note
 from quantkit.cli.progress import Progress
 
+if TYPE_CHECKING:
+    from quantkit.evaluate.result import EvalResult
+    from quantkit.spec import CalibrationSpec
+
 RECIPES = ("int8", "int4", "nf4")
 QUESTION = "Why is the sky blue?"
 ANSWER_TOKENS = 48
 # Small enough for minutes on two cores; `quantkit quantize` and `eval` have the full settings.
-CALIBRATION_WINDOWS, WINDOW, WINDOWS, DECODE = 16, 512, 8, 24
+CALIBRATION_WINDOWS, WINDOW, WINDOWS, DECODE = 12, 512, 8, 24
 
 
 @click.command("demo")
@@ -35,63 +40,102 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     from quantkit.plugins import registry
     from quantkit.report.folder import write_report
 
-    start = time.monotonic()
-    made = [_quantize(model, recipe, out / recipe, quiet) for recipe in RECIPES]
-    note("evaluating against the unquantized model …")
-    settings = Settings(window=WINDOW, windows=windows, decode=DECODE)
+    stages = Stages(len(RECIPES) + 2, quiet)
+    made = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
+    stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with Progress("evaluating", quiet) as progress:
-        result = evaluate([model, *made], settings, progress)
+        result = evaluate([model, *made], Settings(window=WINDOW, windows=windows, decode=DECODE), progress)
+    stages.begin("asking each variant the same question")
     result.question = QUESTION
     for row in result.rows:
         row.answer = _answer(row.model)
     written = write_report(result, out)
-    table = registry("reporters")
-    click.echo(table.get("json" if as_json else "table").render(result), nl=False)
+    click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
     if not as_json:
-        click.echo(f"\n“{QUESTION}”")
-        for row in result.rows:
-            click.echo(f"\n{Path(row.model).name} ({row.method}):\n  " + (row.answer or "").strip())
+        _show_answers(result)
     note()
     for path in written:
         note(f"wrote {path}")
-    note(f"done in {time.monotonic() - start:.0f} s; next: quantkit generate {out / 'int4'} --chat \"…\"")
+    note(f"done in {stages.seconds:.0f} s; next: quantkit generate {out / 'int4'} --chat \"{QUESTION}\"")
 
 
-def _quantize(model: str, recipe: str, folder: Path, quiet: bool) -> str:
+class Stages:
+    """Says which of the demo's parts begins, and how long the ones before it took."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self.total, self.quiet, self.number = total, quiet, 0
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the demo began."""
+        return time.monotonic() - self._start
+
+    def begin(self, what: str) -> None:
+        """The next part."""
+        self.number += 1
+        if not self.quiet:
+            passed = f"  ({self.seconds:.0f} s so far)" if self.number > 1 else ""
+            note(f"[{self.number}/{self.total}] {what}{passed}")
+
+
+def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool) -> str:
     from quantkit.quantize import quantize
     from quantkit.recipe import load_recipe
     from quantkit.spec import CalibrationSpec
 
-    if _finished(model, folder):
-        note(f"{folder} is there already")
-        return str(folder)
     calibration = None
     if load_recipe(recipe).calibration is not None:
         calibration = CalibrationSpec(samples=CALIBRATION_WINDOWS, length=WINDOW)
+    if folder.exists():
+        stages.begin(f"quantizing to {recipe}: {folder} is there already; checking it")
+        _check(model, recipe, calibration, folder)
+        return str(folder)
+    stages.begin(f"quantizing to {recipe}" + (f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration
+                                              else ""))
     with Progress(f"quantizing to {recipe}", quiet) as progress:
         result = quantize(model, recipe, folder, calibration=calibration, progress=progress)
-    note(f"{folder}: {result.plan.bits_per_weight:.2f} bits a weight, {result.seconds:.0f} s")
+    if not quiet:
+        note(f"{folder}: {result.plan.bits_per_weight:.2f} bits a weight, {result.seconds:.0f} s")
     return str(folder)
 
 
-def _finished(model: str, folder: Path) -> bool:
-    """Whether the folder holds a whole checkpoint of this model; another's raises."""
+def _check(model: str, recipe: str, calibration: CalibrationSpec | None, folder: Path) -> None:
+    """That a folder is what the demo would make.
+
+    Raises:
+        CheckpointError: it is damaged, unfinished, or made from something else.
+    """
+    from quantkit import __version__
     from quantkit.checkpoint.manifest import SourceRecord
     from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.checkpoint.verify import verify
     from quantkit.errors import CheckpointError
+    from quantkit.plan import make_plan
+    from quantkit.recipe import load_recipe
     from quantkit.sources.base import open_source
 
-    if not folder.exists():
-        return False
+    again = f"rm -r {folder} and run the same command, or choose another --out"
     with Checkpoint.open(folder) as checkpoint:
-        source = open_source(model)
-        try:
-            if checkpoint.manifest.source != SourceRecord.of(source.identity()):
-                raise CheckpointError(f"{folder} was made from {checkpoint.manifest.source.uri}, not {model}",
-                                      next="choose another --out")
-        finally:
-            source.close()
-    return True
+        manifest = checkpoint.manifest
+    source = open_source(model)
+    try:
+        wanted = load_recipe(recipe)
+        if calibration is not None:
+            wanted = wanted.model_copy(update={"calibration": calibration})
+        for what, is_so, should in (
+                ("model", manifest.source, SourceRecord.of(source.identity())),
+                ("recipe", manifest.recipe, make_plan(wanted, source).recipe.snapshot()),
+                ("version of quantkit", manifest.quantkit_version, __version__)):
+            if is_so != should:
+                raise CheckpointError(f"{folder} is not what this demo would make",
+                                      why=f"it was made from another {what}", next=again)
+    finally:
+        source.close()
+    report = verify(folder)
+    if not report.ok:
+        raise CheckpointError(f"{folder} is damaged", next=again,
+                              why="; ".join(f"{c.name}: {c.detail}" for c in report.failed[:3]))
 
 
 def _answer(model: str) -> str:
@@ -104,3 +148,15 @@ def _answer(model: str) -> str:
     ids = (tokenizer.chat([{"role": "user", "content": QUESTION}]) if tokenizer.has_chat
            else tokenizer.encode(QUESTION))
     return generate(loaded, [ids], Sampling(max_tokens=ANSWER_TOKENS))[0].text
+
+
+def _show_answers(result: EvalResult) -> None:
+    import textwrap
+
+    click.echo(f"\n“{result.question}”")
+    for row in result.rows:
+        click.echo(f"\n{Path(row.model).name} ({row.method}):")
+        for line in (row.answer or "").strip().splitlines():
+            # a model may write anything; no escape sequence of its reaches the terminal
+            shown = "".join(char if char.isprintable() else " " for char in line)
+            click.echo(textwrap.fill(shown, 78, initial_indent="  ", subsequent_indent="  "))

@@ -24,26 +24,26 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.command("generate")
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--chat", is_flag=True, help="Put the prompt to the model as a user's message, by its chat template.")
+@click.option("--chat", is_flag=True, help="Ask the prompt as a user, by the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
               help="At most so many new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Choose among the k most likely (0: all).")
-@click.option("--top-p", type=float, default=1.0, help="Choose among the most likely that together reach p.")
-@click.option("--min-p", type=float, default=0.0, help="Leave out what is less likely than p times the most likely.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1 disfavours what was there before.")
-@click.option("--seed", type=click.IntRange(min=0), help="Repeats a random choice; drawn and shown when not given.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Among the k most likely (0: all).")
+@click.option("--top-p", type=float, default=1.0, help="Among the most likely that together reach p.")
+@click.option("--min-p", type=float, default=0.0, help="Among those at least p times as likely as the first.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1 disfavours what came before.")
+@click.option("--seed", type=click.IntRange(min=0), help="Repeats a random text; drawn if not given.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on when the model says that it is done.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Of activations and plain weights; auto is the model's own.")
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
-@click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
-def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, revision: str | None,
-            dtype: str, quiet: bool, as_json: bool, **options: Any) -> None:
+def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None,
+            revision: str | None, dtype: str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. PROMPT is continued as
@@ -61,12 +61,15 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     loaded = load(model, revision=revision, dtype=dtype)
     ids = _ids(loaded, text, system) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
-    show = None if as_json else _Terminal()
+    show = None if as_json else _Output()
     try:
         (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append)
-    finally:
-        if show is not None:
-            show.end()
+    except BaseException:
+        if show is not None and show.begun:  # an interruption's message starts on a line of its own
+            click.echo()
+        raise
+    if show is not None:
+        click.echo()
     if as_json:
         print_json(_report(loaded, done, timings[0], sampling, chat))
     elif not quiet:
@@ -77,12 +80,14 @@ def _sampling(ctx: click.Context, options: dict[str, Any]) -> Sampling:
     """The options as checked settings, with a seed when chance plays a part."""
     import random
 
+    from click.core import ParameterSource
+
     from quantkit.runtime.sampler import Sampling
 
     sampling = Sampling(**options)
     if sampling.greedy:
         given = [name for name in _NEEDS_CHANCE
-                 if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+                 if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             show_warning(f"{names} changes nothing at temperature 0; give --temperature too")
@@ -110,23 +115,23 @@ def _ids(loaded: LoadedModel, text: str, system: str | None) -> list[int]:
     return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}])
 
 
-class _Terminal:
+class _Output:
     """Writes pieces to stdout as they come, made harmless where that is a terminal."""
 
     def __init__(self) -> None:
-        self._clean = sys.stdout.isatty()
+        self._terminal = sys.stdout.isatty()
+        self.begun = False
 
     def __call__(self, index: int, text: str) -> None:
-        click.echo(text.translate(_CONTROLS) if self._clean else text, nl=False)
-
-    def end(self) -> None:
-        """The line's end, also after an interruption."""
-        click.echo()
+        self.begun = True
+        # color: a file gets every byte of the text, also what looks like a colour
+        click.echo(text.translate(_CONTROLS) if self._terminal else text, nl=False, color=True)
 
 
 def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
+    rate = _decode_rate(timing)
     speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
-             f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if (rate := _decode_rate(timing)) else "")]
+             f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if rate else "")]
     why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came"}
     seed = "" if sampling.greedy else f"; seed {sampling.seed}"
     return f"{', '.join(speed)}; {why[done.finish_reason]}{seed}"
@@ -144,8 +149,9 @@ def _report(loaded: LoadedModel, done: Completion, timing: Timing, sampling: Sam
 
     return {"model": loaded.uri, "method": loaded.label, "text": done.text, "token_ids": done.token_ids,
             "finish_reason": done.finish_reason, "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": len(done.token_ids), "prefill_tok_s": timing.prefill_tokens / timing.prefill_s,
-            "decode_tok_s": _decode_rate(timing), "sampling": dataclasses.asdict(sampling),
+            "completion_tokens": len(done.token_ids),
+            "prefill_tok_s": timing.prefill_tokens / timing.prefill_s, "decode_tok_s": _decode_rate(timing),
+            "sampling": dataclasses.asdict(sampling),
             "protocol": {"chat": chat, "dtype": str(loaded.dtype).removeprefix("torch."),
                          "device": str(loaded.model.device), "threads": torch.get_num_threads(),
                          "torch": torch.__version__}}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.metrics import Interval, Metric
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
@@ -14,6 +14,8 @@ from quantkit.runtime.loader import LoadedModel
 
 ROWS = 128
 """Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats."""
+MARGIN = 64
+"""Tokens before a cut in the text that might have come out otherwise."""
 
 
 def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> torch.Tensor:
@@ -26,9 +28,12 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> tor
         raise UsageError(f"--window {window} is longer than the model's context",
                          why=f"it was made for {loaded.config.max_position_embeddings} tokens")
     need = window * windows
-    # the whole text is tokenized at once, so that a cut never falls inside a token; more than the
-    # characters that could be needed is left out, which the windows can't tell
-    ids = loaded.tokenizer.encode(text[:need * 24 + 4096], special=False)
+    # Windows are cut from the ids of the whole text, so that no cut falls inside a word. Of a long
+    # text only a beginning that holds far more than enough is tokenized; the ids are the same.
+    head = text[:need * 24 + 4096]
+    ids = loaded.tokenizer.encode(head, special=False)
+    if len(ids) < need + MARGIN and len(head) < len(text):
+        ids = loaded.tokenizer.encode(text, special=False)
     if len(ids) < need:
         raise UsageError(f"the text has {len(ids)} tokens, {need} are needed",
                          why=f"{windows} windows of {window} tokens",
@@ -52,6 +57,7 @@ def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
 
     Raises:
         UsageError: vocabularies differ.
+        QuantkitError: a model's logits are not finite.
     """
     sizes = {model.config.vocab_size for model in models}
     if len(sizes) > 1:
@@ -61,17 +67,24 @@ def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
     metrics: list[Metric] = [table.get(name) for name in table]
     means: list[list[list[float]]] = [[[] for _ in metrics] for _ in models]
     done = 0
-    for window in tokens:
+    for number, window in enumerate(tokens):
         reference: torch.Tensor | None = None
         for model, scores in zip(models, means):
             progress(Event(done, len(models) * len(tokens), model.label))
             logits = model.model(window[None].to(model.model.device))[0, :-1]
+            if not (logits < torch.inf).all():
+                raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
+                                    why=f"at window {number}: {_overflow(model)}")
             reference = logits if reference is None else reference
             for own, mean in zip(scores, _score(metrics, reference, logits, window[1:])):
                 own.append(mean)
             done += 1
     progress(Event(done, done, "scored"))
     return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)} for scores in means]
+
+
+def _overflow(model: LoadedModel) -> str:
+    return f"{str(model.dtype).removeprefix('torch.')} overflows, or the weights are damaged"
 
 
 def _score(metrics: Sequence[Metric], reference: torch.Tensor, candidate: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from quantkit.errors import UsageError
 BUILTIN = "builtin"
 HUB = "hf://datasets/"
 MAX_BYTES = 256 * 2**20
+_UNDERLINE = re.compile(r"([*=\-~^])\1+\s*")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def load_text(name: str = BUILTIN) -> Text:
     if name == BUILTIN:
         from pydoc_data.topics import topics
 
-        content = "\n\n".join(topics[key].strip() for key in sorted(topics))
+        content = "\n\n".join(filter(None, (prose(topics[key]) for key in sorted(topics))))
         return _text(f"pydoc-topics-{sys.version_info.major}.{sys.version_info.minor}", content)
     path = _download(name) if name.startswith(HUB) else Path(os.path.expanduser(name))  # noqa: PTH111
     try:
@@ -59,6 +61,19 @@ def load_text(name: str = BUILTIN) -> Text:
     return _text(path.name, content)
 
 
+def prose(page: str) -> str:
+    """The paragraphs of a page of documentation, a line each.
+
+    Underlines of headings go, and with them blocks that are indented throughout: code and grammar.
+    """
+    kept = []
+    for block in re.split(r"\n\s*\n", page.strip("\n")):
+        lines = [line for line in block.split("\n") if not _UNDERLINE.fullmatch(line)]
+        if any(not line.startswith("   ") for line in lines):
+            kept.append(" ".join(" ".join(lines).split()))
+    return "\n\n".join(kept)
+
+
 def _text(name: str, content: str) -> Text:
     return Text(name, content, hashlib.sha256(content.encode()).hexdigest())
 
@@ -68,11 +83,12 @@ def _download(uri: str) -> Path:
 
     rest, _, revision = uri.removeprefix(HUB).partition("@")
     parts = rest.split("/", 2)
-    if len(parts) != 3 or ".." in parts[2].split("/"):
+    if len(parts) != 3 or any(part in ("", ".", "..") for part in rest.split("/")):
         raise UsageError(f"{uri} doesn't name a file", next=f"{HUB}OWNER/NAME/FILE@REVISION")
     try:
         return Path(hf_hub_download("/".join(parts[:2]), parts[2], repo_type="dataset",
                                     revision=revision or None))
     except Exception as error:  # the hub's client raises a dozen kinds, all of which mean this
-        raise UsageError(f"{uri} can't be downloaded", why=str(error).strip().splitlines()[0][:200],
+        why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UsageError(f"{uri} can't be downloaded", why=why,
                          next=f"check the name and the connection, or use {BUILTIN}") from error

@@ -25,7 +25,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``uri``, ``revision``, ``dtype``, ``ids`` (the prompt), ``decode``, ``repeats``,
-            ``threads`` of torch.
+            and, if it isn't torch's own choice, ``threads``.
 
     Returns:
         ``load_s``, ``prefill_tok_s`` and ``decode_tok_s`` (one number a repeat), ``peak_bytes``,
@@ -37,7 +37,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     from quantkit.runtime.loader import load
     from quantkit.runtime.sampler import Sampling
 
-    torch.set_num_threads(request["threads"])
+    if request.get("threads"):
+        torch.set_num_threads(request["threads"])
     start = time.perf_counter()
     loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"])
     load_s = time.perf_counter() - start

@@ -118,9 +118,11 @@ class BnbNF4:
         count, block = rows * cols, packed.spec.granularity.size or 1
         absmax = self._absmax(packed)
         table = packed.tensors["weight.quant_map"]
-        # one lookup yields the pair that a byte holds: half the gathers of a lookup a nibble
-        pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=-1)
-        weight = pairs[packed.tensors["weight"].reshape(-1).to(torch.int32)].reshape(-1)[:count]
+        # one lookup yields the pair that a byte holds, as one 64-bit number: a plain index_select of
+        # numbers is ten times as fast as one of rows
+        pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=-1).view(torch.int64)
+        found = pairs.reshape(-1).index_select(0, packed.tensors["weight"].reshape(-1).to(torch.int32))
+        weight = found.view(torch.float32)[:count]
         full = count // block * block
         weight[:full].view(-1, block).mul_(absmax[: full // block].unsqueeze(1))
         if full < count:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.run import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, Row
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,18 @@ class Reporter:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with so many significant digits, never in scientific notation: ``0.00312``, ``28.7``."""
-    if value is None:
+    """``value`` with so many significant digits: ``0.00312``, ``28.7``; ``8.10e-5`` beyond ordinary sizes."""
+    if value is None or math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
-    places = max(0, digits - 1 - _magnitude(value))
-    return f"{value:.{places}f}"
-
-
-def _magnitude(value: float) -> int:
-    return int(f"{value:e}".split("e")[1])
+    # of the rounded value: 9.999 has the places of 10.0
+    mantissa, power = f"{value:.{digits - 1}e}".split("e")
+    if not -4 <= int(power) < 6:
+        return f"{mantissa}e{int(power)}"
+    return f"{value:.{max(0, digits - 1 - int(power))}f}"
 
 
 def spread(interval: Interval | None, percent: bool = False) -> tuple[str, str]:
@@ -56,9 +58,16 @@ def megabytes(count: int | None) -> str:
     """``135 MB``, ``1.24 GB``, in powers of 1000."""
     if count is None:
         return "–"
-    return f"{count / 1e9:.2f} GB" if count >= 999.5e6 else f"{number(count / 1e6)} MB"
+    return f"{number(count / 1e9)} GB" if count >= 999.5e6 else f"{number(count / 1e6)} MB"
 
 
-def short_name(row: Row) -> str:
-    """The last part of a model's path or name."""
-    return Path(row.model).name or row.model
+def short_names(rows: Sequence[Row]) -> list[str]:
+    """The last part of each model's path or name, on one line; models that share it get more of theirs."""
+    paths = [Path(row.model).parts or (row.model,) for row in rows]
+    names = []
+    for parts in paths:
+        depth = 1
+        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths) > 1:
+            depth += 1
+        names.append(" ".join(str(Path(*parts[-depth:])).split()))
+    return names

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from pathlib import Path
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.run import EvalResult
+from quantkit.evaluate.result import EvalResult
 from quantkit.plugins import registry
 
 FILES = ("markdown", "svg", "json")
@@ -26,8 +26,14 @@ def write_report(result: EvalResult, folder: Path) -> list[Path]:
             reporter = table.get(name)
             path = folder / reporter.file
             fresh = path.with_name(path.name + ".new")
-            fresh.write_text(reporter.render(result), encoding="utf-8")
-            os.replace(fresh, path)
+            content = reporter.render(result)
+            try:
+                fresh.write_text(content, encoding="utf-8")
+                fresh.replace(path)
+            except OSError:
+                with suppress(OSError):
+                    fresh.unlink(missing_ok=True)
+                raise
             written.append(path)
     except OSError as error:
         raise QuantkitError(f"the report can't be written to {folder}", why=error.strerror or str(error),

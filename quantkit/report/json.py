@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from quantkit.evaluate.run import EvalResult
+from quantkit.evaluate.result import EvalResult
 from quantkit.report.base import Reporter
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from quantkit.evaluate.run import EvalResult, Row
-from quantkit.report.base import Reporter, megabytes, number, short_name, spread
+import re
+
+from quantkit.evaluate.result import EvalResult, Row
+from quantkit.report.base import Reporter, megabytes, number, short_names, spread
+
+_MARKUP = re.compile(r"[\\`*_\[\]|#]")
 
 
 def render(result: EvalResult) -> str:
     """Table, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
-    lines = ["# What each variant costs and saves", "", *_table(result.rows), "",
+    names = [plain(name) for name in short_names(result.rows)]
+    lines = ["# What each variant costs and saves", "", *_table(names, result.rows), "",
              "Values in small print are intervals: a 95% bootstrap over windows for quality, the range of "
              "the timed runs for speed. KL and top-1 compare with the first model. Bits per weight counts "
              "the Linear layers; the file also holds embeddings and norms.", "",
@@ -19,31 +24,37 @@ def render(result: EvalResult) -> str:
                   "A smaller KL is indistinguishable from none.", ""]
     if any(row.kernels for row in result.rows):
         lines += ["## Kernels", "", "| model | prefill | decode |", "|---|---|---|"]
-        lines += [f"| {short_name(row)} | {_kernels(row, 'prefill')} | {_kernels(row, 'decode')} |"
-                  for row in result.rows]
+        lines += [f"| {name} | {_kernels(row, 'prefill')} | {_kernels(row, 'decode')} |"
+                  for name, row in zip(names, result.rows)]
         lines.append("")
     if any(row.answer for row in result.rows):
-        lines += [f"## Answers to “{result.question}”", ""]
-        for row in result.rows:
-            quoted = (row.answer or "").strip().replace("\n", "\n> ")
-            lines += [f"**{short_name(row)}** ({row.method})", "", f"> {quoted}", ""]
-    lines += ["## Protocol", "", *(f"- {text}" for text in result.protocol.lines()), ""]
+        lines += [f"## Answers to “{plain(result.question or '')}”", ""]
+        for name, row in zip(names, result.rows):
+            # a model may write anything: shown as it is, not as markup
+            quoted = "\n".join(f"    {text}" for text in (row.answer or "").strip().splitlines())
+            lines += [f"**{name}** ({plain(row.method)})", "", quoted, ""]
+    lines += ["## Protocol", "", *(f"- {plain(text)}" for text in result.protocol.lines()), ""]
     return "\n".join(lines)
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(names: list[str], rows: list[Row]) -> list[str]:
     head = ("model", "method", "bits per weight", "file", "peak memory", "perplexity", "KL", "top-1",
             "prefill tok/s", "decode tok/s")
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
-    for row in rows:
+    for name, row in zip(names, rows):
         m = row.metrics
-        cells = [short_name(row), row.method, number(row.bits_per_weight), megabytes(row.file_bytes),
-                 megabytes(row.peak_bytes)]
-        for name in ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s"):
-            value, span = spread(m.get(name), percent=name == "top1")
+        cells = [name, plain(row.method), number(row.bits_per_weight),
+                 megabytes(row.file_bytes), megabytes(row.peak_bytes)]
+        for key in ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s"):
+            value, span = spread(m.get(key), percent=key == "top1")
             cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def plain(text: str) -> str:
+    """``text`` with everything escaped that Markdown or HTML would take for markup."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split())).replace("<", "&lt;")
 
 
 def _kernels(row: Row, phase: str) -> str:

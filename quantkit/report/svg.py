@@ -8,24 +8,26 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.run import EvalResult, Row
-from quantkit.report.base import Reporter, number, short_name
+from quantkit.evaluate.result import EvalResult, Row
+from quantkit.report.base import Reporter, number, short_names
+from quantkit.report.svg_labels import Box, Label, cut, place
 
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52
+WIDTH, HEIGHT = 520, 310
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 46, 56
+RADIUS = 6
 COLOURS = ("#4e79a7", "#e15759", "#2a8f5b", "#b07aa1", "#c07c1e", "#3d9aa0", "#9c755f", "#d37295")
 STYLE = """
-text { font: 14px system-ui, sans-serif; fill: #222 } .tick { font-size: 12px; fill: #555 }
-.title { font-size: 16px; font-weight: 600 } .grid { stroke: #ddd } .axis { stroke: #888 }
-.ground { fill: #fff }
+text { font: 15px system-ui, sans-serif; fill: #222 } .tick { font-size: 13px; fill: #555 }
+.title { font-weight: 600 } .grid { stroke: #ddd } .axis { stroke: #888 } .ground { fill: #fff }
+.label { stroke: #fff; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }
 @media (prefers-color-scheme: dark) { text { fill: #eee } .tick { fill: #aaa } .grid { stroke: #333 }
-.axis { stroke: #888 } .ground { fill: #16181c } }
+.ground { fill: #16181c } .label { stroke: #16181c } }
 """
 
 
 @dataclass(frozen=True)
 class _Point:
-    label: str
+    name: str
     colour: str
     size: float  # MB
     y: Interval
@@ -46,62 +48,72 @@ class _Scale:
 
 
 def render(result: EvalResult) -> str:
-    """An SVG document; panels stand above each other, so that it can be read on a phone."""
-    panels = [("KL to the reference (lower is better)", _points(result.rows, "kl_mean"), True)]
-    if any("decode_tok_s" in row.metrics for row in result.rows):
-        panels.append(("decode, tokens per second (higher is better)",
-                       _points(result.rows, "decode_tok_s"), False))
-    total = HEIGHT * len(panels)
-    body = "".join(_panel(title, points, root, HEIGHT * i) for i, (title, points, root) in enumerate(panels))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img" '
+    """An SVG document; panels stand above each other, so that it can be read on a phone.
+
+    Without speed there is no panel for it; a value that is infinite or not a number isn't drawn.
+    """
+    panels = [("KL to the reference, lower is better (√ scale)", "kl_mean", True),
+              ("Decoded tokens per second, higher is better", "decode_tok_s", False)]
+    drawn = [(title, points, root) for title, metric, root in panels
+             if (points := _points(result.rows, metric))]
+    total = HEIGHT * len(drawn)
+    body = "".join(_panel(title, points, root, HEIGHT * i) for i, (title, points, root) in enumerate(drawn))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {max(total, 1)}" '
+            f'width="{WIDTH}" height="{max(total, 1)}" role="img" '
             f'aria-label="KL and decode speed against file size">\n<style>{STYLE}</style>\n'
-            f'<rect class="ground" width="{WIDTH}" height="{total}"/>\n{body}</svg>\n')
+            f'<rect class="ground" width="{WIDTH}" height="{max(total, 1)}"/>\n{body}</svg>\n')
 
 
 def _points(rows: Sequence[Row], metric: str) -> list[_Point]:
-    return [_Point(short_name(row), COLOURS[i % len(COLOURS)], row.file_bytes / 1e6, row.metrics[metric])
-            for i, row in enumerate(rows) if metric in row.metrics]
+    return [_Point(name, COLOURS[i % len(COLOURS)], row.file_bytes / 1e6, found)
+            for i, (name, row) in enumerate(zip(short_names(rows), rows))
+            if (found := row.metrics.get(metric)) is not None
+            and all(map(math.isfinite, (found.value, found.low, found.high)))]
 
 
 def _panel(title: str, points: Sequence[_Point], root: bool, top: float) -> str:
     xs, ys = _ticks(max(p.size for p in points)), _ticks(max(p.y.high for p in points))
-    x = _Scale(xs[-1], LEFT, WIDTH - RIGHT)
-    y = _Scale(ys[-1], top + HEIGHT - BOTTOM, top + TOP, root)
-    out = [f'<text class="title" x="{LEFT}" y="{top + 26}">{escape(title)}</text>']
+    floor = top + HEIGHT - BOTTOM
+    x, y = _Scale(xs[-1], LEFT, WIDTH - RIGHT), _Scale(ys[-1], floor, top + TOP, root)
+    out = [f'<text class="title" x="16" y="{top + 26}">{escape(title)}</text>']
     for value in ys:
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" '
                    f'y2="{y(value):.1f}"/><text class="tick" x="{LEFT - 8}" y="{y(value) + 4:.1f}" '
-                   f'text-anchor="end">{number(value, 2)}</text>')
-    floor = top + HEIGHT - BOTTOM
+                   f'text-anchor="end">{_tick(value)}</text>')
     for value in xs:
-        out.append(f'<line class="axis" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{floor}" y2="{floor + 5}"/>'
-                   f'<text class="tick" x="{x(value):.1f}" y="{floor + 20}" text-anchor="middle">'
-                   f'{number(value)}</text>')
+        out.append(f'<line class="axis" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{floor}" '
+                   f'y2="{floor + 5}"/><text class="tick" x="{x(value):.1f}" y="{floor + 20}" '
+                   f'text-anchor="middle">{_tick(value)}</text>')
     out.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"/>'
-               f'<text class="tick" x="{WIDTH - RIGHT}" y="{floor + 40}" text-anchor="end">weights on disk, MB'
-               f'</text>')
-    taken: list[tuple[float, float, float]] = []
-    for point in points:
-        out += _mark(point, x(point.size), y, taken, top + TOP)
+               f'<text class="tick" x="{WIDTH - RIGHT}" y="{floor + 40}" text-anchor="end">'
+               'weights on disk, MB</text>')
+    marks = [(x(p.size), y(p.y.value), y(p.y.low), y(p.y.high)) for p in points]
+    for point, (cx, cy, low, high) in zip(points, marks):
+        out.append(f'<line x1="{cx:.1f}" x2="{cx:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
+                   f'stroke="{point.colour}" stroke-width="2"/><circle cx="{cx:.1f}" cy="{cy:.1f}" '
+                   f'r="{RADIUS}" fill="{point.colour}"/>')
+    inside = Box(LEFT + 2, top + TOP - 12, WIDTH - 6, floor - 3)
+    texts = [f"{cut(p.name, 24)} {number(p.y.value)}" for p in points]
+    labels = place([(cx, cy) for cx, cy, _, _ in marks], texts, RADIUS, inside)
+    for point, label, (cx, cy, _, _) in zip(points, labels, marks):
+        out += _label(label, point.colour, cx, cy)
     return "\n".join(out) + "\n"
 
 
-def _mark(point: _Point, cx: float, y: _Scale, taken: list[tuple[float, float, float]],
-          ceiling: float) -> list[str]:
-    cy, low, high = y(point.y.value), y(point.y.low), y(point.y.high)
-    text = f"{point.label} {number(point.y.value)}"
-    reach = 7.6 * len(text)
-    left = cx + 12 + reach > WIDTH - 4
-    begin = cx - 12 - reach if left else cx + 12
-    row = cy + 5
-    step = 18 if cy < ceiling + 40 else -18
-    while any(abs(row - other) < 17 and begin < stop and start < begin + reach for start, stop, other in taken):
-        row += step
-    taken.append((begin, begin + reach, row))
-    return [f'<line x1="{cx:.1f}" x2="{cx:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{point.colour}" '
-            f'stroke-width="2"/><circle cx="{cx:.1f}" cy="{cy:.1f}" r="6" fill="{point.colour}"/>',
-            f'<text x="{cx - 12 if left else cx + 12:.1f}" y="{row:.1f}" '
-            f'text-anchor="{"end" if left else "start"}">{escape(text)}</text>']
+def _label(label: Label, colour: str, cx: float, cy: float) -> list[str]:
+    """The text, and a line to its mark if it had to move away from it."""
+    out = []
+    if label.moved:
+        out.append(f'<line x1="{cx:.1f}" y1="{cy:.1f}" x2="{label.x:.1f}" y2="{label.y - 5:.1f}" '
+                   f'stroke="{colour}"/>')
+    out.append(f'<text class="label" x="{label.x:.1f}" y="{label.y:.1f}" '
+               f'text-anchor="{label.anchor}">{escape(label.text)}</text>')
+    return out
+
+
+def _tick(value: float) -> str:
+    """A round number as short as it goes: ``0.1``, ``300``."""
+    return f"{value:.6g}"
 
 
 def _ticks(high: float) -> list[float]:

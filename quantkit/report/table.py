@@ -1,52 +1,91 @@
-"""A table for the terminal, never wider than 80 columns: two lines a model, value over interval."""
+"""A table for the terminal, never wider than 80 columns: a model's value over its interval."""
 
 from __future__ import annotations
 
-from quantkit.evaluate.run import EvalResult, Row
-from quantkit.report.base import Reporter, megabytes, number, short_name, spread
+import textwrap
+from collections.abc import Sequence
+from unicodedata import combining, east_asian_width
+
+from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.result import EvalResult, Row
+from quantkit.report.base import Reporter, megabytes, number, short_names, spread
 
 WIDTH = 80
-_HEADS = (("model", ""), ("bits/", "weight"), ("file", "peak"), ("perplexity", ""), ("KL", ""),
-          ("top-1", ""), ("prefill", "tok/s"), ("decode", "tok/s"))
+_HEADS = (("bits/", "weight"), ("file", "peak"), ("perplexity",), ("KL",), ("top-1",),
+          ("prefill", "tok/s"), ("decode", "tok/s"))
 
 
 def render(result: EvalResult) -> str:
     """The table, its protocol below."""
-    cells = [_HEADS, *(_cells(row) for row in result.rows)]
-    widths = [max(len(part) for line in cells for part in line[i]) for i in range(len(_HEADS))]
-    room = WIDTH - sum(widths[1:]) - (len(widths) - 1)
-    widths[0] = max(8, min(widths[0], room))
-    out = []
-    for n, line in enumerate(cells):
-        if n:
-            out.append("─" * min(WIDTH, sum(widths) + len(widths) - 1))
-        for half in (0, 1):
-            texts = [cell[half] for cell in line]
-            first = texts[0] if len(texts[0]) <= widths[0] else "…" + texts[0][-(widths[0] - 1):]
-            out.append(" ".join([first.ljust(widths[0])] + [t.rjust(w) for t, w in
-                                                            zip(texts[1:], widths[1:])]).rstrip())
+    models = [_cells(row, False) for row in result.rows]
+    widths = _widths(models)
+    if sum(widths) + len(widths) - 1 > WIDTH:
+        models = [_cells(row, True) for row in result.rows]
+        widths = _widths(models)
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
+    total = sum(widths) + gap * (len(widths) - 1)
+    out = _lines(_HEADS, widths, gap)
+    for name, row, cells in zip(short_names(result.rows), result.rows, models):
+        out += [_rule(name, row.method, total), *_lines(cells, widths, gap)]
     out.append("")
     if result.noise_floor is not None:
         value, span = spread(result.noise_floor)
-        out.append(f"noise floor: KL {value} ({span}) between the reference's own arithmetic and float32")
+        out += _fold(f"noise floor: KL {value} ({span or 'one window'}), the reference's own arithmetic "
+                     "against float32")
     for text in result.protocol.lines():
         out += _fold(text)
     out += _fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
                  "below each value: 95% bootstrap over windows, or the range of the timed runs")
-    return "\n".join(line for line in out) + "\n"
+    return "\n".join(out) + "\n"
 
 
-def _cells(row: Row) -> tuple[tuple[str, str], ...]:
-    m = row.metrics
-    return ((short_name(row), row.method), (number(row.bits_per_weight), ""),
-            (megabytes(row.file_bytes), megabytes(row.peak_bytes)), spread(m.get("perplexity")),
-            spread(m.get("kl_mean")), spread(m.get("top1"), percent=True), spread(m.get("prefill_tok_s")),
-            spread(m.get("decode_tok_s")))
+def _cells(row: Row, stacked: bool) -> tuple[tuple[str, ...], ...]:
+    """A column's lines: the value, and its interval, ``stacked`` over two lines if one is too wide."""
+    def cell(name: str, percent: bool = False) -> tuple[str, ...]:
+        interval: Interval | None = row.metrics.get(name)
+        value, span = spread(interval, percent=percent)
+        low, dash, high = span.partition("–")
+        return (value, low + dash, high) if stacked else (value, span)
+
+    return ((number(row.bits_per_weight),), (megabytes(row.file_bytes), megabytes(row.peak_bytes)),
+            cell("perplexity"), cell("kl_mean"), cell("top1", True), cell("prefill_tok_s"),
+            cell("decode_tok_s"))
+
+
+def _widths(models: Sequence[Sequence[Sequence[str]]]) -> list[int]:
+    return [max(len(part) for cells in (_HEADS, *models) for part in cells[i]) for i in range(len(_HEADS))]
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:
+    height = max(map(len, cells))
+    filled = [[*cell, *[""] * (height - len(cell))] for cell in cells]
+    lines = ((" " * gap).join(cell[n].rjust(w) for cell, w in zip(filled, widths)) for n in range(height))
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _rule(name: str, method: str, total: int) -> str:
+    """A line across the table with the model's name, cut on the left, and what was done to it."""
+    method = _cut(method, total // 2)
+    name = _cut(name, total - _columns(method) - 8, tail=True)
+    text = f"── {name} · {method} "
+    return text + "─" * (total - _columns(text))
+
+
+def _cut(text: str, room: int, tail: bool = False) -> str:
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    if _columns(text) <= room:
+        return text
+    while _columns(text) > room - 1:
+        text = text[1:] if tail else text[:-1]
+    return f"…{text}" if tail else f"{text}…"
+
+
+def _columns(text: str) -> int:
+    """Columns of a terminal: two for a wide character, none for a combining one."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _fold(text: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 

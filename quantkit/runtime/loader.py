@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -122,8 +123,9 @@ def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.devi
     packed: dict[str, QuantizedTensor] = {}
     for slot in linear_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
-            packed[slot.name] = QuantizedTensor(found.format, found.spec, found.shape, kind,
-                                                {k: t.to(device) for k, t in found.tensors.items()})
+            # its dtype stays that of the file, whatever activations have: scales are stored in it
+            packed[slot.name] = dataclasses.replace(
+                found, tensors={suffix: t.to(device) for suffix, t in found.tensors.items()})
     plain = {name: shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed}
     parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}

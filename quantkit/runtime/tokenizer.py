@@ -52,21 +52,17 @@ class Tokenizer:
 
         Args:
             text: special tokens written out in it become their ids.
-            special: also put around it what the tokenizer does by itself, as transformers decides it:
-                ``add_bos_token`` in ``tokenizer_config.json``, else the post-processor of
-                ``tokenizer.json``. A text that already begins with BOS doesn't get a second one.
+            special: also put around it what the post-processor of ``tokenizer.json`` does, a BOS for
+                instance; it alone decides, as in transformers 5 (``add_bos_token`` of
+                ``tokenizer_config.json`` only describes it). A text that already begins with BOS
+                doesn't get a second one.
         """
-        plain: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        if not special:
-            return plain
-        ids: list[int] = self._inner.encode(text, add_special_tokens=True).ids
-        if self.bos_id is None:
-            return ids
-        wanted = self._settings.get("add_bos_token")
-        had, has = plain[:1] == [self.bos_id], ids[:1] == [self.bos_id]
-        if has and (wanted is False or had) and len(ids) > len(plain) and ids[1:1 + len(plain)] == plain:
-            return ids[1:]
-        return [self.bos_id, *ids] if wanted is True and not has else ids
+        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        if special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+            plain: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+            if ids[1:1 + len(plain)] == plain:
+                del ids[0]
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""

@@ -60,7 +60,8 @@ class GGUFSource:
         self._infos = {name: TensorInfo(name, t.shape, torch.bfloat16) for name, t in self._raw.items()}
         self._check_types()
         table = None if factors is None else self._dequantize(factors).float().numpy()
-        self._config = hf_config(self._metadata, {n: i.shape for n, i in self._infos.items()}, table, str(path))
+        shapes = {name: info.shape for name, info in self._infos.items()}
+        self._config = hf_config(self._metadata, shapes, table, str(path))
         self._heads = {name: heads for name in self._infos if (heads := self._permuted_heads(name))}
 
     def config(self) -> dict[str, Any]:

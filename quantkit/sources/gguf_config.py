@@ -123,7 +123,7 @@ def hf_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 def _refuse_other_maths(meta: _Metadata, dim: int) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.integer(key, dim) != dim:
-            raise meta.bad(key, meta.raw(key), f"only heads of one width ({dim}), rotated whole, are supported")
+            raise meta.bad(key, meta.raw(key), f"heads of one width, {dim}, rotated whole are needed")
     if meta.raw("attention.causal") not in (None, True):
         raise meta.bad("attention.causal", meta.raw("attention.causal"), "only causal attention is supported")
     window = meta.integer("attention.sliding_window", 0, least=0)
@@ -144,7 +144,7 @@ def _rope_scaling(meta: _Metadata, factors: np.ndarray | None, theta: float,
         return {"rope_type": "linear", "factor": stretch} if stretch != 1.0 else None
     original = meta.integer("rope.scaling.original_context_length", 8192)
     factor = round(float(factors.max()), 4)
-    if (stretch != 1.0 or factors.shape != (dim // 2,) or not factor > 0
+    if (stretch != 1.0 or factors.shape != (dim // 2,) or not math.isfinite(factor) or factor <= 0
             or not np.allclose(factors, _llama3_factors(theta, dim, factor, original), rtol=1e-3)):
         raise SourceError(f"{meta.where} scales its RoPE by a table (rope_freqs) that is not Llama 3.1's",
                           why="config.json can't say it", next=HF_FOLDER)

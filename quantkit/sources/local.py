@@ -103,6 +103,8 @@ def sha256_file(path: Path) -> str:
 
 def local_path(uri: str) -> Path | None:
     """The path that ``uri`` names, ``~`` expanded; ``None`` if there can't be one."""
+    if not uri:
+        return None  # pathlib would take it for the current folder
     try:
         path = Path(uri).expanduser()
         path.exists()  # raises when a part is longer than a file system takes

@@ -35,7 +35,8 @@ def _open(uri: str, revision: str | None) -> ModelSource:
     files = [Path(str(dist.locate_file(f))) for f in dist.files or ()
              if ".." not in f.parts and not f.is_absolute()]
     models = sorted(f for f in files if f.suffix == ".gguf" and f.is_file())
-    folders = sorted({f.parent for f in files if f.suffix == ".safetensors" and (f.parent / CONFIG).is_file()})
+    folders = sorted({f.parent for f in files
+                      if f.suffix == ".safetensors" and (f.parent / CONFIG).is_file()})
     if len(models) + len(folders) != 1:
         found = ", ".join(p.name for p in [*models, *folders]) or "none"
         raise SourceError(f"the package {name!r} holds {len(models) + len(folders)} models",

@@ -30,7 +30,8 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
             seen: set[str] = set()
             key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise SourceError(f"{where} has the key {key[:80]!r} twice",
-                              why="readers disagree on which of the two counts")
+                              why="readers disagree on which of the two counts",
+                              next="don't use this file: no honest tool writes it")
         return found
 
     def no_constant(name: str) -> NoReturn:
@@ -38,14 +39,16 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
     # every value but the first follows one of these, so a bomb is seen before anything is built
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_NODES:
-        raise SourceError(f"{where} holds too many values", why=f"{MAX_NODES:,} are allowed")
+        raise SourceError(f"{where} holds too many values", why=f"{MAX_NODES:,} are allowed",
+                          next="don't use this file: no honest tool writes it")
     try:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=no_twice, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where} is not JSON", why=str(error)[:200],
                           next="download the file again") from None
     if not isinstance(data, dict):
-        raise SourceError(f"{where} holds a {type(data).__name__}, not a JSON object")
+        raise SourceError(f"{where} holds a {type(data).__name__}, not a JSON object",
+                          next="download the file again")
     return data
 
 

@@ -36,14 +36,16 @@ REACHING = [
 
 ENDLESS = [
     "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-    "{% set s = messages[0].content %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}"
+    "{% set s = messages[0].content %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor "
+    "%}"
     "{% endfor %}",
     "{% for a in range(5) recursive %}{{ loop(range(5)) }}{% endfor %}",
     "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "{% block a %}{{ self.a() }}{% endblock %}",
 ]
 
-DOUBLING = "{{% set n = namespace(s={0}) %}}{{% for a in range(80) %}}{{% set n.s = {1} %}}{{% endfor %}}{{{{ n.s }}}}"
+DOUBLING = ("{{% set n = namespace(s={0}) %}}{{% for a in range(80) %}}{{% set n.s = {1} %}}{{% endfor %}}"
+            "{{{{ n.s }}}}")
 BLOATED = [
     "{{ 'a' * 1000000000 }}", "{{ [1] * 1000000000 }}", "{{ 1000000000 * 'a' }}", "{{ 10 ** 10 ** 10 }}",
     "{{ 'a'.center(1000000000) }}", "{{ 'a'|center(1000000000) }}", "{{ 'a'.zfill(1000000000) }}",
@@ -59,7 +61,8 @@ BLOATED = [
     "{% for a in range(100000) %}{{ messages[0].content }}{% endfor %}",
     "{% set x %}{% for a in range(100000) %}" + "abcdefgh" * 20 + "{% endfor %}{% endset %}{{ x|length }}",
     "{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}{{ " + "s ~ " * 5000 + "s }}",
-    DOUBLING.format("'aa'", "n.s ~ n.s"), DOUBLING.format("'aa'", "n.s + n.s"), DOUBLING.format("3", "n.s * n.s"),
+    DOUBLING.format("'aa'", "n.s ~ n.s"), DOUBLING.format("'aa'", "n.s + n.s"), DOUBLING.format("3",
+                                                                                                "n.s * n.s"),
     DOUBLING.format("[1]", "[n.s, n.s]"), DOUBLING.format("[1]", "(n.s, n.s)"),
     DOUBLING.format("[1]", "n.s + n.s"), DOUBLING.format("{}", "{'a': n.s, 'b': n.s}"),
     DOUBLING.format("1", "dict(a=n.s, b=n.s)"), DOUBLING.format("'aa'", "n.s|replace('a', 'aaaa')"),
@@ -67,7 +70,8 @@ BLOATED = [
     DOUBLING.format("'aa'", "['b', 'b', 'b']|join(n.s)"),
 ]
 
-LARGE = ["{{ a }}" * 20_000, "{% if a %}" * 3000 + "{% endif %}" * 3000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+LARGE = ["{{ a }}" * 20_000, "{% if a %}" * 3000 + "{% endif %}" * 3000,
+         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
          "{{ a" + ".b" * 20_000 + " }}", "{{ s" + " ~ s" * 20_000 + " }}", "{{ " + "9" * 100_000 + " }}",
          "{% for a in b %}" * 30 + "{% endfor %}" * 30]
 

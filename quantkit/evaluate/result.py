@@ -1,0 +1,84 @@
+"""What a comparison found: a row a model, and the protocol."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.protocol import Protocol
+
+MEASURED = ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s")
+"""Metrics that every result has as keys, ``None`` where they weren't measured."""
+
+
+@dataclass
+class Row:
+    """One model's results.
+
+    Attributes:
+        model: as it was named.
+        method: ``bf16``, ``gptq int4 g64 sym``, …
+        bits_per_weight: stored bits of all Linears over their parameters.
+        file_bytes: of all weights on disk.
+        peak_bytes: largest resident set of the speed test's process.
+        load_s: seconds that it took to open the model there.
+        metrics: by key, with intervals.
+        kernels: phase → kernel → how many Linears it runs.
+        manifest_sha256: of a checkpoint's manifest.
+        answer: a generated text, for those who want to see one.
+    """
+
+    model: str
+    method: str
+    bits_per_weight: float
+    file_bytes: int
+    peak_bytes: int | None = None
+    load_s: float | None = None
+    metrics: dict[str, Interval] = field(default_factory=dict)
+    kernels: dict[str, dict[str, int]] = field(default_factory=dict)
+    manifest_sha256: str | None = None
+    answer: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
+        finite (a model so broken that its perplexity overflows) is ``None``: JSON has no other."""
+        data: dict[str, Any] = {"model": self.model, "method": self.method,
+                                "bits_per_weight": self.bits_per_weight, "file_bytes": self.file_bytes,
+                                "peak_bytes": self.peak_bytes, **dict.fromkeys(MEASURED)}
+        data |= {name: _finite(found.value) for name, found in self.metrics.items()}
+        data["intervals"] = {name: [_finite(found.low), _finite(found.high)]
+                             for name, found in self.metrics.items()}
+        return data | {"load_s": self.load_s, "kernels": self.kernels,
+                       "manifest_sha256": self.manifest_sha256, "answer": self.answer}
+
+
+@dataclass
+class EvalResult:
+    """A comparison.
+
+    Attributes:
+        protocol: how the numbers were made.
+        rows: a row a model, the reference first.
+        noise_floor: KL between the reference's arithmetic and the same weights in float32: what a
+            KL must exceed to mean anything.
+        question: what the answers in ``rows`` answer.
+    """
+
+    protocol: Protocol
+    rows: list[Row]
+    noise_floor: Interval | None = None
+    question: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        floor = self.noise_floor
+        return {"results": [row.to_dict() for row in self.rows], "protocol": self.protocol.to_dict(),
+                "noise_floor_kl": floor and {"value": _finite(floor.value),
+                                             "interval": [_finite(floor.low), _finite(floor.high)]},
+                "question": self.question}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,67 @@
+"""``quantkit eval``: table or one JSON object, suites, and what it refuses."""
+
+import json
+
+import pytest
+
+KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
+        "prefill_tok_s", "decode_tok_s"}
+SMALL = ("--window", 32, "--windows", 3, "--no-speed")
+
+
+def test_json_is_one_object_and_nothing_else(cli, tiny, checkpoint):
+    result = cli("eval", tiny, checkpoint, "--window", 32, "--windows", 3, "--prefill", 16, "--decode", 2,
+                 "--repeats", 1, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert result.stdout.count("\n{") == 0 and result.stdout.startswith("{")
+    assert [row["model"] for row in found["results"]] == [str(tiny), str(checkpoint)]
+    assert all(set(row) >= KEYS and None not in [row[key] for key in KEYS] for row in found["results"])
+    assert found["protocol"]["prefill"] == 16 and found["protocol"]["repeats"] == 1
+    assert "evaluating" in result.stderr
+
+
+def test_table(cli, tiny, checkpoint):
+    result = cli("eval", tiny, checkpoint, *SMALL, "--quiet")
+    assert result.exit_code == 0 and result.stderr == ""
+    assert "tiny-int8 · rtn int8" in result.stdout and "3 windows of 32 tokens" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_suite_and_options_that_go_before_it(cli_json, tiny):
+    found = cli_json("eval", tiny, "--suite", "quick", "--windows", 2, "--no-speed")
+    assert (found["protocol"]["window"], found["protocol"]["windows"]) == (256, 2)
+
+
+def test_text_and_noise_floor(cli_json, tiny, tmp_path):
+    (tmp_path / "mine.txt").write_text("some words of my own, " * 300)
+    found = cli_json("eval", tiny, "--text", tmp_path / "mine.txt", "--noise-floor", *SMALL)
+    assert found["protocol"]["text"] == "mine.txt" and found["noise_floor_kl"]["value"] > 0
+
+
+def test_out_holds_the_report(cli, tiny, tmp_path):
+    result = cli("eval", tiny, *SMALL, "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.stderr
+    names = sorted(path.name for path in (tmp_path / "report").iterdir())
+    assert names == ["plot.svg", "report.md", "results.json"]
+    assert str(tmp_path / "report" / "report.md") in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (("--suite", "quikc"), 2, "quick"),
+    (("--text", "/nowhere/at/all.txt"), 2, "can't be read"),
+    (("--window", "4096"), 2, "context"),
+    (("--window", "512", "--windows", "100000"), 2, "tokens"),
+    (("--window", "1"), 2, "--window"),
+    (("--dtype", "int8"), 2, "--dtype"),
+])
+def test_what_is_refused(cli, tiny, arguments, code, words):
+    result = cli("eval", tiny, "--no-speed", *arguments)
+    assert result.exit_code == code and words in result.stderr
+    assert result.stdout == "" and "Traceback" not in result.stderr
+
+
+def test_no_such_model(cli, tiny, tmp_path):
+    result = cli("eval", tiny, tmp_path / "nowhere", *SMALL)
+    assert result.exit_code != 0 and "nowhere" in result.stderr and "next:" in result.stderr
+    assert cli("eval").exit_code == 2

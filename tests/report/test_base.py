@@ -1,0 +1,34 @@
+"""How numbers and names are written."""
+
+import math
+
+import pytest
+
+from quantkit.evaluate.metrics import Interval
+from quantkit.report.base import megabytes, number, short_names, spread
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "–"), (0, "0"), (28.7123, "28.7"), (0.0031249, "0.00312"), (9.999, "10.0"), (99.96, "100"),
+    (12345.6, "12346"), (0.000012345, "1.23e-5"), (1.5e9, "1.50e9"), (-0.5, "-0.500"),
+    (math.inf, "∞"), (math.nan, "–")])
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_spread():
+    assert spread(Interval(28.71, 27.5, 30.04)) == ("28.7", "27.5–30.0")
+    assert spread(Interval(0.78, 0.77, 0.79), percent=True) == ("78.0%", "77.0–79.0")
+    assert spread(Interval(0.0, 0.0, 0.0)) == ("0", ""), "nothing to say about a point"
+    assert spread(None) == ("–", "")
+
+
+def test_megabytes():
+    assert [megabytes(n) for n in (None, 134_515_008, 999_600_000, 16_060_000_000)] == [
+        "–", "135 MB", "1.00 GB", "16.1 GB"]
+
+
+def test_names_are_as_short_as_they_can_be_told_apart(make_row):
+    rows = [make_row(n) for n in ("a/run/int4", "b/run/int4", "c/int8", "smollm2", "hf/odd\nname")]
+    assert short_names(rows) == ["a/run/int4", "b/run/int4", "int8", "smollm2", "odd name"]
+    assert short_names([make_row("int4"), make_row("x/int4")]) == ["int4", "x/int4"]

@@ -1,0 +1,57 @@
+"""The terminal table: 80 columns, whatever is in it, and nothing left out."""
+
+import math
+from unicodedata import east_asian_width
+
+import pytest
+
+from quantkit.evaluate.metrics import Interval
+from quantkit.report.table import render
+
+
+def columns(line):
+    return sum(2 if east_asian_width(c) in "WF" else 1 for c in line)
+
+
+def test_every_number_and_its_interval_is_there(make_result, make_row):
+    text = render(make_result([make_row("org/model", ppl=28.8, kl=0.004, top1=0.5)]))
+    for piece in ("model · rtn int8 channel sym", "8.02", "163 MB", "700 MB", "28.8", "26.8–31.1", "0.00400",
+                  "0.00372–0.00432", "50.0%", "46.5–54.0", "410", "381–443", "45.0", "41.9–48.6"):
+        assert piece in text
+    head = text.splitlines()[:2]
+    for word in ("bits/", "weight", "file", "peak", "perplexity", "KL", "top-1", "prefill", "decode",
+                 "tok/s"):
+        assert word in " ".join(head)
+
+
+def test_columns_line_up(make_result):
+    lines = render(make_result()).splitlines()
+    ends = [lines[0].index("top-1") + 5]
+    ends += [line.index("%") + 1 for line in lines if "%" in line and " MB " in line]
+    assert len(ends) == 5 and len(set(ends)) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "some/" + "very-" * 20 + "long", "模型" * 60, "a\tb\x1b[31mc"])
+def test_never_wider_than_80_columns(make_result, make_row, name):
+    text = render(make_result([make_row("smollm2", "bf16"), make_row(name, "hqq " * 40)],
+                              noise_floor=Interval(0.00012345, 0.00011111, 0.00022222)))
+    assert max(map(columns, text.splitlines())) <= 80
+    assert "\x1b" not in text and "\t" not in text
+
+
+def test_huge_and_missing_numbers_still_fit(make_result, make_row):
+    wild = make_row("wild", ppl=123456.7, kl=0.00012345, top1=0.00012345, prefill=123456, decode=98765,
+                    mb=123456, bits=15.97)
+    broken = make_row("broken", ppl=math.inf, kl=1234567.8, prefill=None)
+    broken.peak_bytes = None
+    text = render(make_result([wild, broken]))
+    assert max(map(columns, text.splitlines())) <= 80
+    for piece in ("123457", "0.000123", "0.000115–", "0.000133", "∞", "1.235e6", "–"):
+        assert piece in text
+
+
+def test_protocol_and_noise_floor_are_printed(make_result):
+    result = make_result(noise_floor=Interval(0.0011, 0.001, 0.0012))
+    text = render(result)
+    assert result.protocol.fingerprint in text and "0.00110 (0.00100–0.00120)" in text
+    assert "noise floor" not in render(make_result())

@@ -1,0 +1,192 @@
+"""What is loaded is what the files say, all of it and nothing else."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError
+from quantkit.formats.base import QuantizedTensor
+from quantkit.models.architecture import parse_config
+from quantkit.models.decoder import CausalLM
+from quantkit.models.linear import Weights
+from quantkit.plugins import registry
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+
+IDS = torch.tensor([[5, 80, 81, 200, 7]])
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("loader") / "tiny")
+
+
+@pytest.fixture(scope="module", params=["int8", "int4", "nf4"])
+def checkpoint(request, bf16, tmp_path_factory):
+    out = tmp_path_factory.mktemp("loader") / request.param
+    quantize(str(bf16), request.param, out, calibration=CalibrationSpec(samples=4, length=64))
+    return out
+
+
+def edited(folder, to, change):
+    """A copy of a model folder whose tensors went through ``change``."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    weights = load_file(to / "model.safetensors")
+    change(weights)
+    save_file(weights, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_family_runs(family, tied, tmp_path):
+    loaded = load(str(tiny_model(tmp_path, family, tie_word_embeddings=tied)))
+    assert loaded.config.model_type == family and loaded.label == "bf16" and loaded.manifest is None
+    assert loaded.model(IDS).shape == (1, 5, loaded.config.vocab_size)
+    assert loaded.bits_per_weight == 16
+    size = sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
+    assert loaded.file_bytes == loaded.weight_bytes == size
+
+
+def test_the_weights_are_the_files(bf16):
+    stored = load_file(bf16 / "model.safetensors")
+    for name, linear in load(str(bf16)).model.linears().items():
+        assert torch.equal(linear.weight, stored[f"{name}.weight"])
+
+
+@pytest.mark.parametrize(("asked", "expected", "factor"), [
+    ("auto", torch.bfloat16, 1), ("float32", torch.float32, 2), ("float16", torch.float16, 1)])
+def test_dtype(bf16, asked, expected, factor):
+    loaded = load(str(bf16), dtype=asked)
+    assert loaded.dtype == expected == loaded.model(IDS).dtype
+    assert loaded.weight_bytes == factor * loaded.file_bytes
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_the_models_dtype_in_either_spelling(tmp_path, key):
+    folder = tiny_model(tmp_path, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config | {key: "float16"}))
+    assert load(str(folder)).dtype == torch.float16
+
+
+def test_an_unknown_dtype_is_an_error(tmp_path):
+    folder = tiny_model(tmp_path)
+    with pytest.raises(UsageError, match="no dtype is called 'bfloat61'") as caught:
+        load(str(folder), dtype="bfloat61")
+    assert "did you mean 'bfloat16'" in caught.value.why
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "int3"}))
+    with pytest.raises(SourceError, match="'int3'"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize("device", ["cdua", "cuda:99", "vulkan", "meta9:"])
+def test_a_device_that_isnt_there_is_an_error(bf16, device):
+    with pytest.raises(UsageError, match="can't be used"):
+        load(str(bf16), device=device)
+
+
+def test_a_tensor_too_few_is_an_error(bf16, tmp_path):
+    folder = edited(bf16, tmp_path / "m", lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(SourceError, match=r"lacks the tensor 'model.layers.1.mlp.up_proj.weight'"):
+        load(str(folder))
+
+
+def test_a_tensor_too_many_is_an_error(bf16, tmp_path):
+    def change(weights):
+        weights["model.layers.0.self_attn.q_proj.lora_A.weight"] = torch.zeros(2, 64)
+
+    with pytest.raises(SourceError, match=r"nothing uses: 'model.layers.0.self_attn.q_proj.lora_A.weight'"):
+        load(str(edited(bf16, tmp_path / "m", change)))
+
+
+def test_what_follows_from_the_config_may_be_there(bf16, tmp_path):
+    def change(weights):
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    assert torch.equal(load(str(edited(bf16, tmp_path / "m", change))).model(IDS), load(str(bf16)).model(IDS))
+
+
+def test_a_wrong_shape_is_an_error(bf16, tmp_path):
+    def change(weights):
+        weights["model.norm.weight"] = torch.ones(32, dtype=torch.bfloat16)
+
+    with pytest.raises(SourceError, match=r"model\.norm\.weight has shape \[32\]"):
+        load(str(edited(bf16, tmp_path / "m", change)))
+
+
+def test_a_checkpoint_computes_what_its_format_says(checkpoint, bf16):
+    """The reference: every layer dequantized by its format, in an ordinary float32 model."""
+    loaded = load(str(checkpoint), dtype="float32")
+    with Checkpoint.open(checkpoint) as opened:
+        config = parse_config(opened.config())
+
+        def tensor(name):
+            packed = opened.quantized(name.removesuffix(".weight"))
+            if packed is None:
+                return opened.tensor(name)
+            return registry("formats").get(packed.format).dequantize(packed)
+
+        expected = CausalLM(config, Weights(tensor, lambda n: True, torch.float32))(IDS)
+    torch.testing.assert_close(loaded.model(IDS), expected, rtol=1e-4, atol=1e-4)
+    original = load(str(bf16), dtype="float32").model(IDS)
+    assert 0 < (expected - original).norm() / original.norm() < 0.5
+
+
+def test_a_checkpoint_knows_what_it_is(checkpoint):
+    loaded = load(str(checkpoint))
+    name = checkpoint.name
+    assert loaded.manifest is not None and loaded.uri == str(checkpoint)
+    assert {"int8": "rtn int8", "int4": "gptq int4 g", "nf4": "nf4 nf4"}[name] in loaded.label
+    low, high = {"int8": (8, 9), "int4": (4.1, 5), "nf4": (4.1, 5)}[name]
+    assert low < loaded.bits_per_weight < high
+    assert loaded.file_bytes == sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
+    stored = load_file(checkpoint / "model.safetensors")
+    assert loaded.weight_bytes <= sum(t.nbytes for t in stored.values()) <= loaded.weight_bytes + 4096
+    assert all(isinstance(one.weight, QuantizedTensor) for one in loaded.model.linears().values())
+    assert loaded.tokenizer.has_chat
+
+
+def test_a_checkpoint_with_a_tensor_too_many_is_an_error(bf16, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    quantize(str(bf16), "int8", out)
+    with Checkpoint.open(out) as opened:
+        infos = dict(opened.infos)
+    infos["model.layers.0.self_attn.q_proj.weight"] = infos["model.norm.weight"]
+    monkeypatch.setattr(Checkpoint, "infos", infos)
+    with pytest.raises(CheckpointError, match="nothing uses"):
+        load(str(out))
+
+
+def test_a_revision_of_a_folder_is_refused(checkpoint, bf16):
+    for folder in (checkpoint, bf16):
+        with pytest.raises(QuantkitError, match="--revision v1 makes no sense"):
+            load(str(folder), revision="v1")
+
+
+def test_home_is_understood(bf16, checkpoint, monkeypatch):
+    for folder in (bf16, checkpoint):
+        monkeypatch.setenv("HOME", str(folder.parent))
+        assert load(f"~/{folder.name}").model(IDS).isfinite().all()
+
+
+def test_no_such_model():
+    with pytest.raises(QuantkitError):
+        load("./no/such/model")
+
+
+def test_no_tokenizer(bf16, tmp_path):
+    folder = edited(bf16, tmp_path / "m", lambda w: None)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SourceError, match=r"no tokenizer\.json"):
+        load(str(folder))

@@ -1,0 +1,131 @@
+"""Ids, special tokens and what ends a sequence."""
+
+import json
+
+import pytest
+
+from quantkit.errors import SourceError
+from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
+
+BOS = 1
+
+
+def make(adds_bos=True, settings=None, generation=None, config=None, **files):
+    content = {"tokenizer.json": tiny_tokenizer(adds_bos).to_str().encode(),
+               "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "<|im_end|>",
+                                                    **(settings or {})}).encode(),
+               "generation_config.json": json.dumps(generation or {}).encode()}
+    return Tokenizer({**content, **files}, config or {})
+
+
+@pytest.mark.parametrize(("adds", "text", "starts"), [
+    (True, "the", 1), (False, "the", 0), (True, "", 1), (False, "", 0),
+    (True, "<s>the", 1), (False, "<s>the", 1)])  # a text that has its BOS gets no second one and loses none
+def test_bos_is_there_once_or_never(adds, text, starts):
+    tokenizer = make(adds)
+    plain = tokenizer.encode(text.removeprefix("<s>"), special=False)
+    assert tokenizer.encode(text) == [BOS] * starts + plain
+
+
+def test_a_bos_that_the_text_repeats_is_the_texts_own_affair():
+    tokenizer = make()
+    assert tokenizer.encode("<s><s>a")[:3] == [BOS, BOS, tokenizer.encode("a", special=False)[0]]
+    assert tokenizer.encode("<s><s>a", special=False)[:2] == [BOS, BOS]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("setting", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_specials_are_put_as_transformers_does(adds, setting, tmp_path):
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>",
+                **setting}
+    tiny_tokenizer(adds).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = auto.from_pretrained(str(tmp_path))
+    assert make(adds, setting).encode("the cat ✓") == theirs("the cat ✓")["input_ids"]
+
+
+def test_round_trip():
+    tokenizer = make()
+    text = "The naïve 日本 👩‍👧 <end>\n\n  x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("<s>a<|im_end|>"), skip_special=False) == "<s>a<|im_end|>"
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize(("generation", "config", "expected"), [
+    ({}, {}, {3}), ({"eos_token_id": 0}, {}, {0, 3}), ({"eos_token_id": [0, 2]}, {"eos_token_id": 5}, {0, 2,
+                                                                                                       3, 5}),
+    ({"eos_token_id": None}, {"eos_token_id": [7]}, {3, 7}), ({"eos_token_id": [True, "x", 1.5]}, {}, {3}),
+])
+def test_every_end_of_sequence_id_counts(generation, config, expected):
+    assert make(generation=generation, config=config).eos_ids == expected
+
+
+def test_special_tokens_may_be_tables():
+    tokenizer = make(settings={"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": None})
+    assert tokenizer.bos_id == BOS and tokenizer.eos_ids == frozenset()
+    assert make(settings={"bos_token": "<unheard of>"}).bos_id is None
+
+
+def test_no_tokenizer_says_what_is_there_instead():
+    with pytest.raises(SourceError, match=r"no tokenizer\.json") as caught:
+        Tokenizer({"tokenizer.model": b"x", "tokenizer_config.json": b"{}"}, {})
+    assert "tokenizer.model" in caught.value.why and "save_pretrained" in caught.value.next
+    with pytest.raises(SourceError) as caught:
+        Tokenizer({}, {})
+    assert "none" in caught.value.why
+
+
+@pytest.mark.parametrize("broken", [b"", b"{}", b"[]", b"\xff\xfe", b"{\"version\": \"1.0\"}", b"{" * 10_000,
+                                    b"null",
+                                    b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+                                    b'{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'])
+def test_a_broken_tokenizer_is_an_error(broken):
+    with pytest.raises(SourceError, match=r"tokenizer\.json can't be read"):
+        make(**{"tokenizer.json": broken})
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("broken", [b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_broken_settings_are_an_error(name, broken):
+    with pytest.raises(SourceError, match=name):
+        make(**{name: broken})
+
+
+def test_chat_has_no_bos_but_the_templates():
+    template = {"chat_template": "{{ bos_token }}" + CHAT_TEMPLATE}
+    ids = make(settings=template).chat([{"role": "user", "content": "hi"}])
+    assert ids.count(BOS) == 1 and ids[0] == BOS
+    assert make(settings=template).decode(ids, skip_special=False) == (
+        "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_sees_every_special_token():
+    settings = {"pad_token": "<|endoftext|>", "chat_template": "{{ pad_token }}{{ eos_token }}"}
+    assert make(settings=settings).chat([]) == [0, 3]
+
+
+def test_without_a_template():
+    tokenizer = make()
+    assert not tokenizer.has_chat
+    with pytest.raises(SourceError, match="no chat template") as caught:
+        tokenizer.chat([])
+    assert "--chat" in caught.value.next
+
+
+def test_a_template_that_nobody_uses_keeps_no_model_from_loading():
+    tokenizer = make(settings={"chat_template": "{% broken"})
+    assert tokenizer.encode("a")
+    with pytest.raises(SourceError, match="malformed"):
+        tokenizer.chat([])
+
+
+def test_truncation_in_the_file_is_not_obeyed():
+    inner = tiny_tokenizer()
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    tokenizer = make(**{"tokenizer.json": inner.to_str().encode()})
+    assert tokenizer.decode(tokenizer.encode("a long sentence")) == "a long sentence"

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+
+from quantkit.errors import SourceError
+from quantkit.models.architecture import parse_config, tensor_shapes
+from quantkit.sources import gguf as module
+from quantkit.sources.base import open_source
+from quantkit.sources.gguf import KIND, GGUFSource
+
+
+def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """A head's rows (0, 1, 2, 3, …) are the pairs (0, d/2), (1, d/2+1), … of the rotate-half form."""
+    dim = rows.shape[0] // heads
+    out = np.empty_like(rows)
+    for head in range(heads):
+        for i in range(dim):
+            out[head * dim + i // 2 + (i % 2) * (dim // 2)] = rows[head * dim + i]
+    return out
+
+
+LAYER = {"self_attn.q_proj.weight": "attn_q.weight", "self_attn.k_proj.weight": "attn_k.weight",
+         "self_attn.v_proj.weight": "attn_v.weight", "self_attn.o_proj.weight": "attn_output.weight",
+         "mlp.gate_proj.weight": "ffn_gate.weight", "mlp.up_proj.weight": "ffn_up.weight",
+         "mlp.down_proj.weight": "ffn_down.weight", "input_layernorm.weight": "attn_norm.weight",
+         "post_attention_layernorm.weight": "ffn_norm.weight"}
+
+
+def opened(path, **kwargs) -> GGUFSource:
+    return GGUFSource(path, str(path), **kwargs)
+
+
+@pytest.mark.parametrize("arch,tied", [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_a_model_of_each_architecture(tmp_path, gguf_file, arch, tied):
+    values = gguf_file(tmp_path / "m.gguf", arch=arch, tied=tied, biases=arch == "qwen2",
+                       types={"blk.0.ffn_up.weight": Q.Q8_0, "blk.0.attn_q.weight": Q.Q4_1,
+                              "token_embd.weight": Q.F16, "blk.1.ffn_down.weight": Q.BF16})
+    source = opened(tmp_path / "m.gguf")
+    config = parse_config(source.config())
+    assert {n: i.shape for n, i in source.tensors().items()} == tensor_shapes(config)
+    assert config.tie_word_embeddings is tied
+    for name, ggml in LAYER.items():
+        for layer in range(2):
+            wanted = values[f"blk.{layer}.{ggml}"]
+            if arch == "llama" and name[10:16] in ("q_proj", "k_proj"):
+                wanted = rotate_half_order(wanted, 4 if "q_proj" in name else 2)
+            found = source.tensor(f"model.layers.{layer}.{name}")
+            assert found.dtype == torch.bfloat16
+            assert torch.equal(found, torch.from_numpy(wanted.copy()).bfloat16()), (layer, name)
+    assert torch.equal(source.tensor("model.embed_tokens.weight"),
+                       torch.from_numpy(values["token_embd.weight"].copy()).bfloat16())
+    if not tied:
+        head = torch.from_numpy(values["output.weight"]).bfloat16()
+        assert torch.equal(source.tensor("lm_head.weight"), head)
+
+
+def test_biases_of_q_and_k_are_reordered_too(tmp_path, gguf_file):
+    values = gguf_file(tmp_path / "m.gguf", biases=True)
+    source = opened(tmp_path / "m.gguf")
+    for part, heads in (("q", 4), ("k", 2)):
+        wanted = torch.from_numpy(rotate_half_order(values[f"blk.1.attn_{part}.bias"], heads)).bfloat16()
+        assert torch.equal(source.tensor(f"model.layers.1.self_attn.{part}_proj.bias"), wanted)
+    wanted = torch.from_numpy(values["blk.1.attn_v.bias"]).bfloat16()
+    assert torch.equal(source.tensor("model.layers.1.self_attn.v_proj.bias"), wanted)
+
+
+def test_large_tensors_are_dequantized_in_pieces(tmp_path, gguf_file, monkeypatch):
+    gguf_file(tmp_path / "m.gguf", types={"token_embd.weight": Q.Q8_0})
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight")
+    whole = [opened(tmp_path / "m.gguf").tensor(name) for name in names]
+    monkeypatch.setattr(module, "_CHUNK", 7 * 32)
+    assert all(torch.equal(opened(tmp_path / "m.gguf").tensor(n), w) for n, w in zip(names, whole))
+
+
+def test_a_tensor_is_its_reader_s_own(tmp_path, gguf_file):
+    gguf_file(tmp_path / "m.gguf")
+    source = opened(tmp_path / "m.gguf")
+    before = source.tensor("model.norm.weight").clone()
+    source.tensor("model.norm.weight").zero_()
+    assert torch.equal(source.tensor("model.norm.weight"), before)
+    source.close()
+    with pytest.raises(SourceError, match="closed"):
+        source.tensor("model.norm.weight")
+    with pytest.raises(SourceError, match="no tensor for 'x'"):
+        source.tensor("x")
+
+
+@pytest.mark.parametrize("kwargs,what", [
+    ({"arch": "phi3"}, "'phi3'"),
+    ({"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((8, 32), np.float32)}}, "ffn_gate_exps"),
+    ({"tensors": {"blk.00.attn_q.weight": np.zeros((8, 32), np.float32)}}, "blk.00"),
+    ({"tensors": {"rope_factors_long.weight": np.zeros(4, np.float32)}}, "rope_factors_long"),
+    ({"tensors": {"blk.0.attn_q.weight": np.zeros((24, 32), np.float32)}}, "24 rows, not 4 heads of 8"),
+    ({"tensors": {"rope_freqs.weight": np.full(4, 3, np.float32)}}, "rope_freqs"),
+    ({"extra": [("add_uint16", "split.count", 3)]}, "one of 3 parts"),
+    ({"extra": [("add_expert_count", 4)]}, "expert_count"),
+    ({"drop": ["add_block_count"]}, "block_count"),
+    ({"tensors": {"blk.0.ffn_up.weight": np.zeros((64, 32), np.int8)}}, "I8"),
+])
+def test_what_can_t_be_taken_is_refused_at_once(tmp_path, gguf_file, kwargs, what):
+    gguf_file(tmp_path / "m.gguf", **kwargs)
+    with pytest.raises(SourceError, match=what) as caught:
+        opened(tmp_path / "m.gguf")
+    assert "m.gguf" in caught.value.what and caught.value.next
+
+
+def test_a_table_of_ones_changes_nothing(tmp_path, gguf_file):
+    gguf_file(tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    scaling = opened(tmp_path / "m.gguf").config()["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("llama3", 1.0)
+
+
+def test_opening(tmp_path, gguf_file):
+    path = tmp_path / "M.GGUF"
+    gguf_file(path)
+    assert KIND.matches(str(path)) and not KIND.matches("pkg:x.gguf") and not KIND.matches(str(tmp_path))
+    source = open_source(str(path))
+    assert isinstance(source, GGUFSource) and source.uri == str(path)
+    identity = source.identity()
+    assert (identity.kind, identity.pinned, len(identity.files["M.GGUF"])) == ("gguf", False, 64)
+    assert set(source.side_files()) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    for uri, what in ((tmp_path / "none.gguf", "doesn't exist"), ("a" * 5000 + ".gguf", "doesn't exist"),
+                      ("~nobody-at-all/x.gguf", "doesn't exist"), ("a\0.gguf", "doesn't exist")):
+        with pytest.raises(SourceError, match=what):
+            KIND.open(str(uri), None)
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(SourceError, match="is not a file"):
+        KIND.open(str(tmp_path / "folder.gguf"), None)
+    with pytest.raises(SourceError, match="revision"):
+        KIND.open(str(path), "main")
+
+
+@pytest.mark.oracle
+def test_weights_are_those_of_transformers_own_reading(tmp_path, gguf_file):
+    """transformers turns a GGUF into a Llama by its own code; both must be the same model."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    gguf_file(tmp_path / "m.gguf", tied=False, layers=1)
+    ours = opened(tmp_path / "m.gguf")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ours.config()))
+    theirs = load_gguf_checkpoint(str(tmp_path / "m.gguf"), return_tensors=True, model_to_load=model)
+    assert theirs["tensors"].keys() == ours.tensors().keys()
+    for name, value in theirs["tensors"].items():
+        assert torch.equal(ours.tensor(name), torch.as_tensor(value).bfloat16()), name
+
+
+def test_the_real_model(smollm2):
+    source = open_source(smollm2)
+    config = source.config()
+    wanted = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
+              "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 9,
+              "num_key_value_heads": 3, "vocab_size": 49152, "rope_theta": 100000,
+              "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    assert {key: config[key] for key in wanted} == wanted
+    assert {n: i.shape for n, i in source.tensors().items()} == tensor_shapes(parse_config(config))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit.errors import SourceError
+from quantkit.models.architecture import parse_config
+from quantkit.sources.gguf_config import hf_config
+
+LLAMA = {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
+         "attention.head_count": 4, "attention.head_count_kv": 2,
+         "attention.layer_norm_rms_epsilon": 9.999999747378752e-06, "rope.freq_base": 10000.0,
+         "rope.dimension_count": 16, "vocab_size": 100}
+SHAPES = {"model.embed_tokens.weight": (100, 64)}
+
+
+def config(arch: str = "llama", shapes=SHAPES, factors=None, *, drop=(), top=None, **keys):
+    given = {**LLAMA, **{key.replace("__", "."): value for key, value in keys.items()}}
+    metadata = {f"{arch}.{key}": value for key, value in given.items() if key not in drop}
+    return hf_config({"general.architecture": arch, **metadata, **(top or {})}, shapes, factors, "x.gguf")
+
+
+@pytest.mark.parametrize("arch,cls", [("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"),
+                                      ("qwen3", "Qwen3ForCausalLM")])
+def test_says_what_the_metadata_says(arch, cls):
+    found = config(arch, top={"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 99})
+    wanted = {"architectures": [cls], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100,
+              "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000,
+              "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 99}
+    assert {key: found[key] for key in wanted} == wanted
+    parse_config(found)  # strict about keys and values
+
+
+def test_what_the_tensors_say():
+    assert not config(shapes={**SHAPES, "lm_head.weight": (100, 64)})["tie_word_embeddings"]
+    assert config(shapes={**SHAPES, "model.layers.0.self_attn.q_proj.bias": (64,)})["attention_bias"]
+    assert config(shapes={"model.embed_tokens.weight": (128, 64)})["vocab_size"] == 128
+
+
+def test_defaults():
+    found = config(drop=("attention.head_count_kv", "rope.freq_base", "rope.dimension_count"))
+    assert (found["num_key_value_heads"], found["rope_theta"], found["head_dim"]) == (4, 10000, 16)
+    wide = config("qwen3", attention__key_length=32, attention__value_length=32, rope__dimension_count=32)
+    assert wide["head_dim"] == 32
+    assert config(attention__head_count_kv=[2, 2])["num_key_value_heads"] == 2
+    assert "bos_token_id" not in config(top={"tokenizer.ggml.bos_token_id": 100})  # no such row
+
+
+@pytest.mark.parametrize("change,what", [
+    ({"attention__head_count": 0}, "head_count"), ({"attention__head_count": "4"}, "head_count"),
+    ({"attention__head_count": True}, "head_count"), ({"block_count": 2**40}, "block_count"),
+    ({"attention__head_count": 5}, "doesn't divide"),
+    ({"attention__head_count_kv": [2, 4]}, "layers that differ"),
+    ({"feed_forward_length": []}, "layers that differ"), ({"context_length": -1}, "context_length"),
+    ({"attention__layer_norm_rms_epsilon": 0.0}, "epsilon"), ({"rope__freq_base": float("nan")}, "freq_base"),
+    ({"rope__freq_base": float("inf")}, "freq_base"), ({"rope__freq_base": "x"}, "freq_base"),
+    ({"rope__dimension_count": 8}, "rotated whole"), ({"attention__value_length": 8}, "one width"),
+    ({"attention__causal": False}, "causal"), ({"attention__sliding_window": 64}, "sliding_window"),
+    ({"expert_count": 8}, "experts"), ({"logit_scale": 2.0}, "llama.logit_scale"),
+    ({"rope__scaling__type": "yarn"}, "'yarn'"), ({"rope__scaling__type": 3}, "scaling.type"),
+])
+def test_what_would_change_the_maths_is_refused(change, what):
+    with pytest.raises(SourceError, match=what) as caught:
+        config(**change)
+    assert "x.gguf" in caught.value.what and caught.value.next
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "context_length",
+                                 "feed_forward_length", "attention.layer_norm_rms_epsilon"])
+def test_a_needed_key_is_missing(key):
+    with pytest.raises(SourceError, match=key):
+        config(drop=(key,))
+
+
+@pytest.mark.parametrize("arch", ["qwen", "phi3", "", None, 3, ["llama"]])
+def test_an_unknown_architecture(arch):
+    with pytest.raises(SourceError, match=r"holds a .* model") as caught:
+        hf_config({"general.architecture": arch}, SHAPES, None, "x.gguf")
+    assert "llama, qwen2, qwen3" in (caught.value.why or "")
+
+
+def test_no_embedding():
+    for shapes in ({}, {"model.embed_tokens.weight": (100,)}):
+        with pytest.raises(SourceError, match="token_embd"):
+            config(shapes=shapes)
+
+
+def test_linear_rope_scaling():
+    for keys in ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+                 {"rope__scale_linear": 4.0}):
+        found = config(**keys)
+        assert found["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+        assert parse_config(found).rope.factor == 4.0
+    for keys in ({"rope__scaling__type": "none"},
+                 {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}):
+        assert "rope_scaling" not in config(**keys)
+
+
+def llama3_table(theta: float, dim: int, factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
+    """As llama.cpp's converter writes it: a loop over frequencies."""
+    table = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / dim)
+        smooth = (8192 / wavelength - low) / (high - low)
+        inside = 1 / ((1 - smooth) / factor + smooth)
+        table.append(1.0 if wavelength < 8192 / high else factor if wavelength > 8192 / low else inside)
+    return np.array(table, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_rope_factors_are_recognised(factor):
+    found = config(factors=llama3_table(500000.0, 16, factor), rope__freq_base=500000.0)
+    assert found["rope_scaling"] == {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("table", [
+    llama3_table(500000.0, 16, 8.0, high=8.0), llama3_table(10000.0, 16, 8.0), np.ones(4, np.float32),
+    np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.full(8, np.inf, np.float32),
+    np.array([5, 1, 1, 1, 1, 1, 1, 8], np.float32),
+])
+def test_other_rope_factors_are_refused(table):
+    with pytest.raises(SourceError, match="rope_freqs"):
+        config(factors=table, rope__freq_base=500000.0)
+
+
+def test_llama3_factors_and_transformers_agree():
+    transformers = pytest.importorskip("transformers")
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = config(factors=llama3_table(500000.0, 16, 8.0), rope__freq_base=500000.0)
+    plain = 1 / 500000.0 ** (np.arange(0, 16, 2) / 16)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**found), torch.device("cpu"))
+    np.testing.assert_allclose(theirs.numpy(), plain / llama3_table(500000.0, 16, 8.0), rtol=1e-5)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from quantkit.errors import SourceError
+from quantkit.sources.base import open_source
+from quantkit.sources.local import KIND, SIDE_FILES, LocalSource
+from quantkit.testing import tiny_model
+
+WEIGHTS = save({"a": torch.ones(2, 2)})
+
+
+@pytest.fixture
+def folder(tmp_path, model_folder):
+    return model_folder(tmp_path / "m", model__safetensors=WEIGHTS, tokenizer__json="{}", merges__txt="a b\n",
+                        notes__txt="mine", modeling_evil__py="open('ran', 'w')")
+
+
+def refused(path, what: str) -> SourceError:
+    with pytest.raises(SourceError, match=what) as caught:
+        open_source(str(path))
+    assert caught.value.next or caught.value.why
+    return caught.value
+
+
+def test_a_tiny_model(tmp_path):
+    tiny_model(tmp_path, seed=3)
+    source = open_source(str(tmp_path))
+    assert source.config()["model_type"] == "llama" and source.uri == str(tmp_path)
+    assert source.tensors()["model.embed_tokens.weight"].shape == (300, 64)
+    for name, info in source.tensors().items():
+        assert source.tensor(name).shape == info.shape and source.tensor(name).dtype == info.dtype
+    assert set(source.side_files()) == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+def test_only_known_side_files_are_taken_unchanged(folder):
+    assert LocalSource(folder, "m").side_files() == {"tokenizer.json": b"{}", "merges.txt": b"a b\n"}
+    for name in SIDE_FILES:
+        (folder / name).write_bytes(name.encode())
+    assert LocalSource(folder, "m").side_files() == {name: name.encode() for name in SIDE_FILES}
+
+
+def test_identity_hashes_what_is_read(folder):
+    identity = LocalSource(folder, "m").identity()
+    assert (identity.kind, identity.uri, identity.revision, identity.pinned) == ("local", "m", None, False)
+    assert set(identity.files) == {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
+    for name, digest in identity.files.items():
+        assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "model.safetensors").rename(folder / "x.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    assert {"x.safetensors", "model.safetensors.index.json"} < set(LocalSource(folder, "m").identity().files)
+
+
+def test_the_config_is_a_copy(folder):
+    source = LocalSource(folder, "m")
+    source.config()["hidden_size"] = 3
+    assert source.config()["hidden_size"] == 8
+    source.close()
+    with pytest.raises(SourceError, match="closed"):
+        source.tensor("a")
+
+
+def test_auto_map_is_data(folder, model_folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    config = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}}
+    model_folder(folder, config__json=config, __init____py="open('ran', 'w')")
+    source = open_source(str(folder))
+    source.tensor("a"), source.side_files(), source.identity()
+    assert source.config()["auto_map"] == config["auto_map"] and not (folder / "ran").exists()
+    assert not any(name.endswith(".py") for name in source.side_files())
+
+
+def test_what_is_no_model_folder(tmp_path, folder, model_folder):
+    refused(tmp_path / "none", "doesn't exist")
+    (tmp_path / "e").mkdir()
+    refused(tmp_path / "e", "empty")
+    (tmp_path / "e" / "readme.md").write_text("x")
+    refused(tmp_path / "e", "not a model folder\n.*readme.md")
+    (tmp_path / "e" / "a b.gguf").write_text("x")
+    assert "'" in (refused(tmp_path / "e", "not a model folder").next or "")
+    assert str(folder) in (refused(folder / "model.safetensors", "is a file").next or "")
+    (folder / "w.bin").write_text("x")
+    assert "safetensors" in (refused(folder / "w.bin", "is a file").next or "")
+    for name in ("model.safetensors", "w.bin"):
+        (folder / name).unlink()
+    refused(folder, "has no weights")
+    (folder / "pytorch_model.bin").write_text("x")
+    refused(folder, "weights as pickle")
+    refused("/" + "a" * 5000, "can't be a path")
+    refused("~nobody-at-all/x", "can't be a path")
+    refused("./a\0b", "doesn't exist|can't be a path")
+
+
+@pytest.mark.parametrize("text,what", [
+    ("", "not JSON"), ("[]", "list"), ('{"a": 1, "a": 1}', "'a' twice"), ('{"a": NaN}', "not JSON"),
+    ('{"quantization_config": {"bits": 4}}', "already quantized"),
+    ("{" + " " * 5 * 2**20 + "}", "larger than"),
+])
+def test_a_config_that_is_refused(folder, text, what):
+    (folder / "config.json").write_text(text)
+    error = refused(folder, what)
+    assert str(folder) in error.what
+    assert "quantized" not in what or error.next == f"quantkit inspect {folder}"
+
+
+def test_no_quantization_said_in_words(folder, model_folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": None}))
+    open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_links_that_leave_are_not_followed(tmp_path, folder, name):
+    outside = tmp_path / "outside"
+    outside.write_bytes((folder / name).read_bytes())
+    (folder / name).unlink()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(SourceError, match=f"{name} is a link that leaves"):
+        open_source(str(folder)).side_files()
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    refused(folder, "missing")
+
+
+def test_a_revision_makes_no_sense(folder):
+    with pytest.raises(SourceError, match="revision"):
+        open_source(str(folder), "main")
+
+
+def test_matches(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert all(KIND.matches(uri) for uri in ("m", "./nothing", "/nothing", "~/nothing", str(folder)))
+    assert not any(KIND.matches(uri) for uri in ("nothing", "owner/name", "smollm2x"))
