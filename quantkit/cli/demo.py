@@ -10,6 +10,7 @@ import rich_click as click
 
 from quantkit.cli.present import note
 from quantkit.cli.progress import Progress
+from quantkit.progress import Event
 
 if TYPE_CHECKING:
     from quantkit.evaluate.result import EvalResult
@@ -47,8 +48,11 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
         result = evaluate([model, *made], Settings(window=WINDOW, windows=windows, decode=DECODE), progress)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
-    for row in result.rows:
-        row.answer = _answer(row.model)
+    with Progress("answering", quiet) as progress:
+        for i, row in enumerate(result.rows):
+            progress(Event(i, len(result.rows), row.method))
+            row.answer = _answer(row.model)
+        progress(Event(len(result.rows), len(result.rows), "answered"))
     written = write_report(result, out)
     click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
     if not as_json:

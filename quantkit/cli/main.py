@@ -64,6 +64,9 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
     """Call ``run`` and leave the process: done, or with the error in words on stderr."""
     global _debug
     _debug = False
+    # torch's threads would spin at every barrier: with other work on the cores that costs a factor of
+    # twenty. Read when torch is imported, which is later, and inherited by the processes started here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with one_line_warnings():
         try:
             code = run()

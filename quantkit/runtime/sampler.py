@@ -132,9 +132,8 @@ def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> 
     if sampling.top_p < 1:
         values, order = scores.sort(descending=True, stable=True)
         chances = values.softmax(-1)
-        out = chances.cumsum(-1) - chances >= sampling.top_p
-        out[0] = False
-        scores = scores.index_fill(0, order[out], -torch.inf)
+        before = chances.cumsum(-1) - chances
+        scores = scores.index_fill(0, order[before >= sampling.top_p], -torch.inf)
     if sampling.min_p > 0:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores

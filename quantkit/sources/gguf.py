@@ -6,6 +6,7 @@ rotate-half order that ``config.json`` means.
 
 from __future__ import annotations
 
+import copy
 import mmap
 import re
 from collections.abc import Mapping
@@ -55,10 +56,11 @@ class GGUFSource:
         if isinstance(parts, int) and parts > 1:
             raise SourceError(f"{path} is one of {parts} parts of a model",
                               next=f"llama-gguf-split --merge {path} MERGED.gguf")
-        factors = header.tensors.pop(_ROPE_FREQS, None)
-        self._raw = {self._hf_name(name): tensor for name, tensor in header.tensors.items()}
+        self._raw = {self._hf_name(name): tensor for name, tensor in header.tensors.items()
+                     if name != _ROPE_FREQS}
+        self._check_types(header.tensors)
+        factors = header.tensors.get(_ROPE_FREQS)
         self._infos = {name: TensorInfo(name, t.shape, torch.bfloat16) for name, t in self._raw.items()}
-        self._check_types()
         table = None if factors is None else self._dequantize(factors).float().numpy()
         shapes = {name: info.shape for name, info in self._infos.items()}
         self._config = hf_config(self._metadata, shapes, table, str(path))
@@ -66,7 +68,7 @@ class GGUFSource:
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` that the metadata means."""
-        return dict(self._config)
+        return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its Hugging Face name, as bfloat16."""
@@ -115,12 +117,12 @@ class GGUFSource:
         raise SourceError(f"{self.path} has a tensor {name[:80]!r}",
                           why=f"no place for it is known in {architecture!r} models", next=HF_FOLDER)
 
-    def _check_types(self) -> None:
+    def _check_types(self, tensors: Mapping[str, GGUFTensor]) -> None:
         """Every type is dequantized once, one block of it, before any work begins."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
-        for kind, name in {tensor.type: name for name, tensor in self._raw.items()}.items():
+        for kind, name in {tensor.type: name for name, tensor in tensors.items()}.items():
             known = GGMLQuantizationType(kind)
             try:
                 dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)

@@ -7,6 +7,7 @@ splitting text, and SentencePiece BPE (``llama``) with byte fallback.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from quantkit.errors import SourceError, did_you_mean
 
 HF_FOLDER = "give the model's Hugging Face folder instead"
-MAX_TOKENS, MAX_TOKEN = 1_000_000, 512
+MAX_TOKENS, MAX_TOKEN, MAX_TEXT = 1_000_000, 512, 2**24
+"""Tokens, characters of one and of all: they bound the time that finding SentencePiece's merges takes."""
 _GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -68,9 +70,12 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
     if len(tokens) > min(vocab_size, MAX_TOKENS):
         raise SourceError(f"{where} has {len(tokens):,} tokens for an embedding of {vocab_size:,} rows",
                           why="a token would have no embedding", next="use another conversion")
-    if len(set(tokens)) != len(tokens) or any(len(token) > MAX_TOKEN for token in tokens):
-        raise SourceError(f"{where} has a token twice, or one longer than {MAX_TOKEN} characters",
-                          why="its ids would be ambiguous", next="use another conversion")
+    if len(set(tokens)) != len(tokens):
+        raise SourceError(f"{where} has a token twice", why="its ids would be ambiguous",
+                          next="use another conversion")
+    if max(map(len, tokens)) > MAX_TOKEN or sum(map(len, tokens)) > MAX_TEXT:
+        raise SourceError(f"{where} has tokens longer than {MAX_TOKEN} characters, or {MAX_TEXT:,} together",
+                          why="no tokenizer needs them", next="use another conversion")
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise SourceError(f"{where} has a tokenizer of kind {str(model)[:80]!r}", why="known: gpt2, llama",
@@ -94,6 +99,9 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, vocab_size: int) ->
 
 def _rule(metadata: Mapping[str, Any], where: str) -> _Rule:
     pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre == "default":  # conversions of before April 2024 have no name at all
+        warnings.warn(f"{where} doesn't say how its model cuts text: GPT-2's rule is taken, and digits or "
+                      "contractions may be cut otherwise than in training", stacklevel=2)
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise SourceError(f"{where} splits text by the rule {str(pre)[:80]!r}",
                           why=did_you_mean(str(pre)[:80], PRE_TOKENIZERS), next=HF_FOLDER)

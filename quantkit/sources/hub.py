@@ -71,7 +71,7 @@ def _download(name: str, revision: str | None) -> Path:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SourceError(f"{name} doesn't fit on the disk", why=_first_line(error),
                               next="free some space, or set HF_HOME to a folder on a larger disk") from error
-        again = f"quantkit inspect {shlex.quote(name)}" + (f" --revision {revision}" if revision else "")
+        again = shlex.join(["quantkit", "inspect", name, *(["--revision", revision] if revision else [])])
         raise SourceError(f"the download of {name} failed", why=_first_line(error),
                           next=f"run it again, what is there is kept: {again}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import shlex
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class LocalSource:
 
     def config(self) -> dict[str, Any]:
         """A copy of ``config.json``."""
-        return dict(self._config)
+        return copy.deepcopy(self._config)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name."""
@@ -138,8 +139,8 @@ def _model_folder(folder: Path) -> None:
 
 def _open(uri: str, revision: str | None) -> ModelSource:
     if revision is not None:
-        raise SourceError(f"--revision {revision} makes no sense for a local folder",
-                          next=f"leave it out: quantkit inspect {shlex.quote(uri)}")
+        raise SourceError(f"--revision {revision} makes no sense for a local folder, which {uri[:200]} is",
+                          next="leave it out; for a model of that name on the hub write hf:owner/name")
     path = local_path(uri)
     if path is None:
         raise SourceError(f"{uri[:200]!r} can't be a path", next="give a model's folder, or its .gguf file")

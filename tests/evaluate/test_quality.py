@@ -143,9 +143,9 @@ def test_windows_start_afresh(loaded):
 
 
 def test_of_a_long_text_only_a_beginning_is_tokenized(loaded, monkeypatch):
-    lengths, real = [], type(loaded.tokenizer).encode
-    monkeypatch.setattr(type(loaded.tokenizer), "encode",
-                        lambda self, text, special=True: lengths.append(len(text)) or real(self, text, special))
+    lengths, real = [], loaded.tokenizer.encode
+    monkeypatch.setattr(loaded.tokenizer, "encode",
+                        lambda text, special: lengths.append(len(text)) or real(text, special=special))
     windows_of(loaded, TEXT * 20, 16, 4)
     assert max(lengths) < len(TEXT * 20) / 10
 

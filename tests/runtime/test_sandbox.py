@@ -1,5 +1,7 @@
 """A stranger's template reaches nothing of Python and ends soon, whatever it tries."""
 
+import tracemalloc
+
 import pytest
 
 from quantkit.errors import SourceError
@@ -88,6 +90,24 @@ def test_a_bomb_is_stopped(template, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 1e9)
     with pytest.raises(SourceError):
         render(template)
+
+
+def test_operands_are_counted_before_they_are_joined():
+    """A sum of many references takes no memory before it is made, and then gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError):
+            render("{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}{{ "
+                   + "s ~ " * 999 + "s }}")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100e6
+
+
+def test_the_whole_output_is_limited():
+    with pytest.raises(SourceError, match="writes more than"):
+        render("{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}" + "{{ s }}" * 20)
 
 
 def test_the_clock_stops_it_too(monkeypatch):

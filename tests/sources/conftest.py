@@ -127,7 +127,7 @@ def byte_tokenizer(writer, pre: str | None = "smollm", *, tokens=None, merges=No
     writer.add_eos_token_id(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gguf_file():
     return build_gguf
 

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
 from quantkit.sources.base import open_source
 from quantkit.sources.gguf import KIND, GGUFSource
+from quantkit.sources.gguf_header import open_gguf
 
 
 def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -98,7 +101,8 @@ def test_a_tensor_is_its_reader_s_own(tmp_path, gguf_file):
     ({"extra": [("add_uint16", "split.count", 3)]}, "one of 3 parts"),
     ({"extra": [("add_expert_count", 4)]}, "expert_count"),
     ({"drop": ["add_block_count"]}, "block_count"),
-    ({"tensors": {"blk.0.ffn_up.weight": np.zeros((64, 32), np.int8)}}, "I8"),
+    ({"tensors": {"blk.0.ffn_up.weight": np.zeros((64, 32), np.int8)}}, "'blk.0.ffn_up.weight' as I8"),
+    ({"tensors": {"rope_freqs.weight": np.ones(4, np.int8)}}, "'rope_freqs.weight' as I8"),
 ])
 def test_what_can_t_be_taken_is_refused_at_once(tmp_path, gguf_file, kwargs, what):
     gguf_file(tmp_path / "m.gguf", **kwargs)
@@ -111,6 +115,42 @@ def test_a_table_of_ones_changes_nothing(tmp_path, gguf_file):
     gguf_file(tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.ones(4, np.float32)})
     scaling = opened(tmp_path / "m.gguf").config()["rope_scaling"]
     assert (scaling["rope_type"], scaling["factor"]) == ("llama3", 1.0)
+
+
+def test_the_config_is_a_copy(tmp_path, gguf_file):
+    gguf_file(tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    source = opened(tmp_path / "m.gguf")
+    source.config()["rope_scaling"]["factor"] = 3
+    assert source.config()["rope_scaling"]["factor"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, gguf_file):
+    path = tmp_path_factory.mktemp("whole") / "m.gguf"
+    gguf_file(path, layers=1, ffn=32, tensors={"rope_freqs.weight": np.ones(4, np.float32)},
+              types={"blk.0.ffn_up.weight": Q.Q8_0})
+    return path.read_bytes(), min(t.offset for t in open_gguf(path)[0].tensors.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*how its model cuts text")
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.sampled_from("xxid")),
+                min_size=1, max_size=3))
+def test_a_mutated_model_is_read_whole_or_refused(tmp_path_factory, whole, edits):
+    content, header = whole
+    raw = bytearray(content)
+    for where, byte, how in edits:
+        at = int(where * header)
+        raw[at:at + (how != "i")] = b"" if how == "d" else bytes([byte])
+    path = tmp_path_factory.mktemp("m") / "x.gguf"
+    path.write_bytes(raw)
+    try:
+        source = opened(path)
+        for name, info in source.tensors().items():
+            assert source.tensor(name).shape == info.shape
+        assert "tokenizer.json" in source.side_files()
+    except SourceError as error:
+        assert "x.gguf" in error.what
 
 
 def test_opening(tmp_path, gguf_file):
@@ -157,3 +197,17 @@ def test_the_real_model(smollm2):
               "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     assert {key: config[key] for key in wanted} == wanted
     assert {n: i.shape for n, i in source.tensors().items()} == tensor_shapes(parse_config(config))
+    header, data = open_gguf(source.path)
+    for part, heads in (("q", 9), ("k", 3)):
+        tensor = header.tensors[f"blk.17.attn_{part}.weight"]
+        assert tensor.type == Q.Q4_1
+        values = q4_1(data[tensor.offset:tensor.offset + tensor.nbytes]).reshape(tensor.shape)
+        wanted_rows = torch.from_numpy(rotate_half_order(values, heads)).bfloat16()
+        assert torch.equal(source.tensor(f"model.layers.17.self_attn.{part}_proj.weight"), wanted_rows)
+
+
+def q4_1(raw: bytes) -> np.ndarray:
+    """Blocks of 32: a half scale, a half minimum, low nibbles first, then the high ones."""
+    blocks = np.frombuffer(raw, np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]))
+    codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], 1).astype(np.float32)
+    return codes * blocks["d"].astype(np.float32)[:, None] + blocks["m"].astype(np.float32)[:, None]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from quantkit.errors import SourceError
 from quantkit.sources.base import open_source
 from quantkit.sources.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_files
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*how its model cuts text")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ["h e", "l l", "Ġ t", "Ġt he", "1 2", "12 3", "Ġ Ġ"]
 BYTE_LEVEL = ["<|end|>", "<think>", *ALPHABET, *(m.replace(" ", "") for m in MERGES)]
@@ -62,6 +64,14 @@ def test_any_text_round_trips(text, pre):
 ])
 def test_text_is_cut_by_the_rule_that_is_named(pre, text, wanted):
     assert load(byte_level(pre, add_bos_token=False)).encode(text).tokens == wanted
+
+
+@pytest.mark.parametrize("pre,warned", [(None, True), ("default", True), ("gpt-2", False), ("smollm", False)])
+def test_a_rule_that_is_not_named_is_a_guess_and_said_so(pre, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(byte_level(pre))
+    assert [("x.gguf" in str(w.message) and "cuts text" in str(w.message)) for w in caught] == [True] * warned
 
 
 def test_unicode_forms_are_composed_for_qwen_only():
@@ -163,6 +173,12 @@ def test_malformed(metadata, what):
     with pytest.raises(SourceError, match=what) as caught:
         tokenizer_files(metadata, "x.gguf", 1000)
     assert "x.gguf" in caught.value.what
+
+
+def test_all_tokens_together_are_capped(monkeypatch):
+    monkeypatch.setattr("quantkit.sources.gguf_tokenizer.MAX_TEXT", 1000)
+    with pytest.raises(SourceError, match="1,000 together"):
+        load(sentencepiece())
 
 
 junk = st.one_of(st.none(), st.booleans(), st.integers(-3, 400), st.floats(), st.text(max_size=5),

@@ -243,6 +243,9 @@ def test_links(tmp_path):
     (tmp_path / "cache" / "blobs").mkdir()
     (tmp_path / "cache" / "blobs" / "abc").write_bytes(secret.read_bytes())
     assert ShardedTensors(folder).tensor("c")[0] == 2
+    folder.parent.rename(tmp_path / "cache" / "models")  # two levels above another folder is not the hub's
+    folder_refused(tmp_path / "cache" / "models" / "sha", "link that leaves")
+    (tmp_path / "cache" / "models").rename(folder.parent)
     target.unlink()
     target.symlink_to(target.name)
     folder_refused(folder, "reached|leaves|missing")
