@@ -94,6 +94,8 @@ HOSTILE = {
     "49 bytes": (crafted(), "key 'a', offset 49: a count of 9223372036854775808"),
     "nested": (gguf([pair("a", ARRAY, array(ARRAY, 1, array(ARRAY, 1, array(U8, 1, b"x"))))]), "nesting 2"),
     "many keys": (gguf(keys=HUGE), "the header, offset 24: a count"),
+    "more tensors than bytes": (gguf(tensors=3, data=bytes(40)), "a count of 3"),
+    "more numbers than bytes": (gguf([pair("a", ARRAY, array(U64, 100))]), "key 'a'.*a count of 100"),
     "many tensors": (gguf(tensors=HUGE), "a count of"),
     "long string": (gguf([pair("a", STRING, struct.pack("<Q", HUGE))]), "a string of"),
     "string past the end": (gguf([pair("a", STRING, struct.pack("<Q", 1000))]), "1000 bytes are claimed"),

@@ -74,6 +74,13 @@ def test_a_rule_that_is_not_named_is_a_guess_and_said_so(pre, warned):
     assert [("x.gguf" in str(w.message) and "cuts text" in str(w.message)) for w in caught] == [True] * warned
 
 
+def test_llama_3_takes_a_piece_that_is_a_token_whole():
+    """Its vocabulary has tokens that no merges lead to."""
+    tokens = [*BYTE_LEVEL, "xyz"]
+    for pre, wanted in (("llama-bpe", ["xyz"]), ("gpt-2", ["x", "y", "z"])):
+        assert load(byte_level(pre, tokens=tokens, token_type=None)).encode("xyz").tokens == wanted
+
+
 def test_unicode_forms_are_composed_for_qwen_only():
     decomposed = "e\u0301"
     for pre, same in (("qwen2", True), ("gpt-2", False)):
