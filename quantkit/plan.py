@@ -235,6 +235,11 @@ class _Resolver:
         spec = cast(QuantSpec, rule.spec)
         if (why := method.refuses(spec)) is not None:
             raise _Refusal(why)
+        if method.needs and slot.layer is None:
+            free = [name for name in self.methods if not self._get(self.methods, name).needs]
+            raise _Refusal(f"{method.name} needs calibration, which measures the inputs of decoder layers "
+                           f"only; keep it with a rule {{match: {slot.name}, method: null}} before this one, "
+                           f"or give it a data-free method ({', '.join(sorted(free))})")
         format_name = cast(str, rule.format_name)
         form: Format = self._get(self.formats, format_name)
         if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:

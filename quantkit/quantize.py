@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from quantkit import __version__
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.text import calibration_tokens
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CalibrationError, QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
@@ -117,8 +119,19 @@ class _Run:
             raise CalibrationError("calibration needs the model's tokenizer.json, which is not there",
                                    next="add it to the model's folder, or use a data-free recipe: "
                                         "quantkit recipes list")
-        tokenizer = Tokenizer.from_str(data.decode())
-        return calibration_tokens(spec, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        try:
+            tokenizer = Tokenizer.from_str(data.decode())
+        except Exception as error:  # the tokenizers library raises no narrower one
+            raise CalibrationError("the model's tokenizer.json can't be read", why=str(error),
+                                   next="replace it by the model's own, or use a data-free recipe: "
+                                        "quantkit recipes list") from error
+        tokens = calibration_tokens(spec, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        if (largest := int(tokens.max())) >= self.config.vocab_size:
+            raise CalibrationError(f"the tokenizer yields token {largest}, the model knows "
+                                   f"{self.config.vocab_size}",
+                                   why="tokenizer.json and config.json are of different models",
+                                   next="replace tokenizer.json by the model's own")
+        return tokens
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -127,15 +140,17 @@ class _Run:
             resumed = len(writer.units())
             total = self.config.num_layers + 1
             try:
-                rows = self._units(writer, total) if not writer.finished else []
+                if not writer.finished:
+                    self._units(writer, total)
                 self.progress(Event(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
+        rows = read_manifest(out).layers
         notes = tuple(f"{row.name}: {note}" for row in rows for note in row.notes)
-        return QuantizeResult(out, self.plan, tuple(rows), notes, resumed, time.monotonic() - start)
+        return QuantizeResult(out, self.plan, rows, notes, resumed, time.monotonic() - start)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -152,37 +167,60 @@ class _Run:
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
-    def _units(self, writer: CheckpointWriter, total: int) -> list[LayerRow]:
+    def _units(self, writer: CheckpointWriter, total: int) -> None:
         weights = Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
-        runner = LayerRunner(self.config, weights, self.tokens) if self.tokens is not None else None
-        rows: list[LayerRow] = []
+        missing = [index for index in range(total - 1) if not writer.has(_unit(index))]
+        # hidden states are wanted up to the last layer that is still to be measured, and no further
+        last = max(missing, default=-1)
+        runner = None
+        if self.tokens is not None and missing:
+            runner = LayerRunner(self.config, weights, self.tokens)
         for index in range(total - 1):
             self.progress(Event(index, total, f"layer {index}"))
-            rows += self._layer(writer, index, runner)
+            packed = self._layer(writer, index, runner)
+            if runner is not None and index < last:
+                with self._blaming_weights(index):
+                    runner.advance(index, packed)
         self.progress(Event(total - 1, total, "embeddings and head"))
         if writer.has(REST):
-            return rows + [LayerRow.model_validate(row) for row in writer.get(REST)[1]]
-        return rows + self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
-                                  [n for n in self.plan.other if not n.startswith(LAYERS)], {})[0]
+            self._refuse_notes(LayerRow.model_validate(row) for row in writer.get(REST)[1])
+            return
+        self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
+                    [n for n in self.plan.other if not n.startswith(LAYERS)], {})
 
-    def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None) -> list[LayerRow]:
-        unit = f"layer-{index}"
+    def _layer(self, writer: CheckpointWriter, index: int,
+               runner: LayerRunner | None) -> dict[str, QuantizedTensor]:
+        unit = _unit(index)
         planned = [row for row in self.plan.rows if row.layer == index]
         if writer.has(unit):
-            tensors, stored = writer.get(unit)
-            rows = [LayerRow.model_validate(row) for row in stored]
-            packed = {row.name: _stored(row, tensors) for row in planned if row.method}
-        else:
-            wanted = [row.name for row in planned if row.method and self.methods.get(row.method).needs]
-            stats = runner.measure(index, wanted) if runner is not None and wanted else {}
-            other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
-            rows, packed = self._store(writer, unit, planned, other, stats)
-        if runner is not None and index + 1 < self.config.num_layers:
-            runner.advance(index, packed)
-        return rows
+            tensors, rows = writer.get(unit)
+            self._refuse_notes(LayerRow.model_validate(row) for row in rows)
+            return {row.name: _stored(row, tensors) for row in planned if row.method}
+        wanted = [row.name for row in planned if self._needs(row)]
+        stats: dict[str, LayerStats] = {}
+        if runner is not None and wanted:
+            with self._blaming_weights(index):
+                stats = runner.measure(index, wanted)
+        other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
+        return self._store(writer, unit, planned, other, stats)
+
+    def _needs(self, row: PlanRow) -> bool:
+        return row.method is not None and bool(self.methods.get(row.method).needs)
+
+    @contextmanager
+    def _blaming_weights(self, index: int) -> Iterator[None]:
+        """A layer that computes NaN because a weight of its own is NaN: name that weight instead."""
+        try:
+            yield
+        except CalibrationError as error:
+            for name in self.source.tensors():
+                if name.startswith(f"{LAYERS}{index}.") and not self.source.tensor(name).isfinite().all():
+                    raise CalibrationError(f"{name} holds a value that is NaN or infinite",
+                                           why=error.what, next="get the model's files again") from error
+            raise
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
-               stats: Mapping[str, LayerStats]) -> tuple[list[LayerRow], dict[str, QuantizedTensor]]:
+               stats: Mapping[str, LayerStats]) -> dict[str, QuantizedTensor]:
         tensors: dict[str, torch.Tensor] = {}
         rows: list[LayerRow] = []
         packed: dict[str, QuantizedTensor] = {}
@@ -192,7 +230,7 @@ class _Run:
                 tensors[f"{plan.name}.weight"] = weight
                 rows.append(LayerRow.of(plan))
                 continue
-            result, row = self._solve(plan, weight, stats.get(plan.shares))
+            result, row = self._solve(plan, weight, stats.get(plan.shares) if self._needs(plan) else None)
             packed[plan.name] = result
             tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}
             rows.append(row)
@@ -200,7 +238,7 @@ class _Run:
         writer.put(unit, tensors, [row.to_dict() for row in rows])
         for row in rows:
             current().notify("on_layer_quantized", name=row.name, row=row.to_dict())
-        return rows, packed
+        return packed
 
     def _solve(self, plan: PlanRow, weight: torch.Tensor,
                stats: LayerStats | None) -> tuple[QuantizedTensor, LayerRow]:
@@ -209,15 +247,25 @@ class _Run:
         exact = weight.float()
         try:
             codes = method.run(exact, stats, plan.spec, method.options(**plan.options))
+            result = form.pack(codes, weight.dtype)
         except QuantkitError as error:
             raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
-        if self.strict and codes.notes:
-            raise QuantkitError(f"{plan.name}: {'; '.join(codes.notes)}",
-                                why="--strict makes every fallback an error",
-                                next="raise the damping or the calibration's size, or leave out --strict")
-        result = form.pack(codes, weight.dtype)
         loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
-        return result, LayerRow.of(plan, error=float(loss), notes=codes.notes)
+        row = LayerRow.of(plan, error=float(loss), notes=codes.notes)
+        self._refuse_notes([row])
+        return result, row
+
+    def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
+        """Of layers made now, and of those that an earlier, less strict attempt has left."""
+        for row in rows:
+            if self.strict and row.notes:
+                raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
+                                    why="--strict makes every fallback an error",
+                                    next="raise the damping or the calibration's size, or leave out --strict")
+
+
+def _unit(index: int) -> str:
+    return f"layer-{index}"
 
 
 def _stored(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:

@@ -1,0 +1,420 @@
+"""Source × recipe → checkpoint, end to end on tiny models: the same bytes every time, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit import quantize as module
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.verify import verify
+from quantkit.errors import CalibrationError, CheckpointError, QuantkitError, RecipeError, SpecError, Stopped
+from quantkit.hookspecs import hookimpl
+from quantkit.methods.base import LayerStats, Method
+from quantkit.models.architecture import parse_config
+from quantkit.models.decoder import CausalLM
+from quantkit.models.linear import Weights
+from quantkit.plan import make_plan
+from quantkit.plugins import current, registry
+from quantkit.quantize import quantize
+from quantkit.recipe import load_recipe
+from quantkit.sources.base import open_source
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+
+RECIPES = ["int8", "int4", "int4-asym", "int4-rtn", "int3", "int2", "nf4", "nf4-nested"]
+SMALL = CalibrationSpec(samples=4, length=32)
+FEW = CalibrationSpec(samples=16, length=64)
+GPTQ = """
+calibration: {samples: 4, length: 32}
+rules:
+  - {match: lm_head, optional: true}
+  - match: "*"
+    method: gptq
+    spec: {bits: 4, granularity: {strategy: group, size: 32}}
+"""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Two layers, tied embeddings."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Three layers with biases, a head of its own."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "deep", "qwen2", num_hidden_layers=3,
+                      tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def gptq_recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipes") / "small.yaml"
+    path.write_text(GPTQ)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(deep, gptq_recipe, tmp_path_factory):
+    """The bytes of a calibrated run that nothing stops."""
+    return contents(quantize(str(deep), gptq_recipe, tmp_path_factory.mktemp("whole") / "out").out)
+
+
+@pytest.fixture
+def plugin():
+    """``plugin(object)`` registers it in a manager that only this test sees."""
+    current.cache_clear()
+    yield lambda thing: current().add(thing, "stranger", version="7")
+    current.cache_clear()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def changed(folder: Path, to: Path, **tensors: torch.Tensor) -> Path:
+    """A copy of a model with some tensors replaced; ``__`` in a keyword is a dot."""
+    to.mkdir()
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    new = {name.replace("__", "."): value for name, value in tensors.items()}
+    save_file(load_file(folder / "model.safetensors") | new, to / "model.safetensors",
+              metadata={"format": "pt"})
+    return to
+
+
+def with_nan(folder: Path, to: Path, name: str) -> Path:
+    weight = load_file(folder / "model.safetensors")[name]
+    weight.view(-1)[3] = float("nan")
+    return changed(folder, to, **{name.replace(".", "__"): weight})
+
+
+class Stop:
+    """A listener that interrupts when a label comes up."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def __call__(self, event) -> None:
+        if event.label == self.label:
+            raise KeyboardInterrupt
+
+
+# -- what is made
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("model", ["llama", "deep"])
+def test_every_shipped_recipe(name, model, request, tmp_path):
+    folder = request.getfixturevalue(model)
+    seen = []
+    result = quantize(str(folder), name, tmp_path / "out", calibration=SMALL, progress=seen.append)
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    assert result.out == tmp_path / "out" and verify(result.out).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert [(e.done, e.total) for e in seen] == [(i, layers + 1) for i in range(layers + 2)]
+
+    written = json.loads((result.out / "config.json").read_text())
+    method = written["quantization_config"]["quant_method"]
+    assert method == ("bitsandbytes" if name.startswith("nf4") else "compressed-tensors")
+    assert written.items() >= config.items()
+    for side in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (result.out / side).read_bytes() == (folder / side).read_bytes()
+
+    with Checkpoint.open(result.out) as checkpoint:
+        manifest = checkpoint.manifest
+        assert manifest.layers == result.rows and result.fallbacks == ()
+        assert [row.name for row in result.rows] == [row.name for row in result.plan.rows]
+        assert [row.bytes for row in result.rows] == [row.bytes_after for row in result.plan.rows]
+        assert sum(info.nbytes for info in checkpoint.infos.values()) == result.plan.disk_bytes
+        assert (manifest.calibration is not None) == result.plan.calibrated
+        head = checkpoint.has("lm_head.weight")
+        assert head != config["tie_word_embeddings"]
+        original = load_file(folder / "model.safetensors")
+        for other in ("model.embed_tokens.weight", "model.norm.weight", *["lm_head.weight"] * head):
+            assert torch.equal(checkpoint.tensor(other), original[other])
+        form = registry("formats")
+        for row in result.rows:
+            if row.name == "lm_head":
+                assert row.method is None and row.error is None
+                continue
+            packed = checkpoint.quantized(row.name)
+            stored, exact = form.get(row.format).dequantize(packed), original[f"{row.name}.weight"].float()
+            assert packed.nbytes == row.bytes
+            assert row.error == pytest.approx(float((stored - exact).norm() / exact.norm()), rel=1e-4)
+            assert 0 < row.error < {"int8": 0.02, "int2": 0.6, "int3": 0.35}.get(name, 0.16)
+
+
+def test_embeddings_that_a_file_repeats_are_stored_once(llama, tmp_path):
+    table = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
+    twice = changed(llama, tmp_path / "twice", lm_head__weight=table.clone())
+    out = quantize(str(twice), "int8", tmp_path / "out").out
+    with Checkpoint.open(out) as checkpoint:
+        assert checkpoint.has("model.embed_tokens.weight") and not checkpoint.has("lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4-nested"])
+def test_two_runs_give_the_same_bytes(llama, tmp_path, name):
+    first = quantize(str(llama), name, tmp_path / "a", calibration=SMALL)
+    second = quantize(str(llama), name, tmp_path / "b", calibration=SMALL)
+    assert contents(first.out) == contents(second.out)
+    if name == "int4":
+        other = quantize(str(llama), name, tmp_path / "c", calibration=SMALL.model_copy(update={"seed": 1}))
+        assert contents(other.out)["model.safetensors"] != contents(first.out)["model.safetensors"]
+
+
+def test_a_mixed_recipe_keeps_and_quantizes_as_it_says(deep, tmp_path):
+    path = tmp_path / "mixed.yaml"
+    path.write_text("""
+rules:
+  - {match: "*.v_proj"}
+  - {match: lm_head, method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+  - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+""")
+    result = quantize(str(deep), str(path), tmp_path / "out")
+    assert {row.name.rpartition(".")[2]: row.spec.bits if row.spec else 16 for row in result.rows} == {
+        "q_proj": 4, "k_proj": 4, "v_proj": 16, "o_proj": 4, "gate_proj": 4, "up_proj": 4, "down_proj": 4,
+        "lm_head": 8}
+    assert verify(result.out).ok
+
+
+def test_the_summary_is_plain_data(llama, tmp_path):
+    summary = quantize(str(llama), "int8", tmp_path / "out").to_dict()
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary["resumed_units"] == 0 and len(summary["layers"]) == 14
+
+
+# -- stopped and run again
+
+
+@pytest.mark.parametrize("label", ["layer 0", "layer 1", "layer 2", "embeddings and head",
+                                   "assembling and rereading"])
+def test_a_stopped_run_resumes_to_the_same_bytes(deep, gptq_recipe, undisturbed, tmp_path, label):
+    done = ["layer 0", "layer 1", "layer 2", "embeddings and head", "assembling and rereading"].index(label)
+    with pytest.raises(Stopped, match=f"{done} of 4 units are kept") as caught:
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop(label))
+    assert caught.value.exit_code == 75 and "same command" in caught.value.next
+    assert not (tmp_path / "out").exists()
+    result = quantize(str(deep), gptq_recipe, tmp_path / "out")
+    assert result.resumed == done and len(result.rows) == 22
+    assert contents(result.out) == undisturbed
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_finished_unit_is_neither_measured_nor_solved_again(deep, gptq_recipe, tmp_path, monkeypatch):
+    with pytest.raises(Stopped):
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("layer 2"))
+    measured, advanced, runner = [], [], module.LayerRunner
+
+    class Watched(runner):
+        def measure(self, index, wanted=None):
+            measured.append(index)
+            return super().measure(index, wanted)
+
+        def advance(self, index, replaced):
+            advanced.append(index)
+            super().advance(index, replaced)
+
+    monkeypatch.setattr(module, "LayerRunner", Watched)
+    quantize(str(deep), gptq_recipe, tmp_path / "out")
+    assert (measured, advanced) == ([2], [0, 1])
+
+
+def test_a_run_with_every_layer_done_computes_nothing(deep, gptq_recipe, tmp_path, monkeypatch):
+    with pytest.raises(Stopped):
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("embeddings and head"))
+    monkeypatch.setattr(module, "LayerRunner", None)
+    assert quantize(str(deep), gptq_recipe, tmp_path / "out").resumed == 3
+
+
+def test_another_run_does_not_take_over(deep, gptq_recipe, tmp_path):
+    with pytest.raises(Stopped):
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("layer 1"))
+    with pytest.raises(CheckpointError, match="another run"):
+        quantize(str(deep), "int8", tmp_path / "out")
+
+
+# -- refused before any work
+
+
+def test_something_at_out_is_refused_before_the_source_is_opened(llama, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(module, "open_source", lambda *a: pytest.fail("the source was opened"))
+    with pytest.raises(CheckpointError, match="already exists"):
+        quantize(str(llama), "int8", tmp_path / "out")
+
+
+def test_a_calibrated_method_for_the_head_is_refused(deep, tmp_path):
+    path = tmp_path / "all.yaml"
+    path.write_text(GPTQ.replace("  - {match: lm_head, optional: true}\n", ""))
+    with pytest.raises(RecipeError) as caught:
+        quantize(str(deep), str(path), tmp_path / "out")
+    why = str(caught.value.why)
+    assert "lm_head: gptq needs calibration" in why and "{match: lm_head, method: null}" in why
+    assert "rtn" in why and not (tmp_path / "out.partial").exists()
+
+
+def test_calibration_needs_a_tokenizer_that_fits(llama, gptq_recipe, tmp_path):
+    model = changed(llama, tmp_path / "model")
+    (model / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(CalibrationError, match=r"tokenizer\.json can't be read"):
+        quantize(str(model), gptq_recipe, tmp_path / "out")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(CalibrationError, match=r"tokenizer\.json, which is not there") as caught:
+        quantize(str(model), gptq_recipe, tmp_path / "out")
+    assert "quantkit recipes list" in caught.value.next
+    small = tiny_model(tmp_path / "small", vocab_size=40)
+    with pytest.raises(CalibrationError, match="the model knows 40"):
+        quantize(str(small), gptq_recipe, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+# -- values
+
+
+@pytest.mark.parametrize("recipe", ["int8", "nf4", "int4"])
+def test_a_weight_of_nan_is_named(llama, tmp_path, recipe):
+    name = "model.layers.1.self_attn.q_proj"
+    model = with_nan(llama, tmp_path / "model", f"{name}.weight")
+    with pytest.raises((SpecError, CalibrationError), match=name):
+        quantize(str(model), recipe, tmp_path / "out", calibration=SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_norm_of_nan_is_named_by_a_calibrated_run(llama, gptq_recipe, tmp_path):
+    name = "model.layers.0.post_attention_layernorm.weight"
+    with pytest.raises(CalibrationError, match=name):
+        quantize(str(with_nan(llama, tmp_path / "model", name)), gptq_recipe, tmp_path / "out")
+
+
+def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
+    """The loss that matters is that of outputs; weights themselves end up farther away."""
+    results = {name: quantize(str(llama), name, tmp_path / name, calibration=FEW)
+               for name in ("int4", "int4-rtn")}
+    hf = json.loads((llama / "config.json").read_text())
+    original, config = load_file(llama / "model.safetensors"), parse_config(hf)
+    model = CausalLM(config, Weights(original.__getitem__, original.__contains__, torch.float32))
+    form, loss = registry("formats").get("pack-quantized"), dict.fromkeys(results, 0.0)
+    inputs: dict[str, torch.Tensor] = {}
+    first = {name: layer for name, layer in model.linears().items() if name.startswith("model.layers.0.")}
+    for name, layer in first.items():
+        layer.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1))
+    source = open_source(str(llama))
+    tokens = module._Run(source, make_plan(results["int4"].plan.recipe, source), tmp_path / "no", False,
+                         lambda event: None).tokens
+    model(tokens)
+    # q, k and v of layer 0: their inputs are exactly those that calibration saw
+    for recipe, result in results.items():
+        with Checkpoint.open(result.out) as checkpoint:
+            for name in [n for n in first if n.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")]:
+                error = form.dequantize(checkpoint.quantized(name)) - original[f"{name}.weight"].float()
+                loss[recipe] += float((inputs[name] @ error.T).square().sum())
+    assert loss["int4"] < 0.8 * loss["int4-rtn"]
+
+
+def test_the_predicted_peak_is_at_least_what_a_layer_takes(llama):
+    plan = make_plan(load_recipe("int4"), open_source(str(llama)))
+    layer = sum(4 * r.shape[0] * r.shape[1] + r.bytes_after for r in plan.rows if r.layer == 0)
+    assert plan.peak_bytes > layer + plan.recipe.calibration.samples * plan.recipe.calibration.length * 64 * 4
+
+
+# -- fallbacks, observers, strangers
+
+
+def falls_back(weight, stats, spec, options):
+    from dataclasses import replace
+
+    assert stats is None, "a data-free method was given statistics"
+    rounded = registry("methods").get("rtn")
+    return replace(rounded.run(weight, None, spec, rounded.options()), notes=("rounded instead",))
+
+
+class Odd:
+    @hookimpl
+    def register_methods(self, register):
+        register("odd", Method("odd", "https://example.org", falls_back))
+
+
+ODD = """
+calibration: {samples: 2, length: 16}
+rules:
+  - {match: "*.k_proj", method: odd, spec: {bits: 4, granularity: {strategy: channel}}}
+  - {match: "*", method: gptq, spec: {bits: 4, granularity: {strategy: channel}}}
+"""
+
+
+def test_notes_are_kept_and_strict_makes_them_errors(llama, tmp_path, plugin):
+    plugin(Odd())
+    recipe = tmp_path / "odd.yaml"
+    recipe.write_text(ODD)
+    result = quantize(str(llama), str(recipe), tmp_path / "out")
+    assert result.fallbacks == tuple(f"model.layers.{i}.self_attn.k_proj: rounded instead" for i in (0, 1))
+    with Checkpoint.open(result.out) as checkpoint:
+        assert checkpoint.manifest.plugins == {"stranger": "7"}
+        assert [row.notes for row in checkpoint.manifest.layers if row.notes] == [("rounded instead",)] * 2
+    with pytest.raises(QuantkitError, match=r"layers\.0\.self_attn\.k_proj: rounded instead") as caught:
+        quantize(str(llama), str(recipe), tmp_path / "strict", strict=True)
+    assert "--strict" in caught.value.why
+
+
+def test_strict_minds_the_layers_of_an_earlier_attempt_too(llama, tmp_path, plugin):
+    plugin(Odd())
+    recipe = tmp_path / "odd.yaml"
+    recipe.write_text(ODD)
+    with pytest.raises(Stopped):
+        quantize(str(llama), str(recipe), tmp_path / "out", progress=Stop("embeddings and head"))
+    with pytest.raises(QuantkitError, match="rounded instead"):
+        quantize(str(llama), str(recipe), tmp_path / "out", strict=True)
+
+
+def test_observers_are_told(llama, tmp_path, plugin):
+    seen, ends = [], []
+
+    class Observer:
+        @hookimpl
+        def on_layer_quantized(self, name, row):
+            seen.append((name, row))
+
+        @hookimpl
+        def on_run_finished(self, kind, summary):
+            ends.append((kind, summary))
+
+    plugin(Observer())
+    result = quantize(str(llama), "int8", tmp_path / "out")
+    assert seen == [(row.name, row.to_dict()) for row in result.rows]
+    assert ends == [("quantize", result.to_dict())]
+
+
+def test_an_observer_that_fails_costs_a_warning_only(llama, tmp_path, plugin):
+    class Observer:
+        @hookimpl
+        def on_run_finished(self, kind, summary):
+            raise RuntimeError("no")
+
+    plugin(Observer())
+    with pytest.warns(UserWarning, match="on_run_finished: no"):
+        assert verify(quantize(str(llama), "int8", tmp_path / "out").out).ok
+
+
+def test_a_refusal_inside_a_strangers_method_names_the_layer(llama, tmp_path, plugin):
+    def refuse(weight, stats: LayerStats | None, spec, options):
+        raise SpecError("no grid", why="because", next="try rtn")
+
+    class Bad:
+        @hookimpl
+        def register_methods(self, register):
+            register("bad", Method("bad", "https://example.org", refuse))
+
+    plugin(Bad())
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("rules: [{match: '*', method: bad, spec: {bits: 4, granularity: {strategy: channel}}}]")
+    with pytest.raises(SpecError) as caught:
+        quantize(str(llama), str(recipe), tmp_path / "out")
+    assert caught.value.what == "model.layers.0.self_attn.q_proj: no grid"
+    assert (caught.value.why, caught.value.next) == ("because", "try rtn")
