@@ -17,6 +17,7 @@ HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 80, 3
 CHANNEL8 = {"bits": 8, "granularity": {"strategy": "channel"}}
 GROUP4 = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
 NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
+HEAD = {"match": "lm_head"}
 
 
 class Source:
@@ -175,6 +176,14 @@ def test_refusals_before_any_work(rule, said):
     assert said in error.why and f"{7 * LAYERS} of" in error.what
 
 
+def test_a_calibrated_method_is_refused_for_the_head_only():
+    error = refused(recipe(every("gptq", GROUP4)))
+    assert "1 of 22 layers" in error.what
+    assert "lm_head: gptq needs calibration" in error.why and "{match: lm_head, method: null}" in error.why
+    assert "(nf4, rtn)" in error.why
+    assert make_plan(recipe(every("gptq", GROUP4)), Source(tied=True)).calibrated
+
+
 def test_tensors_that_are_missing_or_of_another_shape_or_dtype():
     source = Source()
     source.changed = {
@@ -217,15 +226,15 @@ def test_an_unknown_architecture():
 
 
 def test_options_are_filled_in_for_the_record():
-    row = make_plan(recipe(every("gptq", GROUP4)), Source()).rows[0]
+    row = make_plan(recipe(HEAD, every("gptq", GROUP4)), Source()).rows[0]
     assert row.options == registry("methods").get("gptq").options().model_dump(mode="json") != {}
 
 
 def test_calibration_is_filled_in_only_when_needed():
     assert make_plan(recipe(every()), Source()).recipe.calibration is None
-    plan = make_plan(recipe(every("gptq", GROUP4)), Source())
+    plan = make_plan(recipe(HEAD, every("gptq", GROUP4)), Source())
     assert plan.recipe.calibration == CalibrationSpec() and plan.calibrated
-    own = make_plan(recipe(every("gptq", GROUP4), calibration={"samples": 2}), Source())
+    own = make_plan(recipe(HEAD, every("gptq", GROUP4), calibration={"samples": 2}), Source())
     assert own.recipe.calibration.samples == 2
 
 

@@ -12,14 +12,12 @@ from safetensors.torch import load_file, save_file
 from quantkit import quantize as module
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
-from quantkit.errors import CalibrationError, CheckpointError, QuantkitError, RecipeError, SpecError, Stopped
-from quantkit.hookspecs import hookimpl
-from quantkit.methods.base import LayerStats, Method
+from quantkit.errors import CalibrationError, CheckpointError, RecipeError, SpecError, Stopped
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.plan import make_plan
-from quantkit.plugins import current, registry
+from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import open_source
@@ -63,14 +61,6 @@ def gptq_recipe(tmp_path_factory):
 def undisturbed(deep, gptq_recipe, tmp_path_factory):
     """The bytes of a calibrated run that nothing stops."""
     return contents(quantize(str(deep), gptq_recipe, tmp_path_factory.mktemp("whole") / "out").out)
-
-
-@pytest.fixture
-def plugin():
-    """``plugin(object)`` registers it in a manager that only this test sees."""
-    current.cache_clear()
-    yield lambda thing: current().add(thing, "stranger", version="7")
-    current.cache_clear()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -148,7 +138,9 @@ def test_every_shipped_recipe(name, model, request, tmp_path):
             stored, exact = form.get(row.format).dequantize(packed), original[f"{row.name}.weight"].float()
             assert packed.nbytes == row.bytes
             assert row.error == pytest.approx(float((stored - exact).norm() / exact.norm()), rel=1e-4)
-            assert 0 < row.error < {"int8": 0.02, "int2": 0.6, "int3": 0.35}.get(name, 0.16)
+            # solvers trade distance of weights for distance of outputs: wider than rounding
+            assert 0 < row.error < {"int8": 0.02, "int4": 0.25, "int4-asym": 0.25, "int3": 0.5,
+                                    "int2": 1.0}.get(name, 0.15)
 
 
 def test_embeddings_that_a_file_repeats_are_stored_once(llama, tmp_path):
@@ -322,99 +314,3 @@ def test_the_predicted_peak_is_at_least_what_a_layer_takes(llama):
     plan = make_plan(load_recipe("int4"), open_source(str(llama)))
     layer = sum(4 * r.shape[0] * r.shape[1] + r.bytes_after for r in plan.rows if r.layer == 0)
     assert plan.peak_bytes > layer + plan.recipe.calibration.samples * plan.recipe.calibration.length * 64 * 4
-
-
-# -- fallbacks, observers, strangers
-
-
-def falls_back(weight, stats, spec, options):
-    from dataclasses import replace
-
-    assert stats is None, "a data-free method was given statistics"
-    rounded = registry("methods").get("rtn")
-    return replace(rounded.run(weight, None, spec, rounded.options()), notes=("rounded instead",))
-
-
-class Odd:
-    @hookimpl
-    def register_methods(self, register):
-        register("odd", Method("odd", "https://example.org", falls_back))
-
-
-ODD = """
-calibration: {samples: 2, length: 16}
-rules:
-  - {match: "*.k_proj", method: odd, spec: {bits: 4, granularity: {strategy: channel}}}
-  - {match: "*", method: gptq, spec: {bits: 4, granularity: {strategy: channel}}}
-"""
-
-
-def test_notes_are_kept_and_strict_makes_them_errors(llama, tmp_path, plugin):
-    plugin(Odd())
-    recipe = tmp_path / "odd.yaml"
-    recipe.write_text(ODD)
-    result = quantize(str(llama), str(recipe), tmp_path / "out")
-    assert result.fallbacks == tuple(f"model.layers.{i}.self_attn.k_proj: rounded instead" for i in (0, 1))
-    with Checkpoint.open(result.out) as checkpoint:
-        assert checkpoint.manifest.plugins == {"stranger": "7"}
-        assert [row.notes for row in checkpoint.manifest.layers if row.notes] == [("rounded instead",)] * 2
-    with pytest.raises(QuantkitError, match=r"layers\.0\.self_attn\.k_proj: rounded instead") as caught:
-        quantize(str(llama), str(recipe), tmp_path / "strict", strict=True)
-    assert "--strict" in caught.value.why
-
-
-def test_strict_minds_the_layers_of_an_earlier_attempt_too(llama, tmp_path, plugin):
-    plugin(Odd())
-    recipe = tmp_path / "odd.yaml"
-    recipe.write_text(ODD)
-    with pytest.raises(Stopped):
-        quantize(str(llama), str(recipe), tmp_path / "out", progress=Stop("embeddings and head"))
-    with pytest.raises(QuantkitError, match="rounded instead"):
-        quantize(str(llama), str(recipe), tmp_path / "out", strict=True)
-
-
-def test_observers_are_told(llama, tmp_path, plugin):
-    seen, ends = [], []
-
-    class Observer:
-        @hookimpl
-        def on_layer_quantized(self, name, row):
-            seen.append((name, row))
-
-        @hookimpl
-        def on_run_finished(self, kind, summary):
-            ends.append((kind, summary))
-
-    plugin(Observer())
-    result = quantize(str(llama), "int8", tmp_path / "out")
-    assert seen == [(row.name, row.to_dict()) for row in result.rows]
-    assert ends == [("quantize", result.to_dict())]
-
-
-def test_an_observer_that_fails_costs_a_warning_only(llama, tmp_path, plugin):
-    class Observer:
-        @hookimpl
-        def on_run_finished(self, kind, summary):
-            raise RuntimeError("no")
-
-    plugin(Observer())
-    with pytest.warns(UserWarning, match="on_run_finished: no"):
-        assert verify(quantize(str(llama), "int8", tmp_path / "out").out).ok
-
-
-def test_a_refusal_inside_a_strangers_method_names_the_layer(llama, tmp_path, plugin):
-    def refuse(weight, stats: LayerStats | None, spec, options):
-        raise SpecError("no grid", why="because", next="try rtn")
-
-    class Bad:
-        @hookimpl
-        def register_methods(self, register):
-            register("bad", Method("bad", "https://example.org", refuse))
-
-    plugin(Bad())
-    recipe = tmp_path / "bad.yaml"
-    recipe.write_text("rules: [{match: '*', method: bad, spec: {bits: 4, granularity: {strategy: channel}}}]")
-    with pytest.raises(SpecError) as caught:
-        quantize(str(llama), str(recipe), tmp_path / "out")
-    assert caught.value.what == "model.layers.0.self_attn.q_proj: no grid"
-    assert (caught.value.why, caught.value.next) == ("because", "try rtn")

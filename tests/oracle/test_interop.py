@@ -1,103 +1,199 @@
-"""Checkpoints as transformers reads them: loaded unmodified, the same weights and the same logits."""
+"""Checkpoints as others read them: transformers loads what was saved, unmodified, and computes the same.
+
+Models of two families are quantized by each shipped layout. compressed-tensors and bitsandbytes
+then dequantize the files on their own; their weights must equal ours bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.formats.dtypes import resolve
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
+from quantkit.sources.base import open_source
+from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 
-transformers = pytest.importorskip("transformers", reason="the oracle: pip install 'quantkit[oracle]'")
-
 pytestmark = pytest.mark.oracle
-PACKED = ["int8", "int4", "int4-rtn"]
-NF4 = ["nf4", "nf4-nested"]
-ASYMMETRIC = ["int4-asym", "int3"]
-FAMILIES = {"llama": {}, "qwen2": {"tie_word_embeddings": False}}
-CALIBRATION = "calibration: {samples: 4, length: 64}\n"
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
+
+BOUND = 1e-4
+"""In float32, for logits of a few units: both sides add the same numbers in another order."""
+FAMILIES = {
+    "llama-tied": ("llama", {}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+}
+GPTQ, RTN = "method: gptq", "method: rtn"
+INTS = {
+    "int8-channel": (RTN, "{bits: 8, granularity: {strategy: channel}}"),
+    "int8-g32": (RTN, "{bits: 8, granularity: {strategy: group, size: 32}}"),
+    "int4-rtn-g32": (RTN, "{bits: 4, granularity: {strategy: group, size: 32}}"),
+    "int4-rtn-g64": (RTN, "{bits: 4, granularity: {strategy: group, size: 64}}"),
+    "int4-gptq-g64": (GPTQ, "{bits: 4, granularity: {strategy: group, size: 64}}"),
+    "int3-gptq-g64": (GPTQ, "{bits: 3, granularity: {strategy: group, size: 64}}"),
+    "int2-asym-g64": (GPTQ, "{bits: 2, symmetric: false, granularity: {strategy: group, size: 64}}"),
+    "int4-asym-g64": (GPTQ, "{bits: 4, symmetric: false, granularity: {strategy: group, size: 64}}"),
+}
+MIXED = """
+rules:
+  - {match: lm_head, optional: true}
+  - {match: "*.1.mlp.down_proj"}
+  - {match: "*.self_attn.*", method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+  - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+"""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def source(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source") / request.param
-    return tiny_model(folder, request.param, dtype="float32", **FAMILIES[request.param])
+@pytest.fixture(params=FAMILIES, ids=str, scope="module")
+def models(request, tmp_path_factory):
+    """The same family in both dtypes: bfloat16 is what people have, float32 is where logits are sharp."""
+    family, keys = FAMILIES[request.param]
+    return {dtype: tiny_model(tmp_path_factory.mktemp(dtype) / request.param, family, dtype=dtype, **keys)
+            for dtype in ("bfloat16", "float32")}
 
 
-def checkpoint(source, tmp_path, recipe):
-    """``source`` by a shipped recipe, calibrated on little text."""
-    out, file = tmp_path / "out", tmp_path / "recipe.yaml"
-    file.write_text(f"name: test\ndescription: a shipped recipe on little text\nextends: {recipe}\n"
-                    + (CALIBRATION if recipe in ("int4", "int4-asym", "int3") else ""))
-    quantize(str(source), str(file), out)
-    return out
+@pytest.fixture(scope="module")
+def make(models, tmp_path_factory):
+    """``make(name, dtype)`` → the model of that dtype quantized by that layout."""
+
+    def quantized(name: str, dtype: str):
+        folder = tmp_path_factory.mktemp(name)
+        recipe = folder / "recipe.yaml"
+        method, spec = INTS.get(name, ("", ""))
+        recipe.write_text(MIXED if name == "mixed" else "calibration: {samples: 4, length: 32}\nrules:\n"
+                          "  - {match: lm_head, optional: true}\n"
+                          f"  - {{match: '*', {method}, spec: {spec}}}\n")
+        given = str(recipe) if method or name == "mixed" else name
+        return quantize(str(models[dtype]), given, folder / "out").out
+
+    return quantized
 
 
-def theirs(out, **settings):
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **settings)
-    return model.eval()
+def theirs(folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, attn_implementation="eager", output_loading_info=True, **options)
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[key], f"{key}: {info[key]}"
+    return loaded.eval()
 
 
-@torch.inference_mode()
-def assert_same_logits(out, model, tolerance):
-    """Relative to the largest logit."""
-    ids = torch.arange(5, 69)[None]
-    ours = load(str(out)).model(ids)
-    other = model(ids).logits
-    assert ours.dtype == torch.float32
-    assert float((ours - other).abs().max()) <= tolerance * float(other.abs().max())
+def our_weights(folder) -> dict[str, torch.Tensor]:
+    """Dequantized, in the dtype of the model, by layer."""
+    with Checkpoint.open(folder) as checkpoint:
+        return {row.name: registry("formats").get(row.format).dequantize(packed).to(packed.dtype)
+                for row in checkpoint.manifest.layers
+                if (packed := checkpoint.quantized(row.name)) is not None}
 
 
-@pytest.mark.parametrize("recipe", PACKED)
-def test_pack_quantized_loads_unmodified(source, tmp_path, recipe):
-    pytest.importorskip("compressed_tensors", reason="the oracle: pip install 'quantkit[oracle]'")
-    out = checkpoint(source, tmp_path, recipe)
-    assert_same_logits(out, theirs(out), 1e-4)
+def same_weights(folder, hf) -> None:
+    found = dict(hf.named_modules())
+    for layer, weight in our_weights(folder).items():
+        assert found[layer].weight.dtype == weight.dtype
+        assert torch.equal(found[layer].weight, weight), layer
 
 
-@pytest.mark.parametrize("recipe", ASYMMETRIC)
-def test_asymmetric_loads_dequantized(source, tmp_path, recipe):
-    pytest.importorskip("compressed_tensors", reason="the oracle: pip install 'quantkit[oracle]'")
-    out = checkpoint(source, tmp_path, recipe)
-    config = transformers.CompressedTensorsConfig(dequantize=True)
-    assert_same_logits(out, theirs(out, quantization_config=config), 1e-4)
+def ids() -> torch.Tensor:
+    return torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("recipe", NF4)
-def test_nf4_loads_unmodified_with_the_same_weights(source, tmp_path, recipe):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the oracle: pip install 'quantkit[oracle]'")
-    pytest.importorskip("accelerate", reason="transformers needs it to load bitsandbytes checkpoints")
-    out = checkpoint(source, tmp_path, recipe)
-    model = theirs(out)
-    form = registry("formats").get("bnb-nf4")
-    seen = 0
-    with Checkpoint.open(out) as ours:
-        for name, module in model.named_modules():
-            if (packed := ours.quantized(name)) is None:
-                continue
-            plain = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            assert torch.equal(plain.float(), form.dequantize(packed)), name
-            seen += 1
-    assert seen == 14
-    # they compute in bfloat16 here, as the checkpoint says: eight bits of mantissa
-    assert_same_logits(out, model, 0.05)
+@torch.no_grad()
+def logits_agree(folder, hf) -> None:
+    ours = load(str(folder), dtype="float32").model(ids())
+    expected = hf(ids()).logits.float()
+    assert expected.std() > 0.5, "logits too flat to tell models apart"
+    assert (ours - expected).abs().max().item() <= BOUND
 
 
-def test_real_nf4_weights_are_those_of_bitsandbytes(smollm2):
-    functional = pytest.importorskip("bitsandbytes.functional",
-                                     reason="the oracle: pip install 'quantkit[oracle]'")
-    from quantkit.sources.base import open_source
-    from quantkit.spec import Granularity, QuantSpec
+# -- compressed-tensors
 
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", INTS)
+def test_compressed_tensors(make, name, dtype):
+    """Decompressing at loading is asked for: the one way by which transformers takes zero points.
+
+    A mixed recipe is not tried: transformers 5.23 then reads every layer by the first group's scheme.
+    """
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = make(name, dtype)
+    hf = theirs(folder, quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    same_weights(folder, hf)
+    if dtype == "float32":
+        logits_agree(folder, hf)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [name for name in INTS if "asym" not in name] + ["mixed"])
+def test_compressed_tensors_without_any_option(make, name, dtype):
+    """What a user types: ``from_pretrained(folder)``; decompression happens at the first forward."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = make(name, dtype)
+    hf = theirs(folder)
+    with torch.no_grad():
+        assert hf(ids()).logits.dtype == getattr(torch, dtype)
+    same_weights(folder, hf)
+    if dtype == "float32":
+        logits_agree(folder, hf)
+
+
+# -- bitsandbytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested"])
+def test_bitsandbytes_reads_our_files(make, name, dtype):
+    """By their own reader of files, without transformers."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    folder = make(name, dtype)
+    with Checkpoint.open(folder) as checkpoint:
+        for layer, weight in our_weights(folder).items():
+            parts = {suffix: t.clone() for suffix, t in checkpoint.quantized(layer).tensors.items()}
+            packed = parts.pop("weight")
+            state = functional.QuantState.from_dict(
+                {suffix.removeprefix("weight."): t for suffix, t in parts.items()}, torch.device("cpu"))
+            got = functional.dequantize_4bit(packed, state)
+            assert got.dtype == weight.dtype and torch.equal(got, weight), layer
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested"])
+def test_transformers_reads_our_bitsandbytes_files(make, name, dtype):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: transformers wants it for this")
+    folder = make(name, dtype)
+    hf = theirs(folder)
+    found = dict(hf.named_modules())
+    for layer, weight in our_weights(folder).items():  # before any forward: that repacks on a CPU
+        packed = found[layer].weight
+        assert packed.dtype == torch.uint8
+        assert torch.equal(functional.dequantize_4bit(packed.data, packed.quant_state), weight), layer
+    if dtype == "float32":
+        logits_agree(folder, hf)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_makes_the_same_weights_of_a_real_model(smollm2, nested):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     method, form = registry("methods").get("nf4"), registry("formats").get("bnb-nf4")
-    spec = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
-                     scale_dtype="float32")
     source = open_source(smollm2)
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.29.mlp.down_proj.weight"):
-        weight = source.tensor(name).float()
-        packed = form.pack(method.run(weight, None, spec, method.options()), torch.float32)
-        codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-        assert torch.equal(packed.tensors["weight"].reshape(-1), codes.reshape(-1))
-        assert torch.equal(form.dequantize(packed), functional.dequantize_4bit(codes, state))
-    source.close()
+    try:
+        for layer in ("model.layers.0.self_attn.k_proj", "model.layers.17.mlp.down_proj"):
+            weight = source.tensor(f"{layer}.weight").clone()
+            spec = resolve(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
+                                     scale_dtype="float32", nested=nested), weight.dtype)
+            codes = method.run(weight.float(), None, spec, method.options())
+            packed = form.pack(codes, weight.dtype)
+            theirs_packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4",
+                                                            compress_statistics=nested)
+            assert torch.equal(packed.tensors["weight"], theirs_packed), layer
+            expected = functional.dequantize_4bit(theirs_packed, state)
+            assert torch.equal(form.dequantize(packed).to(weight.dtype), expected), layer
+    finally:
+        source.close()
