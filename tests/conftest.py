@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # before any test module is imported, and inherited by every subprocess
 os.environ["QUANTKIT_PLUGINS"] = ""
 os.environ.pop("QUANTKIT_DEBUG", None)
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does: threads that don't spin
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does: threads that don't spin for long
 _PATHS = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 

@@ -64,9 +64,10 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
     """Call ``run`` and leave the process: done, or with the error in words on stderr."""
     global _debug
     _debug = False
-    # torch's threads would spin at every barrier: with other work on the cores that costs a factor of
-    # twenty. Read when torch is imported, which is later, and inherited by the processes started here.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # By default torch's threads spin for a millisecond at every barrier: with other work on the cores that
+    # costs a factor of twenty. This long is enough to bridge two operations, and as fast on idle cores;
+    # not to spin at all halves decode there. Read when torch is imported, and by the processes started here.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     with one_line_warnings():
         try:
             code = run()
