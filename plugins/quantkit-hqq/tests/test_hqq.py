@@ -8,18 +8,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from quantkit.errors import SpecError
+from quantkit.formats.base import Codes
+from quantkit.formats.pack_quantized import FORMAT
+from quantkit.methods.rtn import METHOD as RTN
+from quantkit.methods.rtn import RtnOptions
+from quantkit.spec import Granularity, QuantSpec
+from quantkit.testing import check_method
+from quantkit_hqq.method import METHOD, HqqOptions
+
 SOURCE = Path(__file__).parents[1] / "src"
-sys.path.insert(0, str(SOURCE))
-
-from quantkit_hqq.method import METHOD, HqqOptions  # noqa: E402
-
-from quantkit.errors import SpecError  # noqa: E402
-from quantkit.formats.base import Codes  # noqa: E402
-from quantkit.formats.pack_quantized import FORMAT  # noqa: E402
-from quantkit.methods.rtn import METHOD as RTN  # noqa: E402
-from quantkit.methods.rtn import RtnOptions  # noqa: E402
-from quantkit.spec import Granularity, QuantSpec  # noqa: E402
-from quantkit.testing import check_method  # noqa: E402
 
 
 def spec_of(bits: int = 4, strategy: str = "group", symmetric: bool = False) -> QuantSpec:
@@ -109,7 +107,6 @@ def test_the_hooks_import_nothing_heavy() -> None:
 def test_through_the_plugin_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Added as an entry point would be: method and recipe appear, and the recipe asks for the method."""
     import quantkit_hqq
-
     from quantkit import plugins
     from quantkit.recipe import load_recipe
 
