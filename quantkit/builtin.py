@@ -43,6 +43,22 @@ def register_kernels(register: Register) -> None:
 
 
 @hookimpl
+def register_kv_policies(register: Register) -> None:
+    register("all", "quantkit.kv.policies.keep_all:KeepAll")
+    register("window", "quantkit.kv.policies.window:Window")
+    register("snapkv", "quantkit.kv.policies.snapkv:SnapKV")
+    register("tova", "quantkit.kv.policies.tova:Tova")
+
+
+@hookimpl
+def register_kv_codecs(register: Register) -> None:
+    register("none", "quantkit.kv.codecs.plain:NONE")
+    register("bf16", "quantkit.kv.codecs.plain:BF16")
+    register("int8", "quantkit.kv.codecs.int8:CODEC")
+    register("int4", "quantkit.kv.codecs.int4:CODEC")
+
+
+@hookimpl
 def register_metrics(register: Register) -> None:
     for name in ("perplexity", "kl", "top1"):
         register(name, f"quantkit.evaluate.metrics:{name.upper()}")

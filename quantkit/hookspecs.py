@@ -44,6 +44,16 @@ def register_kernels(register: Register) -> None:
 
 
 @hookspec
+def register_kv_policies(register: Register) -> None:
+    """Which positions of the KV cache stay. Target: a subclass of ``quantkit.kv.base.KVPolicy``."""
+
+
+@hookspec
+def register_kv_codecs(register: Register) -> None:
+    """How keys and values are stored. Target: a ``quantkit.kv.base.KVCodec``."""
+
+
+@hookspec
 def register_metrics(register: Register) -> None:
     """What ``quantkit eval`` measures. Target: a ``quantkit.evaluate.metrics.Metric``."""
 

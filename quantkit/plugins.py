@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "methods": ("method", "quantkit.methods.base:Method"),
     "formats": ("format", "quantkit.formats.base:Format"),
     "kernels": ("kernel", "quantkit.ops.dispatch:Kernel"),
+    "kv_policies": ("KV policy", None),
+    "kv_codecs": ("KV codec", "quantkit.kv.base:KVCodec"),
     "metrics": ("metric", None),
     "reporters": ("reporter", None),
     "commands": ("command", "click:Command"),

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from quantkit.errors import RecipeError, did_you_mean
+from quantkit.errors import RecipeError, UsageError, did_you_mean
+from quantkit.kvspec import parse_kv
 from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec
@@ -68,12 +69,16 @@ class Rule(Frozen):
 
 
 class Recipe(Frozen):
-    """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``."""
+    """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``.
+
+    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does.
+    """
 
     name: str = Field(min_length=1, max_length=64)
     description: str = ""
     calibration: CalibrationSpec | None = None
     rules: tuple[Rule, ...] = Field(default=(), strict=False, max_length=256)
+    kv: str | None = Field(default=None, max_length=256)
 
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
@@ -147,6 +152,8 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
     parent = data.pop("extends", None)
     data.setdefault("name", path.stem)
     recipe = document.build(Recipe, data)
+    if recipe.kv is not None:
+        recipe = recipe.model_copy(update={"kv": _checked_kv(recipe.kv, document)})
     if chain and recipe.name != path.stem:
         raise RecipeError(f"{path} calls itself {recipe.name!r}",
                           why="a recipe in a recipe folder is found by its file's name",
@@ -157,6 +164,20 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
         raise RecipeError(f"{path} has no rules", why="a recipe without rules does nothing",
                           next="quantkit recipes show int8")
     return recipe
+
+
+def _checked_kv(text: str, document: Document) -> str:
+    """In its canonical spelling. Raises RecipeError."""
+    from quantkit.kv.build import build_codec, build_policy
+
+    try:
+        spec = parse_kv(text)
+        build_policy(spec)
+        build_codec(spec)
+    except UsageError as error:
+        raise RecipeError(f"{document.label} line {document.line(('kv',))}: {error.what}", why=error.why,
+                          next=error.next) from None
+    return str(spec)
 
 
 def _load_parent(parent: object, document: Document, chain: tuple[str, ...]) -> Recipe:

@@ -100,3 +100,24 @@ class CalibrationSpec(Frozen):
     samples: int = Field(default=32, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
+
+
+class KVSpec(Frozen):
+    """How keys and values are kept: which positions stay, and how each is stored.
+
+    Attributes:
+        policy: a registered policy; ``all`` keeps everything.
+        options: the policy's own, checked when it is made.
+        codec: a registered codec; ``none`` stores what the model computes, in its dtype.
+    """
+
+    policy: str = "all"
+    options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    codec: str = "none"
+
+    def __str__(self) -> str:
+        inner = ", ".join(str(value) if name == "budget" else f"{name}={value}"
+                          for name, value in self.options.items())
+        policy = self.policy + (f"({inner})" if inner else "")
+        parts = [text for text, default in ((policy, "all"), (self.codec, "none")) if text != default]
+        return "+".join(parts) or "none"

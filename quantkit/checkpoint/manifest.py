@@ -15,9 +15,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from quantkit.errors import CheckpointError
+from quantkit.kvspec import parse_kv
 from quantkit.plan import PlanRow
 from quantkit.sources.base import SourceIdentity
-from quantkit.spec import Frozen, QuantSpec
+from quantkit.spec import Frozen, KVSpec, QuantSpec
 
 MANIFEST = "quantkit.json"
 SCHEMA_VERSION = 1
@@ -149,6 +150,12 @@ class Manifest(Frozen):
         """Stored bits of all Linears over their parameters."""
         weights = sum(row.shape[0] * row.shape[1] for row in self.layers)
         return 8 * sum(row.bytes for row in self.layers) / weights if weights else 0.0
+
+    @property
+    def kv(self) -> KVSpec:
+        """How keys and values are kept when it runs. Raises UsageError if a plugin of it is missing."""
+        text = self.recipe.get("kv")
+        return parse_kv(text) if isinstance(text, str) else KVSpec()
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""

@@ -11,9 +11,10 @@ from quantkit.cli.present import note, print_json, show_warning
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.generate import Completion, Timing
+    from quantkit.runtime.engine import Timing
     from quantkit.runtime.loader import LoadedModel
     from quantkit.runtime.sampler import Sampling
+    from quantkit.runtime.sequence import Completion
 
 MAX_PROMPT = 64 * 2**20
 _NEEDS_CHANCE = ("top_k", "top_p", "min_p", "seed")
@@ -36,6 +37,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--seed", type=click.IntRange(min=0), help="Repeats a random text; drawn if not given.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on when the model says that it is done.")
+@click.option("--kv", metavar="SETTING", help="How the KV cache is kept: none, int8, int4, snapkv(0.5), "
+                                              "window(1024, sinks=4)+int8, … (the checkpoint's own).")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Of activations and plain weights; auto is the model's own.")
@@ -43,7 +46,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None,
-            revision: str | None, dtype: str, quiet: bool, as_json: bool, **options: Any) -> None:
+            kv: str | None, revision: str | None, dtype: str, quiet: bool, as_json: bool,
+            **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. PROMPT is continued as
@@ -55,15 +59,17 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
                          next="add --chat")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
+    from quantkit.kvspec import parse_kv
     from quantkit.runtime.generate import generate
     from quantkit.runtime.loader import load
 
+    setting = None if kv is None else parse_kv(kv)
     loaded = load(model, revision=revision, dtype=dtype)
     ids = _ids(loaded, text, system) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()
     try:
-        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append)
+        (done,) = generate(loaded, [ids], sampling, on_text=show, on_done=timings.append, kv=setting)
     except BaseException:
         if show is not None and show.begun:  # an interruption's message starts on a line of its own
             click.echo()
@@ -71,7 +77,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     if show is not None:
         click.echo()
     if as_json:
-        print_json(_report(loaded, done, timings[0], sampling, chat))
+        print_json(_report(loaded, done, timings[0], sampling, chat) | {"kv": str(setting or loaded.kv)})
     elif not quiet:
         note(_figures(done, timings[0], sampling))
 
@@ -132,7 +138,8 @@ def _figures(done: Completion, timing: Timing, sampling: Sampling) -> str:
     rate = _decode_rate(timing)
     speed = [f"{done.prompt_tokens} tokens in ({timing.prefill_tokens / timing.prefill_s:.0f} a second)",
              f"{len(done.token_ids)} out" + (f" ({rate:.1f} a second)" if rate else "")]
-    why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came"}
+    why = {"stop": "the model ended it", "length": "--max-tokens reached", "stop_string": "a stop text came",
+           "cancelled": "it was cancelled"}
     seed = "" if sampling.greedy else f"; seed {sampling.seed}"
     return f"{', '.join(speed)}; {why[done.finish_reason]}{seed}"
 

@@ -33,7 +33,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from quantkit.runtime.generate import Timing, generate
+    from quantkit.runtime.engine import Timing
+    from quantkit.runtime.generate import generate
     from quantkit.runtime.loader import load
     from quantkit.runtime.sampler import Sampling
 

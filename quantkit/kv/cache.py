@@ -1,199 +1,270 @@
-"""A contiguous KV cache: per layer one block of keys and one of values that grow as needed."""
+"""The KV cache: a policy × a codec over pages, a page table for every sequence, layer and key head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.kv.base import Held, Layout, Phase
+from quantkit.kv.build import build_codec, build_policy
+from quantkit.kv.pages import PAGE, Pages, slots_of
+from quantkit.kv.read import Rows, attend
 from quantkit.models.config import ModelConfig
+from quantkit.models.layers import Step
+from quantkit.ops.attention import attention_weights
+from quantkit.ops.rope import rotate
+from quantkit.spec import KVSpec
 
-FIRST = 64
-"""Slots of a first allocation."""
-EMPTY = -1
+
+class Sequence_:
+    """What the cache knows of one sequence in one layer.
+
+    Attributes:
+        pages: of each key head, in the order of its slots.
+        lengths: slots that each head holds.
+        seen: tokens that it had, dropped ones included: the next one's position.
+        steps: decode steps so far.
+        queries: the last rotated queries, ``[H, w, D]``, if the policy wants any.
+    """
+
+    __slots__ = ("lengths", "pages", "queries", "seen", "steps", "table")
+
+    def __init__(self, heads: int) -> None:
+        self.pages: list[list[int]] = [[] for _ in range(heads)]
+        self.lengths = [0] * heads
+        self.seen = self.steps = 0
+        self.queries: torch.Tensor | None = None
+        self.table: torch.Tensor | None = None
 
 
 class KVCache:
-    """Keys and values of a batch of sequences of different lengths.
+    """Keys and values of any number of sequences of any lengths.
 
-    Each sequence fills its slots from the left; a table keeps every slot's position, so that nothing
-    reads a position off a slot's place. Capacity doubles up to ``max_length``. Models with a sliding
-    window keep all positions and mask.
-
-    A *step* is one call of :meth:`update` for each layer with the same positions, in any order.
+    What a query reads is what is stored: its own token's codes too. So a result doesn't depend on
+    how a prompt was cut into chunks, nor on what other sequences are there.
 
     Args:
-        config: gives layers, key-value heads and head dimension.
-        batch: number of sequences.
-        max_length: most tokens that a sequence may hold.
-        dtype: of keys and values.
-        device: where they lie.
+        config: gives layers, key heads and head dimension.
+        spec: policy and codec.
+        dtype: in which the model computes keys and values.
+        device: where pages lie.
 
-    Attributes:
-        lengths: tokens held, a sequence.
+    Raises:
+        UsageError: the policy's options or the head dimension don't fit.
     """
 
-    def __init__(self, config: ModelConfig, batch: int, max_length: int, dtype: torch.dtype,
+    def __init__(self, config: ModelConfig, spec: KVSpec | None = None, dtype: torch.dtype = torch.bfloat16,
                  device: torch.device | str = "cpu") -> None:
-        self._heads, self._dim = config.num_kv_heads, config.head_dim
-        self._max, self._dtype, self._device = max_length, dtype, torch.device(device)
-        self.lengths = [0] * batch
-        self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * config.num_layers
-        self._positions = torch.full((batch, 0), EMPTY, dtype=torch.int64, device=self._device)
-        self._step: _Step | None = None
-        self._done: set[int] = set()
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences."""
-        return len(self.lengths)
-
-    @property
-    def capacity(self) -> int:
-        """Slots a sequence that are allocated now."""
-        return int(self._positions.shape[1])
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens that a sequence may hold."""
-        return self._max
+        self.spec = spec or KVSpec()
+        self.policy, self.codec = build_policy(self.spec), build_codec(self.spec)
+        self._heads, self._layers = config.num_kv_heads, config.num_layers
+        self._device = torch.device(device)
+        one = self.codec.layout(config.head_dim, dtype)
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            f"{side}.{name}": what for side in "kv" for name, what in one.items()}
+        self.bytes_per_token = sum(map(_bytes, layout.values())) * self._heads * self._layers
+        if not self.policy.keeps_all:  # else a slot's number is its position
+            layout["positions"] = ((), torch.int32)
+        self.pages = [Pages(layout, self._device) for _ in range(self._layers)]
+        self._sequences: dict[int, list[Sequence_]] = {}
+        self._ids = itertools.count()
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all blocks that exist now, the table of positions included."""
-        blocks = [block for layer in self._layers if layer is not None for block in layer]
-        return sum(t.untyped_storage().nbytes() for t in (*blocks, self._positions))
+        """Bytes of all pages that exist, free ones included."""
+        return sum(pages.allocated_bytes for pages in self.pages)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that belong to a sequence."""
+        return sum(pages.used * pages.page_bytes for pages in self.pages)
+
+    def add(self) -> int:
+        """Begin a sequence; returns its id."""
+        number = next(self._ids)
+        self._sequences[number] = [Sequence_(self._heads) for _ in range(self._layers)]
+        return number
+
+    def free(self, ids: Iterable[int]) -> None:
+        """End sequences and give back their memory. Raises KeyError for an unknown one."""
+        for number in ids:
+            for pages, held in zip(self.pages, self._sequences.pop(number)):
+                for own in held.pages:
+                    pages.give(own)
+        for layer in range(self._layers):
+            self._shrink(layer)
+
+    def batch(self, ids: Sequence[int], phase: Phase = "prefill") -> Batch:
+        """These sequences as rows of one step of the model, in this order.
+
+        Args:
+            ids: of :meth:`add`, each once.
+            phase: ``prefill_end`` for the prompt's last chunk, after which policies act.
+        """
+        return Batch(self, [self._sequences[number] for number in ids], phase)
+
+    def seen(self, number: int) -> int:
+        """Tokens that a sequence had: the position of its next one."""
+        return self._sequences[number][-1].seen
+
+    def held(self, number: int) -> list[tuple[int, ...]]:
+        """Slots that each layer's heads hold of a sequence."""
+        return [tuple(held.lengths) for held in self._sequences[number]]
+
+    def positions(self, number: int, layer: int) -> torch.Tensor:
+        """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
+        return self._positions(layer, self._sequences[number][layer])
+
+    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
+               positions: torch.Tensor) -> None:
+        """Write ``k, v [B, Hkv, T, D]``; padding is left out."""
+        pages, slots = self.pages[layer], []
+        for held, count in rows:
+            for head, own in enumerate(held.pages):
+                length = held.lengths[head]
+                missing = -(-(length + count) // PAGE) - len(own)
+                if missing > 0:
+                    own += pages.take(missing)
+                    held.table = None
+                slots += slots_of(own, length, count)
+                held.lengths[head] = length + count
+            held.seen += count
+        if not slots:
+            return
+        where = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        values = {f"{side}.{name}": part for side, x in (("k", k), ("v", v))
+                  for name, part in self.codec.encode(rows.flat(x)).items()}
+        if not self.policy.keeps_all:
+            spread = positions[:, None, :, None].expand(-1, self._heads, -1, 1)
+            values["positions"] = rows.flat(spread)[:, 0].to(torch.int32)
+        pages.write(where, values)
+
+    def _table(self, held: Sequence_) -> torch.Tensor:
+        if held.table is None:
+            most = max(map(len, held.pages))
+            held.table = torch.tensor([own + [0] * (most - len(own)) for own in held.pages],
+                                      dtype=torch.int64, device=self._device)
+        return held.table
+
+    def _read(self, layer: int, held: Sequence_, side: str) -> torch.Tensor:
+        """``[Hkv, S, D]``, decoded."""
+        pages, table, most = self.pages[layer], self._table(held), max(held.lengths)
+        return self.codec.decode({name.removeprefix(f"{side}."): pages.read(name, table)[:, :most]
+                                  for name in pages.parts if name.startswith(f"{side}.")})
+
+    def _positions(self, layer: int, held: Sequence_) -> torch.Tensor:
+        most = max(held.lengths)
+        slots = torch.arange(most, dtype=torch.int32, device=self._device).expand(self._heads, -1)
+        found = slots if self.policy.keeps_all else self.pages[layer].read(
+            "positions", self._table(held))[:, :most]
+        if min(held.lengths) == most:
+            return found
+        ends = torch.tensor(held.lengths, device=self._device)
+        return torch.where(slots < ends[:, None], found, -1)
+
+    def _act(self, layer: int, held: Sequence_) -> None:
+        """Let the policy drop what it will, and give back the pages."""
+        def weights() -> torch.Tensor:
+            assert held.queries is not None
+            return attention_weights(held.queries, self._read(layer, held, "k"),
+                                     self._positions(layer, held), held.seen)
+
+        kept = self.policy.keep(Held(tuple(held.lengths), held.seen, lambda: self._positions(layer, held),
+                                     lambda: self._read(layer, held, "k"), weights))
+        if kept is None:
+            return
+        pages, table = self.pages[layer], self._table(held)
+        old = (table.gather(1, kept // PAGE) * PAGE + kept % PAGE).reshape(-1)
+        values = {name: part.view(-1, *part.shape[2:]).index_select(0, old)
+                  for name, part in pages.parts.items()}
+        count = kept.shape[1]
+        slots: list[int] = []
+        for own in held.pages:
+            spare = own[-(-count // PAGE):]
+            del own[len(own) - len(spare):]
+            pages.give(spare)
+            slots += slots_of(own, 0, count)
+        pages.write(torch.tensor(slots, dtype=torch.int64, device=self._device), values)
+        held.lengths, held.table = [count] * self._heads, None
+        self._shrink(layer)
+
+    def _shrink(self, layer: int) -> None:
+        moved = self.pages[layer].shrink()
+        if moved is None:
+            return
+        for layers in self._sequences.values():
+            held = layers[layer]
+            held.pages = [[moved.get(page, page) for page in own] for own in held.pages]
+            held.table = None
+
+
+class Batch:
+    """Sequences of a cache as the rows of one step; see
+    :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+
+    def __init__(self, cache: KVCache, rows: list[list[Sequence_]], phase: Phase) -> None:
+        self._cache, self._rows, self._phase = cache, rows, phase
+        self._counts: list[int] | None = None
+        self._starts = [layers[-1].seen for layers in rows]
+        self._shared: dict[object, object] = {}
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
-        """Positions int64 ``[B, count]`` that follow what each sequence holds."""
-        ends = torch.tensor(self.lengths, dtype=torch.int64, device=self._device)
-        return ends[:, None] + torch.arange(count, device=self._device)
+        """Positions int64 ``[B, count]`` that follow what each sequence had."""
+        starts = torch.tensor(self._starts, dtype=torch.int64, device=self._cache._device)
+        return starts[:, None] + torch.arange(count, device=self._cache._device)
 
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor,
-               positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`~quantkit.models.decoder.KVCacheProtocol`.
-
-        The result is a view of the cache, good until the next step.
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+               window: int | None) -> torch.Tensor:
+        """Rotate, store, attend, and let the policy act.
 
         Raises:
-            UsageError: a sequence would outgrow ``max_length``.
-            ValueError: the batch differs, or padding stands before a token.
+            ValueError: the batch differs, or positions aren't those that follow.
         """
-        if self._step is None or layer in self._done:
-            self._step = self._begin(positions)
-            self._done.clear()
-        self._done.add(layer)
-        keys, values = self._block(layer)
-        self._step.write(keys, k)
-        self._step.write(values, v)
-        end = self._step.end
-        return keys[:, :, :end], values[:, :, :end], self._step.seen
+        if self._counts is None:
+            self._counts = self._count(step.positions)
+        cache = self._cache
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        rows = Rows([layers[layer] for layers in self._rows], self._counts)
+        cache._store(layer, rows, k, v, step.positions)
+        out = attend(cache, layer, rows, q, step.positions, window, self._shared)
+        for row, (held, count) in enumerate(rows):
+            self._end(layer, held, q[row, :, :count])
+        return out
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these sequences, in this order; memory shrinks with them.
-
-        Raises:
-            IndexError: no such sequence.
-        """
-        if list(rows) == list(range(self.batch)):
+    def _end(self, layer: int, held: Sequence_, q: torch.Tensor) -> None:
+        policy, count = self._cache.policy, q.shape[1]
+        if not count:
             return
-        self.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        width = min(self.capacity, _grown(max(self.lengths, default=0), 0, self._max))
-        self._positions = self._positions[:, :width].index_select(0, index)
-        for i, layer in enumerate(self._layers):
-            if layer is not None:
-                self._layers[i] = (layer[0][:, :, :width].index_select(0, index),
-                                   layer[1][:, :, :width].index_select(0, index))
-        self._step = None
+        if policy.queries:
+            last = q if held.queries is None else torch.cat((held.queries, q), 1)
+            held.queries = last[:, -policy.queries:].clone()
+        acts = policy.acts(self._phase)
+        if self._phase == "decode" and policy.every is not None:
+            before, held.steps = held.steps, held.steps + count
+            acts = held.steps // policy.every > before // policy.every
+        if acts:
+            self._cache._act(layer, held)
 
-    def drop(self, rows: Sequence[int]) -> None:
-        """Remove these sequences; the others keep their order. Raises IndexError for an unknown one."""
-        gone = {range(self.batch)[row] for row in rows}
-        self.select([row for row in range(self.batch) if row not in gone])
-
-    def _begin(self, positions: torch.Tensor) -> _Step:
-        if positions.shape[0] != self.batch:
-            raise ValueError(f"{positions.shape[0]} sequences for a cache of {self.batch}")
-        valid = positions != EMPTY
-        counts = valid.sum(1).tolist()
-        if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-            raise ValueError("padding (position -1) must stand after a sequence's tokens")
-        starts, ends = self.lengths, [a + b for a, b in zip(self.lengths, counts, strict=True)]
-        if max(ends, default=0) > self._max:
-            raise UsageError(f"a sequence of {max(ends)} tokens doesn't fit the KV cache",
-                             why=f"it was made for {self._max}",
-                             next="shorten the prompt, or ask for fewer tokens")
-        width = max(counts, default=0)
-        uniform = len(set(starts)) == 1 and starts[0] + width <= self._max
-        self._reserve(max(ends, default=0))
-        step = _Step(starts[0], width, None) if uniform else _Step(
-            0, width, _scatter(valid[:, :width], starts))
-        if uniform:
-            self._positions[:, starts[0]: starts[0] + width] = positions[:, :width]
-        elif step.scatter is not None:
-            rows, columns, slots = step.scatter
-            self._positions[rows, slots] = positions[rows, columns]
-        self.lengths = ends
-        step.end = max(ends, default=0)
-        step.seen = self._positions[:, :step.end]
-        return step
-
-    def _reserve(self, needed: int) -> None:
-        """Room for ``needed`` slots a sequence, in the table now and in each layer when it is next used."""
-        if needed > self.capacity:
-            grown = torch.full((self.batch, _grown(needed, self.capacity, self._max)), EMPTY,
-                               dtype=torch.int64, device=self._device)
-            grown[:, :self.capacity] = self._positions
-            self._positions = grown
-
-    def _block(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = self._layers[layer]
-        if pair is None or pair[0].shape[2] < self.capacity:
-            held = None if pair is None else pair
-            pair = self._layers[layer] = (self._wider(held and held[0]), self._wider(held and held[1]))
-        return pair
-
-    def _wider(self, old: torch.Tensor | None) -> torch.Tensor:
-        # zeros, not empty memory: a masked slot still enters a product, and NaN times 0 is NaN
-        new = torch.zeros(self.batch, self._heads, self.capacity, self._dim, dtype=self._dtype,
-                          device=self._device)
-        if old is not None:
-            new[:, :, :old.shape[2]] = old
-        return new
+    def _count(self, positions: torch.Tensor) -> list[int]:
+        if positions.shape[0] != len(self._rows):
+            raise ValueError(f"{positions.shape[0]} rows for {len(self._rows)} sequences")
+        valid = positions >= 0
+        counts: list[int] = valid.sum(1).tolist()
+        expected = self.next_positions(positions.shape[1])
+        inside = torch.arange(positions.shape[1], device=positions.device) < valid.sum(1, keepdim=True)
+        if bool((torch.where(inside, expected, -1) != positions).any()):
+            raise ValueError("positions must follow what a sequence holds; padding (−1) stands after them")
+        return counts
 
 
-class _Step:
-    """Where the tokens of one step go: a slice that all sequences share, or a slot for each token."""
-
-    __slots__ = ("end", "scatter", "seen", "start", "width")
-
-    def __init__(self, start: int, width: int,
-                 scatter: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> None:
-        self.start, self.width, self.scatter = start, width, scatter
-        self.end = 0
-        self.seen = torch.empty(0)
-
-    def write(self, block: torch.Tensor, new: torch.Tensor) -> None:
-        """``new [B, Hkv, T, D]`` into ``block [B, Hkv, capacity, D]``; padding is left out, or lies
-        behind a sequence's end, where its next tokens go."""
-        if self.scatter is None:
-            block[:, :, self.start: self.start + self.width] = new[:, :, :self.width]
-        else:
-            rows, columns, slots = self.scatter
-            block[rows, :, slots] = new[rows, :, columns].to(block.dtype)
+def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = what
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
 
 
-def _scatter(valid: torch.Tensor, starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int64 ``[n]`` each: row, column and slot of every token that isn't padding."""
-    rows, columns = valid.nonzero(as_tuple=True)
-    return rows, columns, torch.tensor(starts, device=valid.device)[rows] + columns
-
-
-def _grown(needed: int, capacity: int, most: int) -> int:
-    """The next capacity that holds ``needed``: doubled from ``capacity`` or from :data:`FIRST`."""
-    size = max(capacity, FIRST)
-    while size < needed:
-        size *= 2
-    return min(size, most)
+__all__ = ["Batch", "KVCache", "Layout", "Sequence_"]

@@ -15,18 +15,21 @@ from quantkit.models.linear import Linear, Weights
 class KVCacheProtocol(Protocol):
     """Where attention keeps the keys and values of earlier positions."""
 
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor,
-               positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Store a step of one layer and return all that its queries may look at.
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+               window: int | None) -> torch.Tensor:
+        """Store a step's keys and values of one layer, and attend over all that its queries may see.
+
+        Rotation is left to the cache, so that one kernel can rotate, compress and store.
 
         Args:
             layer: index of the decoder layer.
-            k, v: ``[B, Hkv, T, D]``, keys already rotated.
-            positions: int64 ``[B, T]``, −1: padding, which is not kept.
+            q: ``[B, H, T, D]``, not yet rotated.
+            k, v: ``[B, Hkv, T, D]``, not yet rotated.
+            step: rotation tables and positions; padding is not kept.
+            window: the layer's own sliding window.
 
         Returns:
-            keys and values ``[B, Hkv, S, D]``, their positions int64 ``[B, S]`` (−1: empty; what
-            stands there is finite). Layers that hold the same positions may return the same object.
+            ``[B, H, T, D]`` in q's dtype; finite at padding.
         """
 
 

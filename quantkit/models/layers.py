@@ -32,14 +32,13 @@ class Step:
         self.positions = positions
         inverse = inverse_frequencies(config.rope, config.head_dim, positions.device)
         self.cos, self.sin = tables(positions, inverse, config.rope.attention_factor, dtype)
-        self._seen: dict[int | None, tuple[torch.Tensor, Visibility]] = {}
+        self._seen: dict[int | None, Visibility] = {}
 
-    def seen(self, keys: torch.Tensor, window: int | None) -> Visibility:
-        """Visibility of keys at positions ``keys [B, S]``; the same object gives the same answer."""
-        known = self._seen.get(window)
-        if known is None or known[0] is not keys:
-            known = self._seen[window] = keys, Visibility(self.positions, keys, window)
-        return known[1]
+    def seen(self, window: int | None) -> Visibility:
+        """Who sees whom among this step's own positions."""
+        if window not in self._seen:
+            self._seen[window] = Visibility(self.positions, self.positions, window)
+        return self._seen[window]
 
 
 class RMSNorm:
@@ -82,12 +81,12 @@ class Attention:
                    for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        q = rotate(q.transpose(1, 2), step.cos, step.sin)
-        k = rotate(k.transpose(1, 2), step.cos, step.sin)
-        keys, values, key_positions = k, v.transpose(1, 2), step.positions
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            keys, values, key_positions = cache.update(self._index, k, values, step.positions)
-        out = attention(q, keys, values, step.seen(key_positions, self._window))
+            out = cache.attend(self._index, q, k, v, step, self._window)
+        else:
+            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            out = attention(q, k, v, step.seen(self._window))
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def linears(self) -> list[Linear]:

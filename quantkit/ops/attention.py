@@ -25,13 +25,16 @@ class Visibility:
         positions: int64 ``[B, T]`` of the queries; −1: padding, whose result is finite but means nothing.
         keys: int64 ``[B, S]``, positions of the keys; −1: an empty slot, seen by nobody.
         window: number of positions seen, the query's own included; ``None``: all.
+        limit, sinks: the cache's own window, which sees the first ``sinks`` positions too.
 
     Attributes:
         rows: number of queries in a chunk.
     """
 
-    def __init__(self, positions: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> None:
+    def __init__(self, positions: torch.Tensor, keys: torch.Tensor, window: int | None = None,
+                 limit: int | None = None, sinks: int = 0) -> None:
         self._positions, self._keys, self._window = positions, keys, window
+        self._limit, self._sinks = limit, sinks
         batch, self.queries = positions.shape
         self.rows = max(1, min(CHUNK, MASK_ELEMENTS // max(1, batch * keys.shape[1])))
         self._kept: dict[tuple[int, torch.dtype], tuple[int, int, torch.Tensor | None]] = {}
@@ -56,6 +59,8 @@ class Visibility:
         seen = (key <= query) & (key != EMPTY)
         if self._window is not None:
             seen &= key > query - self._window
+        if self._limit is not None:
+            seen &= (key > query - self._limit) | (key < self._sinks)
         if bool(seen.all()):
             return 0, key.shape[2], None
         columns = seen.any(1).any(0).nonzero()
@@ -110,3 +115,24 @@ def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Vis
     rows = q.reshape(batch, keys.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
     return out.reshape(batch, heads, 1, dim)
+
+
+def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor,
+                      seen: int) -> torch.Tensor:
+    """Softmax weights of a sequence's last queries, for policies that ask where they look.
+
+    Args:
+        q: ``[H, w, D]``, rotated; the last stands at position ``seen - 1``.
+        keys: ``[Hkv, S, D]``, rotated.
+        positions: int ``[Hkv, S]``, −1: empty.
+        seen: tokens of the sequence so far.
+
+    Returns:
+        float32 ``[Hkv, H / Hkv, w, S]``.
+    """
+    heads, count = keys.shape[0], q.shape[1]
+    grouped = q.float().unflatten(0, (heads, -1))
+    scores = grouped @ keys.float()[:, None].mT * q.shape[-1] ** -0.5
+    at = torch.arange(seen - count, seen, device=q.device)
+    visible = (positions[:, None, :] <= at[None, :, None]) & (positions[:, None, :] != EMPTY)
+    return scores.masked_fill_(~visible[:, None], float("-inf")).softmax(-1)

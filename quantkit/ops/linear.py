@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
 
-FEW_ROWS = 3
-"""Up to this many rows a half-precision product on a CPU is bound by reading the weight."""
 BLOCK_ELEMENTS = 2**20
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -54,13 +52,21 @@ def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[K
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [..., in]`` by a plain weight ``[out, in]``; returns ``[..., out]`` in x's dtype.
 
-    On a CPU without bf16 instructions more than a few rows are multiplied in float32: torch's
-    half-precision loop there is many times slower, and the float32 result is the more exact one.
+    In half precision a row's result doesn't depend on how many others there are, up to
+    ``DECODE_ROWS``: a sequence decodes to the same tokens alone or in a batch. On a CPU without bf16
+    instructions more rows are multiplied in float32: torch's half-precision loop is slow there, row by
+    row, which is what makes it independent of the others. With such instructions torch chooses its
+    loop by the number of rows, so that is always the same.
     """
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if x.dtype in _HALF and x.device.type == "cpu" and x.numel() > FEW_ROWS * x.shape[-1] and not (
-            x.dtype == torch.bfloat16 and native_bf16()):
-        return _through_float32(x, weight, bias)
+    if x.dtype in _HALF and x.device.type == "cpu":
+        native = x.dtype == torch.bfloat16 and native_bf16()
+        count = x.numel() // x.shape[-1]
+        if count <= DECODE_ROWS and native:
+            rows = F.pad(x.reshape(count, -1), (0, 0, 0, DECODE_ROWS - count))
+            return F.linear(rows, weight, bias)[:count].reshape(*x.shape[:-1], -1)
+        if count > DECODE_ROWS and not native:
+            return _through_float32(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

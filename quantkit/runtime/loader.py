@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.sources.base import ModelSource, open_source
+from quantkit.spec import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -44,6 +45,7 @@ class LoadedModel:
             norms are not counted.
         weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
             pages that are mapped count.
+        kv: how keys and values are kept unless somebody asks otherwise: a checkpoint's recipe says so.
     """
 
     model: CausalLM
@@ -55,6 +57,7 @@ class LoadedModel:
     file_bytes: int
     bits_per_weight: float
     weight_bytes: int
+    kv: KVSpec = field(default_factory=KVSpec)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +139,7 @@ def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.devi
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, tokenizer, uri, manifest_label(checkpoint.manifest),
                        checkpoint.manifest, checkpoint.file_bytes, checkpoint.manifest.bits_per_weight,
-                       resident)
+                       resident, checkpoint.manifest.kv)
 
 
 def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,

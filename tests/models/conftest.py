@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.spec import KVSpec
 from quantkit.testing import FAMILIES, VOCAB, tiny_weights
 
 
@@ -36,6 +38,26 @@ def make_config():
 def make_model():
     """``make_model(config, weights=None, dtype=float32)`` → CausalLM."""
     return tiny_lm
+
+
+class Fed:
+    """A model with a cache of its own: each call goes on where the last one ended."""
+
+    def __init__(self, model: CausalLM, batch: int, kv: KVSpec | None = None) -> None:
+        self.model, self.cache = model, KVCache(model.config, kv, model.dtype)
+        self.rows = [self.cache.add() for _ in range(batch)]
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 last: torch.Tensor | None = None) -> torch.Tensor:
+        batch = self.cache.batch(self.rows)
+        return self.model(ids, batch.next_positions(ids.shape[1]) if positions is None else positions, batch,
+                          last)
+
+
+@pytest.fixture
+def fed():
+    """``fed(model, batch)`` → a callable with a cache of its own."""
+    return Fed
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.linear import Weights
 from quantkit.testing import tiny_weights
@@ -26,35 +25,35 @@ def close(a, b, bound=2e-5):
 
 @pytest.mark.parametrize(("family", "keys"), CASES)
 @pytest.mark.parametrize("sizes", [[12, 1, 1, 1, 1], [5, 7, 1, 3], [1] * 16])
-def test_pieces_equal_the_whole(make_config, make_model, family, keys, sizes):
+def test_pieces_equal_the_whole(make_config, make_model, family, keys, sizes, fed):
     model, ids = make_model(make_config(family, **keys)), tokens(2, 16)
-    cache = KVCache(model.config, 2, 16, torch.float32)
+    cached = fed(model, 2)
     got, start = [], 0
     for size in sizes:
-        got.append(model(ids[:, start:start + size], cache.next_positions(size), cache))
+        got.append(cached(ids[:, start:start + size]))
         start += size
     close(torch.cat(got, 1), model(ids))
 
 
 @pytest.mark.parametrize(("family", "keys"), CASES)
-def test_ragged_batches_equal_single_runs(make_config, make_model, family, keys):
+def test_ragged_batches_equal_single_runs(make_config, make_model, family, keys, fed):
     model, lengths = make_model(make_config(family, **keys)), [9, 3, 1, 12]
     ids, more = tokens(4, 12), tokens(4, 5, seed=1)
     positions = torch.arange(12).expand(4, 12).clone()
     for row, length in enumerate(lengths):
         positions[row, length:] = -1
-    cache = KVCache(model.config, 4, 20, torch.float32)
-    first = model(ids, positions, cache, last=torch.tensor(lengths) - 1)
+    cached = fed(model, 4)
+    first = cached(ids, positions, last=torch.tensor(lengths) - 1)
     assert first.shape == (4, 300)
-    steps = [first] + [model(more[:, t:t + 1], cache.next_positions(), cache)[:, 0] for t in range(5)]
+    steps = [first] + [cached(more[:, t:t + 1])[:, 0] for t in range(5)]
     for row, length in enumerate(lengths):
         alone = model(torch.cat((ids[row:row + 1, :length], more[row:row + 1]), 1))[0, length - 1:]
         close(torch.stack([s[row] for s in steps]), alone)
 
 
-def test_ragged_chunks_after_a_ragged_prefill(make_config, make_model):
+def test_ragged_chunks_after_a_ragged_prefill(make_config, make_model, fed):
     model, ids = make_model(make_config("llama")), tokens(2, 11)
-    cache = KVCache(model.config, 2, 11, torch.float32)
+    cached = fed(model, 2)
     fed, out = [0, 0], [[], []]
     for counts in ([4, 2], [0, 5], [5, 4], [2, 0]):
         width = max(counts)
@@ -62,11 +61,11 @@ def test_ragged_chunks_after_a_ragged_prefill(make_config, make_model):
         for row, count in enumerate(counts):
             positions[row, :count] = torch.arange(fed[row], fed[row] + count)
             chunk[row, :count] = ids[row, fed[row]:fed[row] + count]
-        logits = model(chunk, positions, cache)
+        logits = cached(chunk, positions)
         for row, count in enumerate(counts):
             out[row].append(logits[row, :count])
             fed[row] += count
-    assert cache.lengths == [11, 11]
+    assert [cached.cache.seen(row) for row in cached.rows] == [11, 11]
     close(torch.stack([torch.cat(o) for o in out]), model(ids))
 
 
@@ -110,7 +109,7 @@ def test_a_tensor_of_the_wrong_shape_is_named(make_config, make_model):
         make_model(config, weights)
 
 
-def test_a_cache_needs_positions(make_config, make_model):
+def test_a_cache_needs_positions(make_config, make_model, fed):
     model = make_model(make_config("llama"))
     with pytest.raises(ValueError, match="positions"):
-        model(tokens(1, 2), cache=KVCache(model.config, 1, 4, torch.float32))
+        model(tokens(1, 2), cache=fed(model, 1).cache.batch([]))

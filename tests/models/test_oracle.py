@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-from quantkit.kv.cache import KVCache
 
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
@@ -78,27 +77,27 @@ def test_prefill(pair):
     assert difference(ours(ids), expected) <= BOUND
 
 
-def test_prefill_in_chunks_then_token_by_token(pair):
+def test_prefill_in_chunks_then_token_by_token(pair, fed):
     hf, ours = pair
     ids = ids_of(2, 30)
-    cache = KVCache(ours.config, 2, 30, torch.float32)
+    cached = fed(ours, 2)
     got, start = [], 0
     for size in (9, 8, 1, 1, 5, *[1] * 6):
-        got.append(ours(ids[:, start:start + size], cache.next_positions(size), cache))
+        got.append(cached(ids[:, start:start + size]))
         start += size
     assert difference(torch.cat(got, 1), hf(ids).logits) <= BOUND
 
 
-def test_a_right_padded_batch(pair):
+def test_a_right_padded_batch(pair, fed):
     hf, ours = pair
     ids, lengths = ids_of(3, 14), [14, 6, 1]
     positions = torch.arange(14).expand(3, 14).clone()
     for row, length in enumerate(lengths):
         positions[row, length:] = -1
-    cache = KVCache(ours.config, 3, 20, torch.float32)
-    first = ours(ids, positions, cache)
+    cached = fed(ours, 3)
+    first = cached(ids, positions)
     more = ids_of(3, 4, seed=3)
-    later = torch.cat([ours(more[:, t:t + 1], cache.next_positions(), cache) for t in range(4)], 1)
+    later = torch.cat([cached(more[:, t:t + 1]) for t in range(4)], 1)
     for row, length in enumerate(lengths):
         alone = hf(torch.cat((ids[row:row + 1, :length], more[row:row + 1]), 1)).logits[0]
         assert difference(torch.cat((first[row, :length], later[row])), alone) <= BOUND

@@ -1,0 +1,1 @@
+"""Codecs: how a token's key or value is stored."""

@@ -1,0 +1,109 @@
+"""The allocator: pages of 64 slots, each of one key-value head, in one growing block a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from quantkit.kv.base import Layout
+
+PAGE = 64
+"""Slots (tokens) in a page."""
+
+
+class Pages:
+    """All pages of one layer.
+
+    Memory grows a little at a time and shrinks when many pages are free, so that what a policy drops
+    is given back. New memory is zero: a slot that nobody wrote enters a product only masked, and NaN
+    times 0 is NaN.
+
+    Args:
+        layout: what a slot holds.
+        device: where.
+
+    Attributes:
+        parts: by name, ``[pages, PAGE, *shape]``; another object after any growth or shrinking.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+        self.parts = {name: torch.zeros(0, PAGE, *shape, dtype=dtype, device=device)
+                      for name, (shape, dtype) in layout.items()}
+        self._free: list[int] = []  # highest first, so that the lowest is taken
+        self._total = 0
+
+    @property
+    def used(self) -> int:
+        """Pages that belong to somebody."""
+        return self._total - len(self._free)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return sum(math.prod(part.shape[1:]) * part.element_size() for part in self.parts.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that exist, free pages included."""
+        return sum(part.untyped_storage().nbytes() for part in self.parts.values())
+
+    def take(self, count: int) -> list[int]:
+        """So many pages, the lowest free ones."""
+        if count > len(self._free):
+            self._resize(max(self.used + count, self._total + self._total // 8))
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Free pages."""
+        self._free.extend(pages)
+        self._free.sort(reverse=True)
+
+    def shrink(self) -> dict[int, int] | None:
+        """Give memory back if more than a quarter of it is free.
+
+        Returns:
+            old → new number of every page that moved, or ``None`` if none did. Tables must follow.
+        """
+        if len(self._free) * 4 <= self._total:
+            return None
+        size = self.used
+        holes = sorted(page for page in self._free if page < size)
+        high = sorted(set(range(size, self._total)) - set(self._free))
+        for part in self.parts.values():
+            if holes:
+                part[holes] = part[high]
+        self._free = []
+        self._resize(size)
+        return dict(zip(high, holes, strict=True)) or None
+
+    def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Store tokens.
+
+        Args:
+            slots: int64 ``[n]``, ``page * PAGE + offset``.
+            values: by name, ``[n, *shape]``.
+        """
+        for name, value in values.items():
+            part = self.parts[name]
+            part.view(-1, *part.shape[2:]).index_copy_(0, slots, value.to(part.dtype))
+
+    def read(self, name: str, table: torch.Tensor) -> torch.Tensor:
+        """Pages int64 ``[Hkv, n]`` in a row: ``[Hkv, n * PAGE, *shape]``."""
+        part = self.parts[name]
+        found = part.index_select(0, table.reshape(-1))
+        return found.view(table.shape[0], -1, *part.shape[2:])
+
+    def _resize(self, total: int) -> None:
+        for name, part in self.parts.items():
+            block = part.new_zeros(total, *part.shape[1:])
+            block[:self._total] = part[:total]
+            self.parts[name] = block
+        self._free = [*range(total - 1, self._total - 1, -1), *self._free]
+        self._total = total
+
+
+def slots_of(pages: Sequence[int], start: int, count: int) -> list[int]:
+    """The slots ``start … start + count - 1`` of a head whose pages are these."""
+    return [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, start + count)]

@@ -1,0 +1,43 @@
+"""Attention sinks and a sliding window: StreamingLLM, https://arxiv.org/abs/2309.17453.
+
+Keys stay rotated by their original positions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from quantkit.kv.base import Held, KVPolicy
+from quantkit.kv.pages import PAGE
+
+
+class Window(KVPolicy):
+    """A query sees the first ``sinks`` positions and the last ``budget``, its own included.
+
+    Pages are given back after every chunk of a prompt and every 64 decode steps; what a query sees
+    doesn't depend on that.
+    """
+
+    name: ClassVar[str] = "window"
+    on_prefill: ClassVar[Literal["chunk", "end"] | None] = "chunk"
+    budget: int = Field(ge=1)
+    sinks: int = Field(default=4, ge=0)
+
+    @property
+    def every(self) -> int | None:
+        return PAGE
+
+    @property
+    def visible(self) -> tuple[int, int] | None:
+        return self.budget, self.sinks
+
+    def keep(self, held: Held) -> torch.Tensor | None:
+        """What the next query will see."""
+        if held.lengths[0] <= self.budget + self.sinks:
+            return None
+        positions = held.positions()
+        stays = (positions[0] < self.sinks) | (positions[0] > held.seen - self.budget)
+        return stays.nonzero()[:, 0].expand(positions.shape[0], -1)

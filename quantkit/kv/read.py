@@ -1,0 +1,92 @@
+"""Attention over pages, a sequence at a time: its result can't depend on its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.ops.attention import Visibility, attention
+
+if TYPE_CHECKING:
+    from quantkit.kv.cache import KVCache, Sequence_
+
+
+class Rows:
+    """The rows of a step in one layer: what each sequence holds, and how many tokens it adds."""
+
+    def __init__(self, held: list[Sequence_], counts: list[int]) -> None:
+        self._held, self._counts = held, counts
+
+    def __iter__(self) -> Iterator[tuple[Sequence_, int]]:
+        return zip(self._held, self._counts, strict=True)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, H, T, D]`` → ``[n, D]`` without padding: by row, then head, then token."""
+        if all(count == x.shape[2] for count in self._counts):
+            return x.reshape(-1, x.shape[-1])
+        return torch.cat([x[row, :, :count].reshape(-1, x.shape[-1])
+                          for row, count in enumerate(self._counts)])
+
+
+def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: torch.Tensor,
+           window: int | None, shared: dict[object, object]) -> torch.Tensor:
+    """Each row's queries over what its sequence holds.
+
+    Args:
+        cache: the tokens of this step are in it.
+        layer: index.
+        rows: the step's.
+        q: ``[B, H, T, D]``, rotated.
+        positions: int64 ``[B, T]``, −1: padding.
+        window: the model's own sliding window.
+        shared: kept for the step: what all layers can use.
+
+    Returns:
+        ``[B, H, T, D]`` in q's dtype; zeros at padding.
+    """
+    out = torch.zeros_like(q)
+    for row, (held, count) in enumerate(rows):
+        if not count:
+            continue
+        keys, values = cache._read(layer, held, "k"), cache._read(layer, held, "v")
+        query = q[row, :, :count]
+        heads = held.lengths
+        if min(heads) == max(heads):
+            seen = _seen(cache, layer, row, positions[row, :count], held, window, shared)
+            got = attention(query[None].to(keys.dtype), keys[None], values[None], seen)
+            out[row, :, :count] = got[0].to(q.dtype)
+        else:  # heads that hold different positions are the rows of a batch
+            grouped = query.unflatten(0, (len(heads), -1)).to(keys.dtype)
+            seen = _visibility(cache, positions[row, :count].expand(len(heads), -1),
+                               cache._positions(layer, held), window)
+            got = attention(grouped, keys[:, None], values[:, None], seen)
+            out[row, :, :count] = got.flatten(0, 1).to(q.dtype)
+    return out
+
+
+def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, held: Sequence_,
+          window: int | None, shared: dict[object, object]) -> Visibility:
+    """All heads hold equally many. Where they hold the same positions in all layers, the answer is
+    worked out once a step; where they don't, an earlier position is visible whichever it is."""
+    same = cache.policy.keeps_all or cache.policy.visible is not None
+    key = (row, window, held.lengths[0], None if same or window is None else layer)
+    found = shared.get(key)
+    if not isinstance(found, Visibility):
+        stored = cache._positions(layer, held)[:1].long()
+        if not same and window is None:
+            # dropped or not, all that stands before this step's own tokens is earlier than they are
+            count = positions.shape[0]
+            stored = torch.arange(stored.shape[1], device=stored.device)[None]
+            positions = torch.arange(stored.shape[1] - count, stored.shape[1], device=stored.device)
+        found = shared[key] = _visibility(cache, positions[None], stored, window)
+    return found
+
+
+def _visibility(cache: KVCache, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> Visibility:
+    limit, sinks = cache.policy.visible or (None, 0)
+    return Visibility(queries, keys, window, limit, sinks)

@@ -1,0 +1,74 @@
+"""The short way to write a KV setting: ``int8``, ``window(1024, sinks=4)+int8``, ``snapkv(0.5)``."""
+
+from __future__ import annotations
+
+import re
+
+from quantkit.errors import UsageError, did_you_mean
+from quantkit.plugins import registry
+from quantkit.spec import KVSpec
+
+MAX_LENGTH = 256
+_PART = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
+_NEXT = 'quantkit generate MODEL PROMPT --kv "window(1024, sinks=4)+int8"'
+
+
+def parse_kv(text: str) -> KVSpec:
+    """A policy, a codec, or both joined by ``+``; ``none`` is neither.
+
+    A policy's arguments are ``name=value``; the first may be given without its name, ``budget``.
+
+    Raises:
+        UsageError: it can't be read, or names something that nobody registered.
+    """
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed")
+    policies, codecs = registry("kv_policies"), registry("kv_codecs")
+    found: dict[str, object] = {}
+    for part in (text.split("+") if text.strip() != "none" else []):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(f"the KV setting {text!r} can't be read",
+                             why=f"{part.strip()!r} is not written NAME or NAME(VALUE, NAME=VALUE)",
+                             next=_NEXT)
+        name, inside = match[1], match[2]
+        kind = "policy" if name in policies else "codec"
+        if kind == "codec" and name not in codecs:
+            raise UsageError(f"no KV policy or codec is called {name!r}",
+                             why=did_you_mean(name, [*policies, *codecs]), next="quantkit plugins list")
+        if kind in found:
+            raise UsageError(f"the KV setting {text!r} names two of a kind",
+                             why=f"{found[kind]!r} and {name!r} are both a {kind}", next=_NEXT)
+        found[kind] = name
+        if kind == "policy":
+            found["options"] = _options(inside, part)
+        elif inside is not None:
+            raise UsageError(f"the KV codec {name!r} takes no arguments", why=f"it was given ({inside})")
+    return KVSpec.model_validate(found)
+
+
+def _options(inside: str | None, part: str) -> dict[str, int | float | str | bool]:
+    options: dict[str, int | float | str | bool] = {}
+    for number, item in enumerate((inside or "").split(",") if (inside or "").strip() else []):
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals:
+            name, value = "budget", name
+            if number:
+                raise UsageError(f"{part.strip()!r} can't be read", next=_NEXT,
+                                 why="only the first argument may stand without its name")
+        if not name or not value or name in options:
+            raise UsageError(f"{part.strip()!r} can't be read",
+                             why=f"{item.strip()!r} is empty or given twice", next=_NEXT)
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> int | float | str | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,264 @@
+"""Continuous batching: requests join and leave at any step, over one model and one KV cache."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.kv.cache import KVCache
+from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
+from quantkit.spec import KVSpec
+
+PREFILL_CHUNK = 512
+"""Prompt tokens that go through the model at once; others decode between two chunks."""
+
+
+class EngineFull(QuantkitError):
+    """The queue is full."""
+
+
+class EngineClosed(QuantkitError):
+    """The engine takes no more requests."""
+
+
+@dataclass
+class Timing:
+    """Seconds and tokens: all prompts' prefill, and the decode steps."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+
+class Engine:
+    """Runs requests over one model.
+
+    Each step takes one chunk of one waiting prompt through the model, then decodes one token of every
+    running sequence. A request's tokens don't depend on what runs beside it: prompts go alone, and
+    decoding multiplies row by row.
+
+    The caller either calls :meth:`step` itself, or :meth:`start`\\ s a thread that does; the model
+    belongs to that thread. :meth:`submit` and ``Ticket.cancel`` may be called from any.
+
+    Args:
+        loaded: the model.
+        kv: how keys and values are kept; by default as the model's checkpoint says.
+        max_batch: sequences that decode side by side.
+        max_queue: requests that may wait.
+
+    Attributes:
+        cache: the KV cache.
+        timing: so far.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, max_batch: int = 8,
+                 max_queue: int = 64) -> None:
+        for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
+            if value < 1:
+                raise UsageError(f"{name} is {value}", why="it must be at least 1")
+        self.loaded, self._max_batch, self._max_queue = loaded, max_batch, max_queue
+        self.cache = KVCache(loaded.config, kv or loaded.kv, loaded.dtype, loaded.model.device)
+        self.timing = Timing()
+        self._waiting: deque[Ticket] = deque()
+        self._prefilling: Ticket | None = None
+        self._running: list[Ticket] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._refusing = self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
+               echo: bool = False, on_token: Callable[[TokenInfo], None] | None = None,
+               on_done: Callable[[Ticket], None] | None = None,
+               on_error: Callable[[BaseException], None] | None = None) -> Ticket:
+        """Queue a request.
+
+        Args:
+            prompt: token ids.
+            sampling: how it is continued.
+            logprobs: log-probabilities of so many most likely tokens beside the chosen one's.
+            echo: also score the prompt's own tokens.
+            on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
+                ``on_error`` an error is raised out of :meth:`step`.
+
+        Raises:
+            UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError).
+            EngineFull: too many wait.
+            EngineClosed: it is draining or closed.
+        """
+        check_request(self.loaded, prompt, sampling)
+        with self._changed:
+            if self._refusing:
+                raise EngineClosed("no more requests are taken", why="it is about to end")
+            if len(self._waiting) >= self._max_queue:
+                raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
+                                 next="try again in a moment, or start with a larger --max-queue")
+            ticket = Ticket(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
+                            on_done, on_error)
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One iteration; ``False`` if there was nothing to do.
+
+        Raises:
+            QuantkitError: of a request without ``on_error``.
+        """
+        self._sweep()
+        worked = self._prefill()
+        if self._running:
+            running = list(self._running)
+            # no more rows at once than what is independent of its neighbours
+            for start in range(0, len(running), DECODE_ROWS):
+                self._decode(running[start:start + DECODE_ROWS])
+            worked = True
+        self._retire()
+        return worked
+
+    def stats(self) -> dict[str, int]:
+        """What it is doing, for people and health checks."""
+        return {"running": len(self._running) + (self._prefilling is not None),
+                "waiting": len(self._waiting), "max_batch": self._max_batch, "max_queue": self._max_queue,
+                "kv_allocated_bytes": self.cache.allocated_bytes,
+                "tokens_generated": self.timing.decode_tokens}
+
+    def start(self) -> None:
+        """Step on a thread of its own until :meth:`close`."""
+        self._thread = threading.Thread(target=self._loop, name="quantkit-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait until those that are there are done.
+
+        Args:
+            timeout: seconds; ``None`` waits for ever.
+
+        Returns:
+            Whether all are done.
+        """
+        with self._changed:
+            self._refusing = True
+            return self._changed.wait_for(lambda: self._closed or not self._busy(), timeout)
+
+    def close(self) -> None:
+        """Stop at the end of the current step; what still runs is cancelled."""
+        with self._changed:
+            self._refusing = self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        left = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
+        self._waiting.clear()
+        for ticket in left:
+            ticket.cancel()
+        self._sweep()
+        self._retire()
+
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._running)
+
+    def _loop(self) -> None:
+        while not self._closed:
+            self.step()
+            with self._changed:
+                self._changed.notify_all()  # for drain
+                self._changed.wait_for(lambda: self._closed or self._busy())
+
+    def _sweep(self) -> None:
+        """End what was cancelled; take the next prompt if there is room."""
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
+            if gone:
+                self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled)
+            room = self._prefilling is None and len(self._running) < self._max_batch
+            if room and self._waiting:
+                self._prefilling = self._waiting.popleft()
+                self._prefilling.row = self.cache.add()
+        if self._prefilling is not None and self._prefilling.cancelled:
+            gone.append(self._prefilling)
+            self.cache.free([self._prefilling.row])
+            self._prefilling = None
+        gone += [ticket for ticket in self._running if ticket.cancelled]
+        for ticket in gone:
+            ticket.finish("cancelled")
+        self._retire()
+
+    def _prefill(self) -> bool:
+        """One chunk of the prompt whose turn it is."""
+        ticket = self._prefilling
+        if ticket is None:
+            return False
+        begin = time.perf_counter()
+        chunk = ticket.prompt[ticket.fed:ticket.fed + PREFILL_CHUNK]
+        end = ticket.fed + len(chunk) == len(ticket.prompt)
+        batch = self.cache.batch([ticket.row], "prefill_end" if end else "prefill")
+        try:
+            ids = torch.tensor([chunk], device=self.loaded.model.device)
+            last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1], device=ids.device)
+            logits = self.loaded.model(ids, batch.next_positions(len(chunk)), batch, last)
+            ticket.fed += len(chunk)
+            if last is None:
+                ticket.see_prompt(logits[0])
+                logits = logits[:, -1]
+            if end:
+                self._prefilling = None
+                self._running.append(ticket)
+                ticket.push(logits[0])
+        except Exception as error:  # of one request; the others go on
+            self._drop(ticket)
+            ticket.fail(error)
+        self.timing.prefill_tokens += len(chunk)
+        self.timing.prefill_s += time.perf_counter() - begin
+        return True
+
+    def _decode(self, rows: list[Ticket]) -> None:
+        """One token of each of these sequences."""
+        rows = [ticket for ticket in rows if not ticket.done]
+        if not rows:
+            return
+        begin = time.perf_counter()
+        try:
+            batch = self.cache.batch([ticket.row for ticket in rows], "decode")
+            ids = torch.tensor([[ticket.result.token_ids[-1]] for ticket in rows],
+                               device=self.loaded.model.device)
+            logits = self.loaded.model(ids, batch.next_positions(), batch)[:, -1]
+        except Exception as error:
+            for ticket in rows:
+                self._drop(ticket)
+                ticket.fail(error)
+            return
+        for ticket, row in zip(rows, logits, strict=True):
+            try:
+                ticket.push(row)
+            except Exception as error:
+                self._drop(ticket)
+                ticket.fail(error)
+        self.timing.decode_tokens += len(rows)
+        self.timing.decode_s += time.perf_counter() - begin
+
+    def _drop(self, ticket: Ticket) -> None:
+        """Forget a sequence and give back its pages."""
+        if ticket is self._prefilling:
+            self._prefilling = None
+        if ticket in self._running:
+            self._running.remove(ticket)
+        self.cache.free([ticket.row])
+
+    def _retire(self) -> None:
+        done = [ticket for ticket in self._running if ticket.done]
+        if done:
+            self.cache.free([ticket.row for ticket in done])
+            self._running = [ticket for ticket in self._running if not ticket.done]

@@ -1,0 +1,187 @@
+"""One request on its way through the model: its prompt, what was sampled, and what may be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from quantkit.errors import UsageError
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.sampler import Sampler, Sampling
+from quantkit.runtime.stop import StopStrings
+
+FinishReason = Literal["stop", "length", "stop_string", "cancelled"]
+ROWS = 64
+"""Positions whose log-probabilities are worked out at once: each is a vocabulary of float32."""
+
+
+class ContextLengthError(UsageError):
+    """Prompt and answer are longer than the model's context.
+
+    Attributes:
+        context: tokens asked for in all, and the limit.
+    """
+
+    def __init__(self, prompt: int, answer: int, limit: int) -> None:
+        super().__init__(f"the prompt has {prompt} tokens and {answer} are to follow",
+                         why=f"the model was made for {limit} in all",
+                         next=f"shorten the prompt, or --max-tokens {max(limit - prompt, 1)}")
+        self.context = (prompt + answer, limit)
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """One token and what its arrival showed.
+
+    Attributes:
+        id: the token.
+        text: text that became certain with it; often a word, sometimes none, sometimes several tokens'.
+        logprob: natural log of its probability before temperature and filters; ``None`` if nobody
+            asked, and for a prompt's first token.
+        top: the most likely ids with theirs, in falling order.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Completion:
+    """One prompt's continuation.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        token_ids: new ids, with the end-of-sequence one or those that make up the stop string.
+        text: their text without special tokens, up to the stop string.
+        finish_reason: ``stop`` (the model ended the sequence), ``stop_string``, ``length``
+            (``max_tokens`` are there), or ``cancelled``.
+        prompt_logprobs: of each prompt token, if asked for; text is empty there.
+    """
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason = "length"
+    prompt_logprobs: list[TokenInfo] | None = None
+
+
+class Ticket:
+    """A request's handle.
+
+    Attributes:
+        id: number within the engine.
+        result: grows while it runs.
+        done: nothing more will come.
+    """
+
+    def __init__(self, number: int, loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling,
+                 logprobs: int | None = None, echo: bool = False,
+                 on_token: Callable[[TokenInfo], None] | None = None,
+                 on_done: Callable[[Ticket], None] | None = None,
+                 on_error: Callable[[BaseException], None] | None = None) -> None:
+        self.id, self.prompt, self.sampling = number, list(prompt), sampling
+        self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
+        self.done = self.cancelled = False
+        self.fed = 0  # prompt tokens that went through the model
+        self.row = -1  # its number in the KV cache
+        self._logprobs = logprobs
+        self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
+        self._sampler, self._stops = Sampler(sampling), StopStrings(sampling.stop)
+        self._stream, self._eos = loaded.tokenizer.stream(), loaded.tokenizer.eos_ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of every prompt position are needed."""
+        return self.result.prompt_logprobs is not None
+
+    def cancel(self) -> None:
+        """Ask for an end before its time; takes effect at the next step."""
+        self.cancelled = True
+
+    def see_prompt(self, logits: torch.Tensor) -> None:
+        """Score prompt tokens by ``logits [T, vocab]`` of the chunk that was just fed, up to ``fed``."""
+        scored = self.result.prompt_logprobs
+        assert scored is not None
+        if not scored:
+            scored.append(TokenInfo(self.prompt[0], ""))
+        first = self.fed - logits.shape[0]
+        for start in range(0, logits.shape[0], ROWS):
+            rows = logits[start:start + ROWS].float().log_softmax(-1)
+            for offset, row in enumerate(rows):
+                place = first + start + offset + 1
+                if place < len(self.prompt):
+                    scored.append(self._info(self.prompt[place], "", row))
+
+    def push(self, logits: torch.Tensor) -> None:
+        """Sample the next token from ``logits [vocab]`` and tell the listener.
+
+        Raises:
+            QuantkitError: the logits are not finite.
+        """
+        ids, result = self.result.token_ids, self.result
+        token = self._sampler(logits, self.prompt + ids if self.sampling.repetition_penalty != 1 else ids)
+        ids.append(token)
+        ended = False
+        if token in self._eos and not self.sampling.ignore_eos:
+            ended, result.finish_reason = True, "stop"
+        elif len(ids) >= self.sampling.max_tokens:
+            ended = True
+        text = self._stops.push(self._stream.push(token) if result.finish_reason != "stop" else "")
+        if ended:
+            text += self._stops.push(self._stream.finish())
+        if self._stops.found is not None:
+            ended, result.finish_reason = True, "stop_string"
+        elif ended:
+            text += self._stops.finish()
+        result.text += text
+        if self._on_token is not None:
+            row = logits.float().log_softmax(-1) if self._logprobs is not None else None
+            self._on_token(self._info(token, text, row))
+        if ended:
+            self.finish()
+
+    def finish(self, reason: FinishReason | None = None) -> None:
+        """Mark it done and tell the listener."""
+        if reason is not None:
+            self.result.finish_reason = reason
+        self.done = True
+        if self._on_done is not None:
+            self._on_done(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark it done because of an error; without a listener for errors, raise it."""
+        self.done = True
+        if self._on_error is None:
+            raise error
+        self._on_error(error)
+
+    def _info(self, token: int, text: str, row: torch.Tensor | None) -> TokenInfo:
+        if row is None:
+            return TokenInfo(token, text)
+        top: tuple[tuple[int, float], ...] = ()
+        if self._logprobs:
+            values, ids = row.topk(min(self._logprobs, row.numel()))
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenInfo(token, text, float(row[token]), top)
+
+
+def check_request(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling) -> None:
+    """Raises UsageError: the prompt is empty, has an unknown id, or is too long."""
+    if not prompt:
+        raise UsageError("a prompt is empty", why="there is no token to continue from",
+                         next="give at least one character")
+    if not all(0 <= token < loaded.config.vocab_size for token in prompt):
+        raise UsageError("a prompt has a token that the model doesn't know",
+                         why=f"ids go from 0 to {loaded.config.vocab_size - 1}")
+    if len(prompt) + sampling.max_tokens > loaded.config.max_position_embeddings:
+        raise ContextLengthError(len(prompt), sampling.max_tokens, loaded.config.max_position_embeddings)
