@@ -21,8 +21,17 @@ from quantkit.cli.progress import Progress
               help="Of activations; auto is each model's own.")
 @click.option("--noise-floor", is_flag=True, help="Also measure the reference against float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
-@click.option("--prefill", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Prompt tokens of the speed test.")
+@click.option("--kv", multiple=True, metavar="LIST", help='KV settings, all with every model: none,int8,'
+                                                         '"window(512, sinks=4)". (Each model\'s own.)')
+@click.option("--prompt", type=click.IntRange(min=1), help="With KV settings: tokens of a window that are "
+                                                           "its prompt; what follows is scored (half).")
+@click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
+@click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
+              envvar="QUANTKIT_TASK_DATA")
+@click.option("--limit", type=click.IntRange(min=1), help="Only so many items of each task.")
+@click.option("--prefill", type=click.IntRange(min=1),
+              help="Prompt tokens of the speed test (256; with KV settings, what fills the window).")
 @click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,
               help="New tokens of the speed test.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
@@ -32,15 +41,19 @@ from quantkit.cli.progress import Progress
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
-            windows: int | None, dtype: str, noise_floor: bool, no_speed: bool, prefill: int, decode: int,
-            repeats: int, revision: str | None, out: Path | None, quiet: bool, as_json: bool) -> None:
-    """Compare models by quality, speed and memory.
+            windows: int | None, dtype: str, noise_floor: bool, no_speed: bool, kv: tuple[str, ...],
+            prompt: int | None, tasks: str | None, task_data: Path | None, limit: int | None,
+            prefill: int | None, decode: int, repeats: int, revision: str | None, out: Path | None,
+            quiet: bool, as_json: bool) -> None:
+    """Compare models, and ways to keep the KV cache, by quality, speed and memory.
 
-    MODEL is a checkpoint or anything that `quantkit quantize` takes. The first is the reference of KL
-    and top-1 agreement.
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The first, with the first KV
+    setting, is the reference of KL and top-1 agreement.
     """
+    from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.run import Settings, evaluate
     from quantkit.evaluate.suite import load_suite
+    from quantkit.kvspec import parse_kv
     from quantkit.plugins import registry
     from quantkit.report.folder import write_report
 
@@ -50,7 +63,10 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         window=window or (chosen.window if chosen else 512),
         windows=windows or (chosen.windows if chosen else 40),
         dtype=dtype, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
-        noise_floor=noise_floor, revision=revision)
+        noise_floor=noise_floor, revision=revision, prompt=prompt,
+        kv=tuple(parse_kv(one) for text in kv for one in split_settings(text)),
+        tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
+        limit=limit)
     with Progress("evaluating", quiet) as progress:
         result = evaluate(models, settings, progress)
     click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)

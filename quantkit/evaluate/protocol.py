@@ -21,8 +21,11 @@ class Protocol:
         window, stride: tokens a window, and from one's start to the next's: they never overlap, and
             each starts afresh.
         windows: the first so many of the text.
-        scored: predictions a model: ``windows * (window - 1)``; a window's first token is not one.
+        prompt: tokens of a window that go through the KV cache as its prompt, and aren't scored; the
+            rest reads what decoding would. ``None``: no cache was involved, all is scored.
+        scored: predictions a model: ``windows * (window - 1 - prompt)``; a window's first token is not one.
         words: whitespace-separated words in the windows, for the perplexity a word.
+        tasks: which were run, with their numbers of items.
         bos: no BOS is put before a window.
         dtype: of activations; several names if models differ, the reference's first.
         batch: windows that go through a model at once, and prompts in the speed test.
@@ -48,6 +51,8 @@ class Protocol:
     cpu: str
     cores: int
     threads: int
+    prompt: int | None = None
+    tasks: str = ""
     bos: str = "none"
     batch: int = 1
     seed: int = 0
@@ -60,13 +65,15 @@ class Protocol:
     @property
     def scored(self) -> int:
         """Predictions that each model was scored on."""
-        return self.windows * (self.window - 1)
+        return self.windows * (self.window - 1 - (self.prompt or 0))
 
     @property
     def fingerprint(self) -> str:
         """Of what decides quality; numbers with different fingerprints can't be compared."""
-        quality = (self.text_sha256, self.tokens_sha256, self.window, self.stride, self.windows, self.bos,
-                   self.dtype)
+        quality: tuple[object, ...] = (self.text_sha256, self.tokens_sha256, self.window, self.stride,
+                                       self.windows, self.bos, self.dtype)
+        if self.prompt is not None:
+            quality += (self.prompt,)
         return hashlib.sha256(json.dumps(quality).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,8 +84,10 @@ class Protocol:
         """For people: what was measured, on what."""
         speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {self.repeats}, "
                  f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
+        cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
+        tasks = [f"tasks {self.tasks}"] if self.tasks else []
         return [f"text {self.text} (sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
-                f"tokens, no overlap, no BOS, {self.scored} predictions",
+                f"tokens, no overlap, no BOS, {self.scored} predictions{cached}", *tasks,
                 f"activations {self.dtype}; {speed}",
                 f"{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
                 f"quantkit {self.quantkit}; fingerprint {self.fingerprint}"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.evaluate.forced import Forced
 from quantkit.evaluate.metrics import Interval, Metric
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
@@ -43,14 +44,15 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> tor
 
 
 @torch.inference_mode()
-def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
-            progress: Listener = silent) -> list[dict[str, Interval]]:
+def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progress: Listener = silent,
+            prompt: int = 0) -> list[dict[str, Interval]]:
     """Score every model; the first is the reference.
 
     Args:
-        models: loaded models with the same vocabulary.
+        models: loaded models with the same vocabulary; or each with a KV setting, all with ``prompt``.
         tokens: int64 ``[windows, window]``.
         progress: told before each model's window.
+        prompt: predictions from so many tokens of a window on are scored.
 
     Returns:
         for each model, every registered metric by its key.
@@ -59,7 +61,8 @@ def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
         UsageError: vocabularies differ.
         QuantkitError: a model's logits are not finite.
     """
-    sizes = {model.config.vocab_size for model in models}
+    loaded = [model.loaded if isinstance(model, Forced) else model for model in models]
+    sizes = {model.config.vocab_size for model in loaded}
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
                          why="KL and top-1 compare the same tokens", next="compare models of one family")
@@ -69,18 +72,23 @@ def compare(models: Sequence[LoadedModel], tokens: torch.Tensor,
     done = 0
     for number, window in enumerate(tokens):
         reference: torch.Tensor | None = None
-        for model, scores in zip(models, means):
-            progress(Event(done, len(models) * len(tokens), model.label))
-            logits = model.model(window[None].to(model.model.device))[0, :-1]
+        for runner, model, scores in zip(models, loaded, means):
+            progress(Event(done, len(models) * len(tokens), _label(runner)))
+            logits = runner.logits(window)[:-1] if isinstance(runner, Forced) else model.model(
+                window[None].to(model.model.device))[0, :-1]
             if not (logits < torch.inf).all():
                 raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
                                     why=f"at window {number}: {_overflow(model)}")
             reference = logits if reference is None else reference
-            for own, mean in zip(scores, _score(metrics, reference, logits, window[1:])):
+            for own, mean in zip(scores, _score(metrics, reference, logits, window[1 + prompt:])):
                 own.append(mean)
             done += 1
     progress(Event(done, done, "scored"))
     return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)} for scores in means]
+
+
+def _label(runner: LoadedModel | Forced) -> str:
+    return runner.label if isinstance(runner, LoadedModel) else f"{runner.loaded.label} kv {runner.kv}"
 
 
 def _overflow(model: LoadedModel) -> str:

@@ -28,6 +28,9 @@ class Row:
         kernels: phase → kernel → how many Linears it runs.
         manifest_sha256: of a checkpoint's manifest.
         answer: a generated text, for those who want to see one.
+        kv: the KV setting it ran with; ``None``: no cache was involved in its quality.
+        kv_bytes_per_token: codes and scales of one token, all layers and heads.
+        kv_bytes: allocated for the KV cache at the end of a window.
     """
 
     model: str
@@ -40,6 +43,9 @@ class Row:
     kernels: dict[str, dict[str, int]] = field(default_factory=dict)
     manifest_sha256: str | None = None
     answer: str | None = None
+    kv: str | None = None
+    kv_bytes_per_token: int | None = None
+    kv_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every metric as a number, and ``intervals`` beside them. A number that is not
@@ -50,7 +56,8 @@ class Row:
         data |= {name: _finite(found.value) for name, found in self.metrics.items()}
         data["intervals"] = {name: [_finite(found.low), _finite(found.high)]
                              for name, found in self.metrics.items()}
-        return data | {"load_s": self.load_s, "kernels": self.kernels,
+        return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
+                       "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
                        "manifest_sha256": self.manifest_sha256, "answer": self.answer}
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from quantkit import __version__
 from quantkit.errors import UsageError
+from quantkit.evaluate.forced import Forced
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluate.quality import compare, windows_of
@@ -20,27 +23,56 @@ from quantkit.evaluate.text import BUILTIN, Text, load_text
 from quantkit.plugins import current
 from quantkit.progress import Event, Listener, silent
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.spec import KVSpec
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the caller chooses; see :class:`~quantkit.evaluate.protocol.Protocol` for the meaning."""
+    """What the caller chooses; see :class:`~quantkit.evaluate.protocol.Protocol` for the meaning.
+
+    Attributes:
+        prefill: ``None``: 256 tokens, or with KV settings as many as leave the window full at the end.
+        kv: every model runs with each of these; empty: with its own.
+        prompt: ``None``: half the window, if any KV setting is other than ``none``.
+        tasks: names of tasks, or of their files.
+        task_data: the folder with the tasks' data.
+        limit: items a task; ``None``: all.
+    """
 
     text: str = BUILTIN
     window: int = 512
     windows: int = 40
     dtype: str = "auto"
-    prefill: int = 256
+    prefill: int | None = None
     decode: int = 32
     repeats: int = 3
     speed: bool = True
     noise_floor: bool = False
     revision: str | None = None
+    kv: tuple[KVSpec, ...] = ()
+    prompt: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_data: Path | None = None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 2), ("windows", 1), ("prefill", 1), ("decode", 1), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}", why=f"it must be at least {least}")
+        for name, least in (("window", 2), ("windows", 1), ("prefill", 1), ("decode", 1), ("repeats", 1),
+                            ("prompt", 1), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}", why=f"it must be at least {least}")
+        if self.prompt is not None and self.prompt > self.window - 2:
+            raise UsageError(f"a prompt of {self.prompt} tokens leaves nothing to predict",
+                             why=f"a window has {self.window}", next="give a smaller --prompt")
+        if len({str(one) for one in self.kv}) != len(self.kv):
+            raise UsageError("a KV setting is given twice", next="name each setting once")
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of the speed test."""
+        if self.prefill is not None:
+            return self.prefill
+        return max(1, self.window - self.decode - 1) if self.kv else 256
 
     def revision_of(self, index: int) -> str | None:
         """``revision`` is the first model's."""
@@ -48,12 +80,12 @@ class Settings:
 
 
 def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silent) -> EvalResult:
-    """Compare models.
+    """Compare models, or the product of models and KV settings.
 
     Args:
         uris: checkpoints or sources, the reference first.
         settings: protocol.
-        progress: told of every window and every timed model.
+        progress: told of every window, every timed model and every task.
 
     Raises:
         QuantkitError: a model can't be loaded, the text is unusable, or a measurement failed.
@@ -65,7 +97,7 @@ def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silen
     # models are loaded and dropped inside: while speed is measured, memory belongs to one worker
     result, tokens = _quality(uris, settings, load_text(settings.text), progress)
     if settings.speed:
-        _speed(result, tokens.reshape(-1).tolist(), settings, progress)
+        _speed(uris, result, tokens.reshape(-1).tolist(), settings, progress)
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())
     return result
 
@@ -76,20 +108,55 @@ def _quality(uris: Sequence[str], settings: Settings, text: Text,
               for i, uri in enumerate(uris)]
     tokens = _tokens(models, settings, text)
     extra = [load(uris[0], revision=settings.revision, dtype="float32")] if settings.noise_floor else []
-    scores = compare([*models, *extra], tokens, progress)
+    variants = [(model, kv) for model in models for kv in settings.kv or (model.kv,)]
+    prompt = _prompt(variants, settings)
+    runners: list[LoadedModel | Forced]
+    if prompt is None:
+        runners = [*models, *extra]
+    else:
+        runners = [Forced(model, kv, prompt) for model, kv in
+                   [*variants, *((model, variants[0][1]) for model in extra)]]
+    scores = compare(runners, tokens, progress, prompt or 0)
     floor = scores.pop()["kl_mean"] if extra else None
-    protocol = _protocol(models, settings, text, tokens)
-    rows = [_row(model, score, protocol) for model, score in zip(models, scores)]
+    protocol = _protocol(models, settings, text, tokens, prompt)
+    rows = [_row(runner, score, protocol) for runner, score in zip(runners, scores)]
+    if settings.tasks:
+        protocol = dataclasses.replace(protocol, tasks=_tasks(variants, rows, settings, progress))
     return EvalResult(protocol, rows, floor), tokens
+
+
+def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: Settings) -> int | None:
+    """``None`` if no cache is needed: nobody asks for a KV setting, no checkpoint has one of its own."""
+    if not settings.kv and settings.prompt is None and all(kv == KVSpec() for _, kv in variants):
+        return None
+    if settings.window < 4:
+        raise UsageError(f"--window {settings.window} is too short for a prompt and an answer",
+                         next="--window 512")
+    return settings.prompt or settings.window // 2
+
+
+def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[Row], settings: Settings,
+           progress: Listener) -> str:
+    """Scores into the rows' metrics, as ``task/metric``; what was run, for the protocol."""
+    from quantkit.evaluate.tasks import run_tasks
+
+    said = ""
+    for (model, kv), row in zip(variants, rows):
+        scores = run_tasks(model, settings.tasks, data=settings.task_data, limit=settings.limit, kv=kv,
+                           progress=progress)
+        row.metrics |= {f"{score.task}/{score.metric}": score.interval for score in scores}
+        items = {score.task: score.items for score in scores}
+        said = ", ".join(f"{name} ({count} items)" for name, count in items.items())
+    return said
 
 
 def _tokens(models: Sequence[LoadedModel], settings: Settings, text: Text) -> torch.Tensor:
     """int64 ``[windows, window]``, the same for all models."""
     for model in models:
         limit = model.config.max_position_embeddings
-        if settings.speed and settings.prefill + settings.decode >= limit:
+        if settings.speed and settings.prefill_tokens + settings.decode >= limit:
             raise UsageError(f"the speed test is longer than {model.uri} takes",
-                             why=f"{settings.prefill} tokens in and {settings.decode} out; "
+                             why=f"{settings.prefill_tokens} tokens in and {settings.decode} out; "
                                  f"it was made for {limit}", next="give a smaller --prefill, or --no-speed")
     tokens = windows_of(models[0], text.content, settings.window, settings.windows)
     for model in models[1:]:
@@ -101,23 +168,28 @@ def _tokens(models: Sequence[LoadedModel], settings: Settings, text: Text) -> to
 
 
 def _protocol(models: Sequence[LoadedModel], settings: Settings, text: Text,
-              tokens: torch.Tensor) -> Protocol:
+              tokens: torch.Tensor, prompt: int | None) -> Protocol:
     dtypes = dict.fromkeys(str(model.dtype).removeprefix("torch.") for model in models)
     words = sum(len(models[0].tokenizer.decode(window, skip_special=False).split())
                 for window in tokens.tolist())
-    timed = (settings.prefill, settings.decode, settings.repeats) if settings.speed else (0, 0, 0)
+    timed = (settings.prefill_tokens, settings.decode, settings.repeats) if settings.speed else (0, 0, 0)
     return Protocol(
         text.name, text.sha256, hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
         settings.window, settings.windows, words, ", ".join(dtypes), *timed, __version__, torch.__version__,
-        cpu_name(), cpu_cores(), torch.get_num_threads())
+        cpu_name(), cpu_cores(), torch.get_num_threads(), prompt)
 
 
-def _row(model: LoadedModel, metrics: dict[str, Interval], protocol: Protocol) -> Row:
+def _row(runner: LoadedModel | Forced, metrics: dict[str, Interval], protocol: Protocol) -> Row:
+    model = runner.loaded if isinstance(runner, Forced) else runner
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
-    if protocol.words and (tokens := metrics.get("perplexity")):
+    if protocol.words and not protocol.prompt and (tokens := metrics.get("perplexity")):
         metrics["word_perplexity"] = per_word(tokens, protocol.scored / protocol.words)
-    return Row(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
-               manifest_sha256=digest)
+    row = Row(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
+              manifest_sha256=digest)
+    if isinstance(runner, Forced):
+        row.kv = str(runner.kv)
+        row.kv_bytes, row.kv_bytes_per_token = runner.kv_bytes, runner.kv_bytes_per_token
+    return row
 
 
 def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
@@ -126,14 +198,17 @@ def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
     return Interval(*(math.exp(log) if log < 700 else math.inf for log in logs))
 
 
-def _speed(result: EvalResult, ids: list[int], settings: Settings, progress: Listener) -> None:
-    prompt = (ids * -(-settings.prefill // len(ids)))[:settings.prefill]
+def _speed(uris: Sequence[str], result: EvalResult, ids: list[int], settings: Settings,
+           progress: Listener) -> None:
+    length = settings.prefill_tokens
+    prompt = (ids * -(-length // len(ids)))[:length]
     rows = result.rows
     for i, row in enumerate(rows):
-        progress(Event(i, len(rows), f"speed of {row.method}"))
+        name = row.method + (f" kv {row.kv}" if row.kv else "")
+        progress(Event(i, len(rows), f"speed of {name}"))
         speed = measure(row.model, prompt, decode=settings.decode, repeats=settings.repeats,
-                        threads=result.protocol.threads, revision=settings.revision_of(i),
-                        dtype=settings.dtype)
+                        threads=result.protocol.threads, revision=settings.revision_of(uris.index(row.model)),
+                        dtype=settings.dtype, kv=row.kv)
         row.peak_bytes, row.load_s, row.kernels = speed.peak_bytes, speed.load_s, speed.kernels
         row.metrics |= {"prefill_tok_s": speed.prefill_tok_s, "decode_tok_s": speed.decode_tok_s}
     progress(Event(len(rows), len(rows), "timed"))

@@ -25,7 +25,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``uri``, ``revision``, ``dtype``, ``ids`` (the prompt), ``decode``, ``repeats``,
-            and, if it isn't torch's own choice, ``threads``.
+            and, if it isn't torch's own choice, ``threads``; ``kv`` if it isn't the model's own.
 
     Returns:
         ``load_s``, ``prefill_tok_s`` and ``decode_tok_s`` (one number a repeat), ``peak_bytes``,
@@ -33,6 +33,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
+    from quantkit.kvspec import parse_kv
     from quantkit.runtime.engine import Timing
     from quantkit.runtime.generate import generate
     from quantkit.runtime.loader import load
@@ -45,10 +46,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     load_s = time.perf_counter() - start
     # the first new token comes out of the prefill
     sampling = Sampling(max_tokens=request["decode"] + 1, ignore_eos=True)
+    kv = parse_kv(request["kv"]) if request.get("kv") else None
     timings: list[Timing] = []
-    generate(loaded, [request["ids"]], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True))
+    generate(loaded, [request["ids"]], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True),
+             kv=kv)
     for _ in range(request["repeats"]):
-        generate(loaded, [request["ids"]], sampling, on_done=timings.append)
+        generate(loaded, [request["ids"]], sampling, on_done=timings.append, kv=kv)
     return {"load_s": load_s, "peak_bytes": peak_bytes(), "kernels": kernels(loaded),
             "prefill_tok_s": [t.prefill_tokens / t.prefill_s for t in timings],
             "decode_tok_s": [t.decode_tokens / t.decode_s for t in timings]}

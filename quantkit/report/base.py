@@ -61,13 +61,24 @@ def megabytes(count: int | None) -> str:
     return f"{number(count / 1e9)} GB" if count >= 999.5e6 else f"{number(count / 1e6)} MB"
 
 
+def kilobytes(count: int | None) -> str:
+    """``23.0 kB``, from a million on as :func:`megabytes`."""
+    return f"{number(count / 1e3)} kB" if count is not None and count < 999.5e3 else megabytes(count)
+
+
 def short_names(rows: Sequence[Row]) -> list[str]:
-    """The last part of each model's path or name, on one line; models that share it get more of theirs."""
-    paths = [Path(row.model).parts or (row.model,) for row in rows]
-    names = []
-    for parts in paths:
+    """The last part of each model's path or name, on one line; models that share it get more of theirs.
+    Where the KV cache was varied or compressed, its setting follows."""
+    paths = {row.model: Path(row.model).parts or (row.model,) for row in rows}
+    short = {}
+    for model, parts in paths.items():
         depth = 1
-        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths) > 1:
+        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
             depth += 1
-        names.append(" ".join(str(Path(*parts[-depth:])).split()))
-    return names
+        short[model] = " ".join(str(Path(*parts[-depth:])).split())
+    return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
+
+
+def task_names(rows: Sequence[Row]) -> list[str]:
+    """Keys of all task scores, ``task/metric``, in the order in which they came."""
+    return list(dict.fromkeys(name for row in rows for name in row.metrics if "/" in name))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from quantkit.evaluate.result import EvalResult, Row
-from quantkit.report.base import Reporter, megabytes, number, short_names, spread
+from quantkit.report.base import (
+    Reporter,
+    kilobytes,
+    megabytes,
+    number,
+    short_names,
+    spread,
+    task_names,
+)
 
 _MARKUP = re.compile(r"[\\`*_\[\]|#]")
 
@@ -17,7 +25,11 @@ def render(result: EvalResult) -> str:
              "Values in small print are intervals: a 95% bootstrap over windows for quality, the range of "
              "the timed runs for speed. KL and top-1 compare with the first model. Bits per weight counts "
              "the Linear layers; the file also holds embeddings and norms.", "",
-             "![KL and decode speed against file size](plot.svg)", ""]
+             "![KL and decode speed against bytes](plot.svg)", ""]
+    if any(row.kv is not None for row in result.rows):
+        lines += ["KV per token counts codes and scales of all layers; KV in all is what was allocated when "
+                  f"a window's {result.protocol.window} tokens were there.", ""]
+    lines += _tasks(names, result.rows)
     if result.noise_floor is not None:
         value, span = spread(result.noise_floor)
         lines += [f"**Noise floor:** KL {value} ({span}), the reference's own arithmetic against float32. "
@@ -38,18 +50,37 @@ def render(result: EvalResult) -> str:
 
 
 def _table(names: list[str], rows: list[Row]) -> list[str]:
-    head = ("model", "method", "bits per weight", "file", "peak memory", "perplexity", "KL", "top-1",
+    cached = any(row.kv is not None for row in rows)
+    head = ("model", "method", "bits per weight", "file", "peak memory",
+            *(("KV per token", "KV in all") if cached else ()), "perplexity", "KL", "top-1",
             "prefill tok/s", "decode tok/s")
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
     for name, row in zip(names, rows):
         m = row.metrics
         cells = [name, plain(row.method), number(row.bits_per_weight),
                  megabytes(row.file_bytes), megabytes(row.peak_bytes)]
+        if cached:
+            cells += [kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes)]
         for key in ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s"):
             value, span = spread(m.get(key), percent=key == "top1")
             cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _tasks(names: list[str], rows: list[Row]) -> list[str]:
+    tasks = task_names(rows)
+    if not tasks:
+        return []
+    lines = ["## Tasks", "", "| model | " + " | ".join(plain(task) for task in tasks) + " |",
+             "|---|" + "--:|" * len(tasks)]
+    for name, row in zip(names, rows):
+        cells = []
+        for task in tasks:
+            value, span = spread(row.metrics.get(task), percent=True)
+            cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def plain(text: str) -> str:

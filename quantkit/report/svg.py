@@ -1,4 +1,4 @@
-"""A plot without a plotting library: KL and decode speed against file size, with intervals."""
+"""A plot without a plotting library: KL and decode speed against bytes, with intervals."""
 
 from __future__ import annotations
 
@@ -57,21 +57,23 @@ def render(result: EvalResult) -> str:
     drawn = [(title, points, root) for title, metric, root in panels
              if (points := _points(result.rows, metric))]
     total = HEIGHT * len(drawn)
-    body = "".join(_panel(title, points, root, HEIGHT * i) for i, (title, points, root) in enumerate(drawn))
+    axis = "weights and KV cache, MB" if any(row.kv_bytes for row in result.rows) else "weights on disk, MB"
+    body = "".join(_panel(title, axis, points, root, HEIGHT * i)
+                   for i, (title, points, root) in enumerate(drawn))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {max(total, 1)}" '
             f'width="{WIDTH}" height="{max(total, 1)}" role="img" '
-            f'aria-label="KL and decode speed against file size">\n<style>{STYLE}</style>\n'
+            f'aria-label="KL and decode speed against bytes">\n<style>{STYLE}</style>\n'
             f'<rect class="ground" width="{WIDTH}" height="{max(total, 1)}"/>\n{body}</svg>\n')
 
 
 def _points(rows: Sequence[Row], metric: str) -> list[_Point]:
-    return [_Point(name, COLOURS[i % len(COLOURS)], row.file_bytes / 1e6, found)
+    return [_Point(name, COLOURS[i % len(COLOURS)], (row.file_bytes + (row.kv_bytes or 0)) / 1e6, found)
             for i, (name, row) in enumerate(zip(short_names(rows), rows))
             if (found := row.metrics.get(metric)) is not None
             and all(map(math.isfinite, (found.value, found.low, found.high)))]
 
 
-def _panel(title: str, points: Sequence[_Point], root: bool, top: float) -> str:
+def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: float) -> str:
     xs, ys = _ticks(max(p.size for p in points)), _ticks(max(p.y.high for p in points))
     floor = top + HEIGHT - BOTTOM
     x, y = _Scale(xs[-1], LEFT, WIDTH - RIGHT), _Scale(ys[-1], floor, top + TOP, root)
@@ -86,7 +88,7 @@ def _panel(title: str, points: Sequence[_Point], root: bool, top: float) -> str:
                    f'text-anchor="middle">{_tick(value)}</text>')
     out.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"/>'
                f'<text class="tick" x="{WIDTH - RIGHT}" y="{floor + 40}" text-anchor="end">'
-               'weights on disk, MB</text>')
+               f'{axis}</text>')
     marks = [(x(p.size), y(p.y.value), y(p.y.low), y(p.y.high)) for p in points]
     for point, (cx, cy, low, high) in zip(points, marks):
         out.append(f'<line x1="{cx:.1f}" x2="{cx:.1f}" y1="{low:.1f}" y2="{high:.1f}" '

@@ -8,26 +8,38 @@ from unicodedata import combining, east_asian_width
 
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, Row
-from quantkit.report.base import Reporter, megabytes, number, short_names, spread
+from quantkit.report.base import (
+    Reporter,
+    kilobytes,
+    megabytes,
+    number,
+    short_names,
+    spread,
+    task_names,
+)
 
 WIDTH = 80
 _HEADS = (("bits/", "weight"), ("file", "peak"), ("perplexity",), ("KL",), ("top-1",),
           ("prefill", "tok/s"), ("decode", "tok/s"))
+_KV_HEAD = ("KV/token", "KV all")
 
 
 def render(result: EvalResult) -> str:
     """The table, its protocol below."""
-    models = [_cells(row, False) for row in result.rows]
-    widths = _widths(models)
+    cached = any(row.kv is not None for row in result.rows)
+    heads = (*_HEADS[:2], _KV_HEAD, *_HEADS[2:]) if cached else _HEADS
+    models = [_cells(row, False, cached) for row in result.rows]
+    widths = _widths(heads, models)
     if sum(widths) + len(widths) - 1 > WIDTH:
-        models = [_cells(row, True) for row in result.rows]
-        widths = _widths(models)
+        models = [_cells(row, True, cached) for row in result.rows]
+        widths = _widths(heads, models)
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
     total = sum(widths) + gap * (len(widths) - 1)
-    out = _lines(_HEADS, widths, gap)
+    out = _lines(heads, widths, gap)
     for name, row, cells in zip(short_names(result.rows), result.rows, models):
         out += [_rule(name, row.method, total), *_lines(cells, widths, gap)]
     out.append("")
+    out += _tasks(result)
     if result.noise_floor is not None:
         value, span = spread(result.noise_floor)
         out += _fold(f"noise floor: KL {value} ({span or 'one window'}), the reference's own arithmetic "
@@ -39,7 +51,7 @@ def render(result: EvalResult) -> str:
     return "\n".join(out) + "\n"
 
 
-def _cells(row: Row, stacked: bool) -> tuple[tuple[str, ...], ...]:
+def _cells(row: Row, stacked: bool, cached: bool) -> tuple[tuple[str, ...], ...]:
     """A column's lines: the value, and its interval, ``stacked`` over two lines if one is too wide."""
     def cell(name: str, percent: bool = False) -> tuple[str, ...]:
         interval: Interval | None = row.metrics.get(name)
@@ -47,13 +59,31 @@ def _cells(row: Row, stacked: bool) -> tuple[tuple[str, ...], ...]:
         low, dash, high = span.partition("–")
         return (value, low + dash, high) if stacked else (value, span)
 
-    return ((number(row.bits_per_weight),), (megabytes(row.file_bytes), megabytes(row.peak_bytes)),
+    kv = ((kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes)),) if cached else ()
+    return ((number(row.bits_per_weight),), (megabytes(row.file_bytes), megabytes(row.peak_bytes)), *kv,
             cell("perplexity"), cell("kl_mean"), cell("top1", True), cell("prefill_tok_s"),
             cell("decode_tok_s"))
 
 
-def _widths(models: Sequence[Sequence[Sequence[str]]]) -> list[int]:
-    return [max(len(part) for cells in (_HEADS, *models) for part in cells[i]) for i in range(len(_HEADS))]
+def _widths(heads: Sequence[Sequence[str]], models: Sequence[Sequence[Sequence[str]]]) -> list[int]:
+    return [max(len(part) for cells in (heads, *models) for part in cells[i]) for i in range(len(heads))]
+
+
+def _tasks(result: EvalResult) -> list[str]:
+    """A line a task and model: score, interval and the difference to the first model's."""
+    out: list[str] = []
+    rows, names = result.rows, short_names(result.rows)
+    for task in task_names(rows):
+        out.append(_rule(task.replace("/", " · "), "accuracy or score, %", 60))
+        first = rows[0].metrics.get(task)
+        for name, row in zip(names, rows):
+            found = row.metrics.get(task)
+            value, span = spread(found, percent=True)
+            change = "" if found is None or first is None or row is rows[0] else (
+                f"{100 * (found.value - first.value):+.1f}")
+            out.append(f"{_cut(name, 32, tail=True):<32}  {value:>6}  {span:>11}  {change:>5}".rstrip())
+        out.append("")
+    return out
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:

@@ -65,3 +65,40 @@ def test_no_such_model(cli, tiny, tmp_path):
     result = cli("eval", tiny, tmp_path / "nowhere", *SMALL)
     assert result.exit_code != 0 and "nowhere" in result.stderr and "next:" in result.stderr
     assert cli("eval").exit_code == 2
+
+
+def test_models_times_kv_settings(cli_json, tiny, checkpoint):
+    found = cli_json("eval", tiny, checkpoint, "--kv", 'none,int8,"window(16, sinks=2)"'.replace('"', ""),
+                     "--window", 64, "--windows", 2, "--prefill", 40, "--decode", 3, "--repeats", 1)
+    rows = found["results"]
+    assert [(row["model"], row["kv"]) for row in rows] == [
+        (str(model), kv) for model in (tiny, checkpoint) for kv in ("none", "int8", "window(16, sinks=2)")]
+    assert rows[0]["kl_mean"] == 0 and all(row["kl_mean"] > 0 for row in rows[1:])
+    heads, dim, layers = 2, 16, 2
+    assert rows[0]["kv_bytes_per_token"] == layers * heads * 2 * dim * 2
+    assert rows[1]["kv_bytes_per_token"] == layers * heads * 2 * (dim + 2)
+    assert all(row["kv_bytes"] > 0 and row["decode_tok_s"] > 0 for row in rows)
+    assert found["protocol"]["prompt"] == 32 and found["protocol"]["scored"] == 2 * 31
+
+
+def test_the_prefill_of_the_speed_test_fills_the_window(cli_json, tiny):
+    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--decode", 4, "--repeats", 1)
+    assert found["protocol"]["prefill"] == 64 - 4 - 1
+
+
+def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):
+    result = cli("eval", tiny, checkpoint, "--kv", "none,int8", "--window", 64, "--windows", 2, "--no-speed", "-q")
+    assert result.exit_code == 0, result.stderr
+    assert "tiny-int8 kv int8 · rtn int8" in result.stdout and "KV/token" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--kv", "int9"), "int8"),
+    (("--kv", "int8,int8"), "twice"),
+    (("--kv", "window(0)"), "budget"),
+    (("--kv", "int8", "--prompt", "31", "--window", "32"), "leaves nothing"),
+])
+def test_kv_settings_that_are_refused(cli, tiny, arguments, words):
+    result = cli("eval", tiny, "--no-speed", *arguments)
+    assert result.exit_code == 2 and words in result.stderr

@@ -29,7 +29,7 @@ def test_tokens_are_counted_as_asked(tiny, monkeypatch):
 
     seen, run = [], module.generate
 
-    def spy(loaded, prompts, sampling, on_text=None, on_done=None):
+    def spy(loaded, prompts, sampling, on_text=None, on_done=None, kv=None):
         return run(loaded, prompts, sampling, on_text, lambda timing: (seen.append(timing),
                                                                      on_done and on_done(timing)))
 
