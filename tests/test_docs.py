@@ -66,6 +66,16 @@ def test_every_method_and_its_options_are_described():
             assert f"`{option}`" in page, f"option {option} of {name}"
 
 
+def test_every_kv_policy_and_codec_is_described_with_its_options():
+    page = text_of("docs/kv.md")
+    for name in registry("kv_codecs"):
+        assert f"\n| `{name}` |" in page
+    for name in registry("kv_policies"):
+        row = next(line for line in page.splitlines() if re.match(rf"\| `{name}[`(]", line))
+        for option in registry("kv_policies").get(name).model_fields:
+            assert option == "budget" or option in row, f"option {option} of {name}"
+
+
 def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text(blocks("docs/recipes.md", "yaml")[0], encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))

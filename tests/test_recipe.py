@@ -27,7 +27,7 @@ rules:
 """
 SHIPPED = {"int8": "int8 channel sym", "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
            "int4-rtn": "int4 g64 sym", "int3": "int3 g64 sym", "int2": "int2 g64 asym",
-           "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested"}
+           "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
 
 @pytest.fixture
@@ -269,5 +269,5 @@ def test_rules_that_contradict_themselves(rule, said):
 def test_shipped_files_say_what_they_hold_only():
     for path in data_dir("recipes").iterdir():
         data = YAML(typ="safe", pure=True).load(path)
-        assert data.keys() <= {"name", "description", "calibration", "rules"}
+        assert data.keys() <= {"name", "description", "calibration", "kv", "rules"}
         assert Path(path).stem == data["name"]

@@ -81,7 +81,8 @@ def _source_facts(uri: str, revision: str | None) -> dict[str, Any]:
                 "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
                 "bytes": sum(i.nbytes for i in infos.values()),
                 "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
-                "bits_per_weight": _bits(layers), "recipe": None, "source": None, "layers": layers}
+                "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
+                "layers": layers}
     finally:
         source.close()
 
@@ -113,6 +114,7 @@ def _checkpoint_facts(uri: str) -> dict[str, Any]:
                 "parameters": parameters, "tensors": len(infos), "bytes": checkpoint.file_bytes,
                 "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
                 "bits_per_weight": manifest.bits_per_weight, "recipe": manifest.recipe.get("name"),
+                "kv": str(manifest.kv),
                 "source": manifest.source.model_dump(mode="json"), "layers": layers}
 
 
@@ -160,6 +162,8 @@ def _print_head(facts: dict[str, Any]) -> None:
     for (method, label, form), count in kinds.items():
         if method:
             click.echo(wrapped("quantized", f"{count} layers by {method}, {label}, {form}"))
+    if facts["kv"] != "none":
+        click.echo(wrapped("KV cache", facts["kv"]))
     if facts["source"]:
         made = facts["source"]
         at = f" at {made['revision']}" if made["revision"] else ""

@@ -68,7 +68,7 @@ def test_no_such_model(cli, tiny, tmp_path):
 
 
 def test_models_times_kv_settings(cli_json, tiny, checkpoint):
-    found = cli_json("eval", tiny, checkpoint, "--kv", 'none,int8,"window(16, sinks=2)"'.replace('"', ""),
+    found = cli_json("eval", tiny, checkpoint, "--kv", "none,int8,window(16, sinks=2)",
                      "--window", 64, "--windows", 2, "--prefill", 40, "--decode", 3, "--repeats", 1)
     rows = found["results"]
     assert [(row["model"], row["kv"]) for row in rows] == [
@@ -82,12 +82,14 @@ def test_models_times_kv_settings(cli_json, tiny, checkpoint):
 
 
 def test_the_prefill_of_the_speed_test_fills_the_window(cli_json, tiny):
-    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--decode", 4, "--repeats", 1)
+    found = cli_json("eval", tiny, "--kv", "int8", "--window", 64, "--windows", 1, "--decode", 4,
+                     "--repeats", 1)
     assert found["protocol"]["prefill"] == 64 - 4 - 1
 
 
 def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):
-    result = cli("eval", tiny, checkpoint, "--kv", "none,int8", "--window", 64, "--windows", 2, "--no-speed", "-q")
+    result = cli("eval", tiny, checkpoint, "--kv", "none,int8", "--window", 64, "--windows", 2, "--no-speed",
+                 "-q")
     assert result.exit_code == 0, result.stderr
     assert "tiny-int8 kv int8 · rtn int8" in result.stdout and "KV/token" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80

@@ -17,7 +17,8 @@ def exact(tmp_path):
 
 
 @pytest.mark.parametrize("kv", ["none", "int8", "int4", "window(24, sinks=3)", "window(24)+int8",
-                                "snapkv(0.5, window=8)", "tova(30, interval=7)", "tova(30, interval=100)+int4"])
+                                "snapkv(0.5, window=8)", "tova(30, interval=7)",
+                                "tova(30, interval=100)+int4"])
 def test_chunks_equal_one_token_at_a_time(exact, kv):
     window = torch.randint(4, 300, (150,), generator=torch.Generator().manual_seed(1))
     forced = Forced(exact, parse_kv(kv), 60)
@@ -40,4 +41,5 @@ def test_without_compression_it_is_the_plain_model(exact):
 
 
 def test_lists_of_settings():
-    assert split_settings("none, int8,window(512, sinks=4)+int4") == ["none", "int8", "window(512, sinks=4)+int4"]
+    assert split_settings("none, int8,window(512, sinks=4)+int4") == [
+        "none", "int8", "window(512, sinks=4)+int4"]

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
 
