@@ -37,6 +37,8 @@ def register_formats(register: Register) -> None:
 
 @hookimpl
 def register_kernels(register: Register) -> None:
+    for name, target in (("w8a16", "INT8"), ("w4a16", "INT4"), ("nf4", "NF4")):
+        register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     register("aten-int8", "quantkit.ops.aten:INT8")
     register("aten-int4", "quantkit.ops.aten:INT4")
     register("reference", "quantkit.ops.reference:REFERENCE")
@@ -77,13 +79,14 @@ def register_commands(register: Register) -> None:
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
         ("generate", "Generate text from a model or a checkpoint."),
+        ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),
         ("verify", "Reread a checkpoint and check every hash and value."),
         ("recipes", "List and show recipes."),
         ("plugins", "List plugins and what they register."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):
-        register(name, f"quantkit.cli.{name}:command", help=line)
+        register(name, f"quantkit.cli.{name.replace('-', '_')}:command", help=line)
 
 
 @hookimpl

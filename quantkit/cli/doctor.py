@@ -16,12 +16,13 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.plugins import plugin_facts
 from quantkit.cli.present import human_bytes, print_json, table, wrapped
-from quantkit.cli.probe import PHASES, kernels_for
+from quantkit.cli.probe import PHASES, kernels_for, other_kernels, other_lines
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
              "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
 FEW = 3
-REQUIRED = ("torch", "safetensors", "tokenizers", "huggingface-hub", "pydantic", "gguf", "triton")
+REQUIRED = ("torch", "safetensors", "tokenizers", "huggingface-hub", "pydantic", "gguf", "triton", "fastapi",
+            "uvicorn")
 OPTIONAL = {
     "transformers": ("the oracle of the tests", 'pip install "quantkit[transformers]"'),
     "lm-eval": ("its tasks as metrics", 'pip install "quantkit[lm-eval]"'),
@@ -52,11 +53,15 @@ def command(as_json: bool) -> None:
                        if memory["total"] else "unknown"))
     click.echo(wrapped("gpu", "; ".join(gpu["devices"]) or gpu["why_none"]))
     click.echo(wrapped("triton", facts["packages"]["triton"] or "not installed"))
-    click.echo("\nkernels, by what they would run on this CPU (decode / prefill, bfloat16)")
+    where = "GPU" if gpu["devices"] else "CPU"
+    click.echo(f"\nkernels, by what they would run on this {where} (decode / prefill, bfloat16)")
     rows = [[case["format"], case["label"], case["decode"]["kernel"] or "none",
              case["prefill"]["kernel"] or "none"] for case in facts["kernels"]]
     click.echo(table(["format", "spec", "decode", "prefill"], rows))
     for line in _reasons(facts["kernels"]):
+        click.echo(line)
+    click.echo("\nother operations (head dimension 128, KV cache as computed or int8)")
+    for line in other_lines(facts["operations"]):
         click.echo(line)
     click.echo("\nplugins")
     for plugin in facts["plugins"]:
@@ -87,6 +92,7 @@ def doctor_facts() -> dict[str, Any]:
         "optional": {name: {"version": _version(name), "for": what, "install": how}
                      for name, (what, how) in OPTIONAL.items()},
         "kernels": list(_kernel_cases()),
+        "operations": other_kernels(torch.bfloat16, 4096, 128, 4, "none"),
         "plugins": plugin_facts()["plugins"],
     }
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.present import human_bytes, print_json, table, wrapped
-from quantkit.cli.probe import PHASES, dense_kernels, kernels_for
+from quantkit.cli.probe import PHASES, dense_kernels, kernels_for, other_kernels, other_lines
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import LayerRow
     from quantkit.models.config import ModelConfig
+    from quantkit.spec import KVSpec
 
 
 @click.command("inspect")
@@ -42,6 +43,9 @@ def command(model: str, revision: str | None, layers: bool, as_json: bool) -> No
         click.echo("\nkernels that declined")
         for line in declined:
             click.echo(line)
+    click.echo("\nother operations")
+    for line in other_lines(facts["operations"]):
+        click.echo(line)
     noted = [(row["name"], text) for row in facts["layers"] for text in row["notes"]]
     if noted:
         click.echo("\nfallbacks taken")
@@ -63,6 +67,7 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
 def _source_facts(uri: str, revision: str | None) -> dict[str, Any]:
     from quantkit.models.architecture import linear_slots, parse_config
     from quantkit.sources.base import open_source
+    from quantkit.spec import KVSpec
 
     source = open_source(uri, revision)
     try:
@@ -77,7 +82,7 @@ def _source_facts(uri: str, revision: str | None) -> dict[str, Any]:
                 "bytes": info.nbytes if info else 0,
                 "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": [],
                 "kernels": dense_kernels()})
-        return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config),
+        return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config, KVSpec()),
                 "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
                 "bytes": sum(i.nbytes for i in infos.values()),
                 "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
@@ -110,7 +115,8 @@ def _checkpoint_facts(uri: str) -> dict[str, Any]:
                    if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
         parameters = (sum(math.prod(row.shape) for row in manifest.layers)
                       + sum(math.prod(i.shape) for i in outside))
-        return {"uri": uri, "kind": "checkpoint", "path_kind": None, **_config_facts(parse_config(plain)),
+        return {"uri": uri, "kind": "checkpoint", "path_kind": None,
+                **_config_facts(parse_config(plain), manifest.kv),
                 "parameters": parameters, "tensors": len(infos), "bytes": checkpoint.file_bytes,
                 "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
                 "bits_per_weight": manifest.bits_per_weight, "recipe": manifest.recipe.get("name"),
@@ -125,12 +131,16 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _config_facts(config: ModelConfig) -> dict[str, Any]:
+def _config_facts(config: ModelConfig, kv: KVSpec) -> dict[str, Any]:
+    import torch
+
     return {"architecture": config.model_type, "hidden_size": config.hidden_size,
             "num_layers": config.num_layers, "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
-            "tie_word_embeddings": config.tie_word_embeddings}
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "operations": other_kernels(torch.bfloat16, config.hidden_size, config.head_dim,
+                                        config.num_heads // config.num_kv_heads, kv.codec)}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:

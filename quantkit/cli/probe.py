@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from quantkit.cli.present import wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +28,10 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
     from quantkit.ops.dispatch import KernelQuery, Phase, choose
 
     phases: tuple[Phase, ...] = ("decode", "prefill")
+    device, capability = best_device()
     found: dict[str, Any] = {}
     for phase in phases:
-        query = KernelQuery("linear", "cpu", None, dtype, shape[0], shape[1], format, spec, phase)
+        query = KernelQuery("linear", device, capability, dtype, shape[0], shape[1], format, spec, phase)
         try:
             choice = choose(query)
         except QuantkitError as error:
@@ -37,6 +41,36 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
             chosen, declined = choice.kernel.name, choice.declined
         found[phase] = {"kernel": chosen, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
     return found
+
+
+def best_device() -> tuple[str, tuple[int, int] | None]:
+    """``cuda`` with its compute capability where there is one, else ``cpu``: where models run."""
+    import torch
+
+    return ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
+
+
+def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: str) -> list[dict[str, Any]]:
+    """Who runs what isn't a matrix product: ``op``, ``kernel``, and why not a kernel of our own.
+
+    Args:
+        dtype: of the activations.
+        hidden: size of a normalized row.
+        dim: of a head.
+        group: query heads a key head.
+        codec: of the KV cache.
+    """
+    import dataclasses
+
+    from quantkit.ops.gpu import choices
+
+    return [dataclasses.asdict(one) for one in choices(best_device()[0], dtype, hidden, dim, group, codec)]
+
+
+def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:
+    """For people: an operation a line."""
+    for one in choices:
+        yield wrapped(f"  {one['op']}", one["kernel"] + (f": {one['reason']}" if one["reason"] else ""), 20)
 
 
 def dense_kernels() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
-CHUNK = 64
+CHUNK = 256
 """Forced tokens at once, at most."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quantkit.ops import gpu
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, https://arxiv.org/abs/1910.07467.
@@ -18,5 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ``[..., n]`` in x's dtype. Statistics are float32; the normalized value is rounded to x's
         dtype before the weight multiplies it, as transformers does, so that half-precision results agree.
     """
+    if (x.is_cuda or gpu.SIMULATE) and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
+        from quantkit_kernels.triton.rms_norm import rms_norm as fused
+
+        return fused(x, weight, eps)[0]
     # without a weight torch works in float32 and rounds once; with one it would round after multiplying
     return F.rms_norm(x, (x.shape[-1],), None, eps) * weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats.base import Format, QuantizedTensor
-from quantkit.ops.dispatch import KernelQuery
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
 from quantkit.ops.linear import dense, native_bf16
 
 
@@ -27,12 +27,16 @@ class Reference:
 
     def run(self, x: torch.Tensor, prepared: tuple[Format, QuantizedTensor]) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype. Where half precision has matrix units the dequantized
-        weight is rounded to x's dtype for them; on other CPUs the product is float32."""
+        weight is rounded to x's dtype for them; on other CPUs the product is float32, row by row in
+        decoding: a float32 product of many rows gives each other bits than a product of it alone."""
         form, weight = prepared
         plain = form.dequantize(weight)
         if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and native_bf16()):
             return dense(x, plain)
-        return (x.to(plain.dtype) @ plain.T).to(x.dtype)
+        rows = x.to(plain.dtype)
+        if 1 < rows.shape[0] <= DECODE_ROWS:
+            return torch.cat([row @ plain.T for row in rows.split(1)]).to(x.dtype)
+        return (rows @ plain.T).to(x.dtype)
 
 
 REFERENCE = Reference()

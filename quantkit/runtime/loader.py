@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
-         device: str = "cpu") -> LoadedModel:
+         device: str = "auto") -> LoadedModel:
     """Load a model. Weights whose dtype fits are mapped from their file, not copied.
 
     Args:
@@ -74,7 +74,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
         revision: branch, tag or commit of a model on the hub.
         dtype: of activations and plain weights: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes
             the model's.
-        device: where it runs, as torch names it.
+        device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
 
     Raises:
         QuantkitError: it isn't there, is damaged, or holds a tensor too many or too few.
@@ -168,6 +168,8 @@ def _dtype(hf: dict[str, Any], dtype: str) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -28,6 +28,7 @@ class Tokenizer:
     Attributes:
         bos_id: beginning-of-sequence id, or ``None`` if the model has none.
         eos_ids: every id that ends a sequence.
+        eos_id: the one that the tokenizer itself calls so, or ``None``.
 
     Raises:
         SourceError: no ``tokenizer.json``, or an unreadable one.
@@ -39,7 +40,7 @@ class Tokenizer:
         self._settings = _json(files, SETTINGS)
         found = {role: _token(self._settings, role) for role in _ROLES}
         self._special = {role: token for role, token in found.items() if token is not None}
-        self.bos_id = self._id("bos_token")
+        self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
         self.eos_ids = self._eos_ids(_json(files, GENERATION), config)
 
     @property
@@ -57,9 +58,9 @@ class Tokenizer:
                 ``tokenizer_config.json`` only describes it). A text that already begins with BOS
                 doesn't get a second one.
         """
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        ids = self._ids(text, special)
         if special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
-            plain: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+            plain = self._ids(text, False)
             if ids[1:1 + len(plain)] == plain:
                 del ids[0]
         return ids
@@ -78,10 +79,14 @@ class Tokenizer:
         Raises:
             SourceError: the model has no chat template, or it fails.
         """
+        return self.encode(self.chat_text(messages), special=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What :meth:`chat` encodes: the conversation as the chat template writes it."""
         if self._template is None:
             raise SourceError("the model has no chat template", next="leave out --chat",
                               why="it is a base model, or its template was lost")
-        return self.encode(self._template.render(messages, **self._special), special=False)
+        return self._template.render(messages, **self._special)
 
     @property
     def has_chat(self) -> bool:
@@ -97,13 +102,18 @@ class Tokenizer:
         # read when it is first needed: a template nobody uses must not keep a model from loading
         return ChatTemplate.find(self._files, self._settings)
 
+    def _ids(self, text: str, special: bool) -> list[int]:
+        # a batch, because encoding a single text keeps every other thread waiting until it is done
+        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
+
     def _id(self, role: str) -> int | None:
         found: int | None = self._inner.token_to_id(self._special[role]) if role in self._special else None
         return found
 
     def _eos_ids(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
         ids: set[int] = set()
-        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), self._id("eos_token")):
+        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), self.eos_id):
             ids |= {v for v in (value if isinstance(value, list) else [value]) if type(v) is int}
         return frozenset(ids)
 

@@ -1,0 +1,172 @@
+"""``quantkit serve-local MODEL``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, note, show_error, show_warning
+from quantkit.errors import QuantkitError, UsageError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.engine import Engine
+    from quantkit.runtime.loader import LoadedModel
+
+KEY_VARIABLE = "QUANTKIT_API_KEY"
+MAX_NAME = 200
+
+
+@click.command("serve-local")
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
+              help="To listen on; one that other machines can reach needs a key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
+              help="To listen on; 0 takes a free one.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
+              help="A further name that clients may call this server by; may be repeated.")
+@click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
+              help=f"Holds the key that clients must send; or the variable {KEY_VARIABLE}.")
+@click.option("--name", help="What requests call the model; by default the last part of MODEL.")
+@click.option("--kv", metavar="TEXT", help='KV cache: int8, "window(1024, sinks=4)+int8", "snapkv(0.5)"; by '
+                                           "default as the checkpoint says.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Sequences that are decoded side by side.")
+@click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
+              help="Requests that may wait; more are told to try again.")
+@click.option("--drain-timeout", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              metavar="SECONDS", help="For running answers to finish in when it is asked to end.")
+@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+              show_default=True, help="Of activations and plain weights; auto is the model's own.")
+@click.option("--json", "as_json", is_flag=True,
+              help="When it listens, print one JSON object: url, model, pid.")
+def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
+            name: str | None, kv: str | None, max_batch: int, max_queue: int, drain_timeout: float,
+            revision: str | None, dtype: str, as_json: bool) -> None:
+    """Serve a model on this machine by OpenAI's API, with a page to chat with it.
+
+    MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
+    batched. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    """
+    key = _key(api_key_file)
+    called = _called(model, name)
+    from quantkit.kvspec import parse_kv
+    from quantkit.serve.server import Server, bind, is_loopback, url
+
+    spec = None if kv is None else parse_kv(kv)
+    # everything that can be refused is refused before a model is loaded
+    with bind(host, port, has_key=key is not None) as bound:
+        from quantkit.runtime.engine import Engine
+        from quantkit.runtime.loader import load
+        from quantkit.serve.app import create_app
+
+        note(f"loading {model}")
+        loaded = load(model, revision=revision, dtype=dtype)
+        engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue)
+        note(_about(loaded, engine))
+        loopback = is_loopback(bound)
+        application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
+                                 key=key, on_error=_failed)
+        address = url(bound)
+
+        def ready() -> None:
+            if as_json:
+                _announce({"url": address, "model": called, "pid": os.getpid()})
+            where = "" if loopback else f", and on {host} for other machines"
+            note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
+            note(f"next: {_curl(address, called, loaded, key is not None)}")
+
+        server = Server(application, engine, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
+        engine.start()
+        try:
+            server.run(sockets=[bound])
+        finally:
+            engine.close()
+    if server.outcome == "forced":
+        raise KeyboardInterrupt
+    if server.outcome == "cut":
+        raise QuantkitError(f"answers were cut off after {drain_timeout:g} seconds",
+                            why="they weren't finished", next="give a longer --drain-timeout")
+    note("all answers are complete")
+
+
+def _key(file: Path | None) -> str | None:
+    """The key that clients need, if any. Raises UsageError: it can't be sent in a header."""
+    if file is not None:
+        where, raw = str(file), file.read_bytes()[:4096]
+    elif KEY_VARIABLE in os.environ:
+        where, raw = KEY_VARIABLE, os.environb[KEY_VARIABLE.encode()] if os.supports_bytes_environ else \
+            os.environ[KEY_VARIABLE].encode()
+    else:
+        return None
+    key = raw.strip().decode("latin-1")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(f"the API key in {where} can't be used",
+                         why="it is empty" if not key else "only letters, digits and signs can be sent",
+                         next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
+    return key
+
+
+def _called(model: str, name: str | None) -> str:
+    """The model's name in requests."""
+    if name is None:
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.exists() else model.rstrip("/").rpartition("/")[2]
+        name = name.partition("@")[0] or model
+    if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
+                         why=f"a name is 1 to {MAX_NAME} printable characters")
+    return name
+
+
+def _about(loaded: LoadedModel, engine: Engine) -> str:
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return (f"loaded {loaded.label}: {human_bytes(loaded.weight_bytes)} of weights, {dtype} activations; "
+            f"KV cache {engine.cache.spec}: {human_bytes(engine.cache.bytes_per_token)} a token, "
+            f"context {loaded.config.max_position_embeddings}")
+
+
+def _curl(address: str, name: str, loaded: LoadedModel, has_key: bool) -> str:
+    """A request that can be pasted."""
+    import json
+
+    try:
+        chat = loaded.tokenizer.has_chat
+    except QuantkitError as error:
+        show_warning(f"no chat: {error.what}: {error.why}")
+        chat = False
+    asked: dict[str, Any] = {"model": name, "max_tokens": 64}
+    asked |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
+    return (f"curl {address}{path}{key} -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(json.dumps(asked, ensure_ascii=False))}")
+
+
+def _announce(where: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(where))  # one line, so that a program can read it while this one runs
+
+
+def _drain(active: int) -> None:
+    if active:
+        note(f"finishing {active} answer{'s' if active > 1 else ''}; the same again stops at once")
+
+
+def _failed(error: BaseException) -> None:
+    """A request failed for no fault of its own: say so, and serve on."""
+    from quantkit.cli.main import debugging
+
+    if isinstance(error, QuantkitError):
+        show_error(error.what, error.why, error.next)
+    else:
+        first = str(error).strip().splitlines()[:1]
+        show_error(f"internal error: {': '.join([type(error).__name__, *first])}")
+    if debugging():
+        traceback.print_exception(error)

@@ -1,0 +1,83 @@
+"""The GPU's way through the cache: one kernel rotates, encodes and stores, another reads the codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.ops import gpu
+
+if TYPE_CHECKING:
+    from quantkit.kv.cache import KVCache, Sequence_
+    from quantkit.kv.read import Rows
+    from quantkit.models.layers import Step
+    from quantkit_kernels.triton.rope_kv import Pages
+
+
+def fits(cache: KVCache, q: torch.Tensor) -> bool:
+    """Whether both kernels take this cache with queries like ``q [B, H, T, D]``."""
+    if not (q.is_cuda or gpu.SIMULATE):
+        return False
+    codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
+    group = q.shape[1] // cache.heads
+    return codes is not None and gpu.kv_declines(q.device.type, q.dtype, q.shape[-1], group, cache.codec.name,
+                                                 codes.dtype) is None
+
+
+def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k: torch.Tensor,
+                     v: torch.Tensor, step: Step) -> torch.Tensor:
+    """Rotated queries ``[B, H, T, D]``; keys and values of the step are in the pages."""
+    from quantkit_kernels.triton.rope_kv import rope_kv
+
+    batch, heads, length, dim = q.shape
+    slots = torch.full((batch, k.shape[1], length), -1, dtype=torch.int64)
+    flat = cache._allocate(layer, rows)
+    begin = 0
+    for row, (_, count) in enumerate(rows):
+        size = k.shape[1] * count
+        slots[row, :, :count] = torch.tensor(flat[begin:begin + size], dtype=torch.int64).view(-1, count)
+        begin += size
+    cos, sin = (t[:, 0].expand(batch, length, dim).reshape(-1, dim).float() for t in (step.cos, step.sin))
+    half = sin[:, dim // 2:]  # the model's tables have the first half negated
+    q, k, v = (t.transpose(1, 2).reshape(batch * length, -1, dim) for t in (q, k, v))
+    pages = _pages(cache, layer)
+    out = rope_kv(q, k, v, cos, torch.cat((half, half), 1), pages,
+                  slots.transpose(1, 2).reshape(batch * length, -1).to(q.device),
+                  None if pages.positions is None else step.positions.reshape(-1))
+    return out.view(batch, length, heads, dim).transpose(1, 2)
+
+
+def decodes(cache: KVCache, rows: Rows, q: torch.Tensor, window: int | None) -> bool:
+    """Whether the kernel attends for this step: one query a sequence, at most one window."""
+    return q.shape[2] == 1 and window is None and all(count == 1 for _, count in rows)
+
+
+def decode_attention(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor,
+                     positions: torch.Tensor) -> torch.Tensor:
+    """``q [B, H, 1, D]`` over the pages of each row's sequence → the same shape."""
+    from quantkit_kernels.triton.paged_attention import paged_attention
+
+    held = [one for one, _ in rows]
+    window, sinks = cache.policy.visible or (None, 0)
+    lengths = torch.tensor([one.lengths for one in held], dtype=torch.int32).to(q.device)
+    out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, held), lengths, window=window,
+                          sinks=sinks, query_positions=positions[:, 0])
+    return out[:, :, None]
+
+
+def _pages(cache: KVCache, layer: int) -> Pages:
+    from quantkit_kernels.triton.rope_kv import Pages
+
+    parts = cache.pages[layer].parts
+    name = "codes" if "k.codes" in parts else "values"
+    return Pages(parts[f"k.{name}"], parts[f"v.{name}"], parts.get("k.scale"), parts.get("v.scale"),
+                 parts.get("positions"))
+
+
+def _tables(cache: KVCache, held: list[Sequence_]) -> torch.Tensor:
+    """int32 ``[B, Hkv, W]``, filled up with page 0."""
+    tables = [cache._table(one) for one in held]
+    most = max(table.shape[1] for table in tables)
+    return torch.stack([torch.nn.functional.pad(table, (0, most - table.shape[1]))
+                        for table in tables]).to(torch.int32)

@@ -1,0 +1,164 @@
+"""The application: routes over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from quantkit import __version__
+from quantkit.errors import SourceError
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.loader import LoadedModel
+from quantkit.serve.chat import ChatReply
+from quantkit.serve.completions import CompletionReply
+from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error, install
+from quantkit.serve.guard import Guard
+from quantkit.serve.logprobs import TokenTexts
+from quantkit.serve.page import page
+from quantkit.serve.reply import Model, Reply
+from quantkit.serve.schema import ChatRequest, CompletionRequest
+from quantkit.serve.sse import EventStream, Gone, while_there
+from quantkit.serve.work import Work
+
+OnError = Callable[[BaseException], None]
+
+
+class Application:
+    """The server as an ASGI application, with what a process needs to end it well.
+
+    Attributes:
+        api: its routes.
+        guard: what stands before them; call this one.
+    """
+
+    def __init__(self, api: FastAPI, guard: Guard, engine: Engine) -> None:
+        self.api, self.guard, self._engine = api, guard, engine
+        self.draining = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        await self.guard(scope, receive, send)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Be not ready from now on, take no new work, and wait until all answers are complete.
+
+        Args:
+            timeout: seconds; ``None`` waits for ever.
+
+        Returns:
+            Whether they are.
+        """
+        self.draining = True
+        # refusing is instant; the waiting is done here, because an answer is complete only when it was sent
+        self._engine.drain(0)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.guard.idle()
+        except TimeoutError:
+            return False
+        return True
+
+
+def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool = True,
+               hosts: Collection[str] = (), key: str | None = None,
+               on_error: OnError | None = None) -> Application:
+    """The application over a started engine.
+
+    Args:
+        engine: runs the requests; starting and closing it is the caller's.
+        loaded: the model it runs.
+        name: what requests call it.
+        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.Guard`.
+        on_error: told about errors that are nobody's request's fault.
+    """
+    api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
+                  redirect_slashes=False)
+    install(api)
+    model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer))
+    guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
+    application = Application(api, guard, engine)
+    _add_completions(api, model, on_error)
+    _add_models(api, model)
+    _add_health(api, application, engine)
+    html, policy = page()
+
+    @api.get("/", include_in_schema=False)
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
+
+    return application
+
+
+def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> None:
+    async def respond(request: Request, make: Callable[[], Reply]) -> Response:
+        # templates and tokenizers may take their time with a long text; others' tokens go on meanwhile
+        reply = await run_in_threadpool(make)
+        work = Work(model.engine, reply.jobs)
+        if reply.body.stream:
+            return EventStream(reply.pieces(work), work.cancel, on_error)
+        try:
+            return JSONResponse(await while_there(request.receive, reply.whole(work)))
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            known = api_error(error)
+            if known.status_code == 500 and on_error is not None:
+                on_error(error)
+            raise known from error
+        finally:
+            work.cancel()
+
+    @api.post("/v1/chat/completions", summary="The next turn of a conversation")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        _check(model, body.model)
+        return await respond(request, lambda: ChatReply(model, body))
+
+    @api.post("/v1/completions", summary="The continuation of one or more prompts")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        _check(model, body.model)
+        return await respond(request, lambda: CompletionReply(model, body))
+
+
+def _add_models(api: FastAPI, model: Model) -> None:
+    try:
+        chat = model.loaded.tokenizer.has_chat
+    except SourceError:  # there is a template and it can't be used; a request to chat is told why
+        chat = False
+
+    def about() -> dict[str, Any]:
+        loaded = model.loaded
+        return {"id": model.name, "object": "model", "created": model.created, "owned_by": "quantkit",
+                "max_model_len": model.context, "chat": chat, "method": loaded.label,
+                "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(model.engine.cache.spec)}
+
+    @api.get("/v1/models", summary="What is served: one model")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [about()]}
+
+    @api.get("/v1/models/{name:path}", summary="The same by name")
+    async def one(name: str) -> dict[str, Any]:
+        _check(model, name)
+        return about()
+
+
+def _add_health(api: FastAPI, application: Application, engine: Engine) -> None:
+    @api.get("/health", summary="Whether the process lives")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @api.get("/ready", summary="Whether it takes requests, and what it is doing")
+    async def ready() -> dict[str, Any]:
+        if application.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+        return {"status": "ready", **engine.stats()}
+
+
+def _check(model: Model, name: str) -> None:
+    if name != model.name:
+        raise ApiError(404, f"no model is called {name[:200]!r}; this server has {model.name!r}",
+                       param="model", code="model_not_found")

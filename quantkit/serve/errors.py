@@ -1,0 +1,143 @@
+"""Every answer that isn't a success has one shape: ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from quantkit.errors import QuantkitError, SourceError, UsageError
+from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.runtime.sequence import ContextLengthError
+
+RETRY_AFTER = {"Retry-After": "1"}
+"""Seconds; a place in the queue is free as soon as any request ends."""
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(HTTPException):
+    """An answer that isn't a success. The framework lets its own kind of error pass wherever it is raised.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, for a person.
+        param: the request's parameter at fault.
+        code: for programs.
+        headers: of the answer.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": {…}}``; 5xx is of type ``server_error``, the rest ``invalid_request_error``."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+class Refused(ValueError):
+    """While a body is read: a key that isn't known or can't be obeyed.
+
+    Args:
+        param: its name.
+        reason: why.
+    """
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(reason)
+        self.param = param
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told about an error of ours; of any other only that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineFull):
+        return ApiError(503, "the server is busy: its queue is full; try again in a moment",
+                        code="overloaded", headers=RETRY_AFTER)
+    if isinstance(error, EngineClosed):
+        return ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+    if isinstance(error, ContextLengthError):
+        asked, limit = error.context
+        return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {asked}",
+                        code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, _text(error))
+    if isinstance(error, SourceError):  # of the chat template, the only part of a model that requests reach
+        return ApiError(400, _text(error), param="messages", code="chat_template_error")
+    if isinstance(error, QuantkitError):
+        return ApiError(500, _text(error), code="internal_error")
+    return ApiError(500, "internal error", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Make an app answer in this shape wherever it or its framework refuses something."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    async def framework(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        phrase = HTTPStatus(error.status_code).phrase
+        message = f"{phrase}: {request.method} {request.url.path[:200]}"
+        return ApiError(error.status_code, message, code=_CODES.get(error.status_code),
+                        headers=error.headers).response()
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(request, error).response()
+
+    for kind in (ApiError, QuantkitError, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+def _invalid(request: Request, error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    # of a value that may be one of several things, the branch that got furthest knows best what is wrong
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    kind, place = first["type"], [part for part in first["loc"] if part != "body"]
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
+    if kind == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Refused):
+        return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code="unsupported_parameter")
+    param = _dotted(place)
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param or None,
+                    code="missing_parameter" if kind == "missing" else "invalid_value")
+
+
+def _dotted(place: list[Any]) -> str:
+    """``messages[0].content``; names of a union's branches are left out."""
+    out = ""
+    for part in place:
+        if isinstance(part, int):
+            out += f"[{part}]"
+        elif part not in _BRANCHES and "[" not in part:
+            out += f".{part}" if out else part
+    return out
+
+
+_BRANCHES = {"str", "int", "float", "bool"}
+
+
+def _text(error: QuantkitError) -> str:
+    # what comes next in a terminal is a command line, which makes no sense to a client
+    return "; ".join(filter(None, (error.what, error.why)))

@@ -1,0 +1,188 @@
+"""Who may talk to the server, and how much: checked before anything else sees a request.
+
+A page on the web can make a browser send requests to this machine, under this machine's address or,
+by rebinding a name of its own to it, under any other. Such requests carry a foreign ``Origin`` or
+``Host`` and are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+from collections.abc import Callable, Collection
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quantkit.serve.errors import ApiError, api_error
+
+MAX_BODY = 4 * 2**20
+BODY_SECONDS = 60.0
+"""Within which a body must have come."""
+OPEN = frozenset({"/health"})
+"""Paths that need no key."""
+HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
+           (b"cache-control", b"no-store"), (b"cross-origin-resource-policy", b"same-origin"))
+
+
+class Guard:
+    """ASGI middleware: host, origin, key, size and time of the body; and no exception gets past it.
+
+    Args:
+        app: what it guards.
+        loopback: whether the server is bound to this machine only; then every ``Host`` but a loopback
+            one is foreign. Otherwise addresses are fine (a rebound name is never an address), names
+            must be listed.
+        hosts: further names that are ours.
+        key: what every path but :data:`OPEN` needs, as bearer token or as password of basic
+            authentication, which is what a browser can do.
+        on_error: told about an exception that nobody handled.
+
+    Attributes:
+        active: requests under way, each until its answer is complete.
+    """
+
+    def __init__(self, app: ASGIApp, *, loopback: bool = True, hosts: Collection[str] = (),
+                 key: str | None = None, on_error: Callable[[BaseException], None] | None = None) -> None:
+        self._app, self._loopback, self._on_error = app, loopback, on_error
+        self._hosts = {name.lower().rstrip(".") for name in hosts} | {"localhost"}
+        self._key = None if key is None else key.encode()
+        self.active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no request is under way."""
+        await self._idle.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        self.active += 1
+        self._idle.clear()
+        try:
+            await self._http(scope, receive, send)
+        finally:
+            self.active -= 1
+            if not self.active:
+                self._idle.set()
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                own = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(h for h in HEADERS if h[0] not in own)]
+            await send(message)
+
+        try:
+            self._admit(scope)
+            await self._app(scope, _Measured(scope, receive), sending)
+        except ApiError as error:
+            if started:
+                raise
+            await error.response()(scope, receive, sending)
+        except Exception as error:
+            if self._on_error is not None:
+                self._on_error(error)
+            if not started:
+                await api_error(error).response()(scope, receive, sending)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = _headers(scope)
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._ours(host):
+            raise ApiError(403, f"the host {host[:80]!r} is not this server's", code="forbidden_host")
+        origin = headers.get(b"origin")
+        if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
+            raise ApiError(403, "requests from other origins are refused", code="forbidden_origin")
+        if self._key is not None and scope["path"] not in OPEN and not self._knows(headers):
+            scheme = "Basic" if scope["path"] == "/" else "Bearer"
+            raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
+                           code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="quantkit"'})
+
+    def _ours(self, host: str) -> bool:
+        name, address = _split(host)
+        if address is None:
+            return name in self._hosts
+        return address.is_loopback or not self._loopback or str(address) in self._hosts
+
+    def _knows(self, headers: dict[bytes, bytes]) -> bool:
+        assert self._key is not None
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        given = given.strip()
+        if scheme.lower() == b"basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(given, self._key)
+
+
+class _Measured:
+    """``receive`` of one request, counting the body as it streams."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive, self._count, self._more = receive, 0, True
+        self._until = asyncio.get_running_loop().time() + BODY_SECONDS
+        stated = _headers(scope).get(b"content-length", b"0")
+        if not stated.isdigit() or len(stated) > 18 or int(stated) > MAX_BODY:
+            raise _too_large()
+
+    async def __call__(self) -> Message:
+        if not self._more:  # from here on there is only the client's leaving to wait for
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} seconds",
+                           code="timeout") from None
+        self._more = bool(message.get("more_body", False))
+        self._count += len(message.get("body", b""))
+        if self._count > MAX_BODY:
+            raise _too_large()
+        return message
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    """By name; of a header that comes twice nothing is trusted: both values, joined."""
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        found[name] = f"{found[name]!r},{value!r}".encode() if name in found else value
+    return found
+
+
+def _split(host: str) -> tuple[str, Any]:
+    """``name:port`` → the name in lower case, and the address if it is one."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") <= 1:
+        name = name.partition(":")[0]
+    name = name.removesuffix(".")
+    try:
+        return name, ipaddress.ip_address(name)
+    except ValueError:
+        return name, None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address to bind to is this machine's own, without asking a resolver."""
+    name, address = _split(host)
+    return name == "localhost" if address is None else bool(address.is_loopback)

@@ -1,0 +1,95 @@
+"""Answers that stop working when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from quantkit.serve.errors import api_error
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+class Gone(Exception):
+    """The client closed its connection."""
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, but give it up as soon as the client leaves. Raises Gone in that case.
+
+    Args:
+        receive: of a request whose body was read.
+        work: cancelled when nobody waits for it.
+    """
+    running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Gone
+    finally:
+        for task in (running, leaving):
+            task.cancel()
+        await asyncio.gather(running, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, ``[DONE]`` at the end; https://html.spec.whatwg.org/multipage/server-sent-events.html.
+
+    An error after the first byte can't have a status of its own: it is sent as an event with ``error``.
+
+    Args:
+        events: JSON objects.
+        close: called once when it is over, however it ended.
+        on_error: told about an exception that isn't the client's doing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None],
+                 on_error: Callable[[BaseException], None] | None = None) -> None:
+        self.status_code, self.background = 200, None
+        self._events, self._close, self._on_error = events, close, on_error
+        self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all."""
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in self._events:
+                    await _chunk(send, _data(event))
+            except Exception as error:
+                known = api_error(error)
+                if known.status_code == 500 and self._on_error is not None:
+                    self._on_error(error)
+                await _chunk(send, _data(known.body()))
+            await _chunk(send, DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        try:
+            await while_there(receive, write())
+        except Gone:
+            pass
+        finally:
+            self._close()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _chunk(send: Send, body: bytes) -> Awaitable[None]:
+    return send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _data(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False,
+                                  separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,107 @@
+"""One HTTP request's work in the engine: one sequence a choice, seen as one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.runtime.engine import Engine, EngineClosed
+from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sequence import Completion, Ticket, TokenInfo
+from quantkit.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One choice to be made.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how they are continued.
+        logprobs: log-probabilities of so many alternatives beside the chosen token's.
+        score: whether the prompt's own tokens are scored too.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    logprobs: int | None = None
+    score: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a choice, or with ``done`` its end."""
+
+    choice: int
+    token: TokenInfo | None = None
+    done: Completion | None = None
+
+
+class Work:
+    """All choices of one request. Made on the event loop, fed from the engine's thread.
+
+    Args:
+        engine: where they run.
+        jobs: what they are. All are queued, or none.
+
+    Attributes:
+        tickets: the engine's, one a job.
+
+    Raises:
+        QuantkitError: the engine refuses one.
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self.tickets: list[Ticket] = []
+        try:
+            for number, job in enumerate(jobs):
+                self.tickets.append(self._submit(engine, number, job))
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Tokens as they come, each choice's end after its last.
+
+        Raises:
+            EngineClosed: the engine was closed under it.
+            BaseException: what went wrong in the engine.
+        """
+        left = len(self.tickets)
+        while left:
+            event = await self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event.done is not None:
+                left -= 1
+                if event.done.finish_reason == "cancelled":
+                    raise EngineClosed("the request was ended before its time")
+            yield event
+
+    def cancel(self) -> None:
+        """Nobody waits any more: what still runs is given up. Harmless when all is done."""
+        for ticket in self.tickets:
+            if not ticket.done:
+                ticket.cancel()
+
+    def _submit(self, engine: Engine, number: int, job: Job) -> Ticket:
+        return engine.submit(
+            job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score,
+            on_token=lambda token: self._tell(Event(number, token=token)),
+            on_done=lambda ticket: self._tell(Event(number, done=ticket.result)),
+            on_error=self._tell)
+
+    def _tell(self, event: Event | BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+def check_size(jobs: int, most: int) -> None:
+    """Raises ApiError: so many choices never find room in the queue at once."""
+    if jobs > most:
+        raise ApiError(400, f"{jobs} answers in one request; at most {most} can wait at once",
+                       param="n", code="too_many_choices")

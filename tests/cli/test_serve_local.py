@@ -1,0 +1,222 @@
+"""``quantkit serve-local`` as a process: it starts, says where it is, and ends as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from quantkit.cli.main import main
+from quantkit.cli.serve_local import _called, _key
+from quantkit.errors import UsageError
+from quantkit.runtime.generate import generate
+from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
+from quantkit.testing import tiny_model
+
+ENDLESS = {"prompt": "a", "max_tokens": 60_000, "stream": True, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="session")
+def long(tmp_path_factory):
+    """A model with room for answers that take a while."""
+    return tiny_model(tmp_path_factory.mktemp("models") / "long", dtype="float32",
+                      max_position_embeddings=2**16)
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, arguments: tuple[object, ...], **environment: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "quantkit.cli.main", "serve-local", *map(str, arguments), "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=lambda: self._lines.extend(self.child.stderr), daemon=True)
+        self._reader.start()
+        self.where = json.loads(self.child.stdout.readline() or "{}")
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.where["url"] + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(self, **options: Any) -> Any:
+        return self.client.completions.create(model=self.where["model"], **options)
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and all of stderr."""
+        code = self.child.wait(60)
+        self._reader.join(60)
+        return code, "".join(self._lines)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.where["url"] + path, timeout=60)
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[..., Any]]:
+    """``with serving(model, …) as process``: killed at the end, if it is still there."""
+
+    @contextmanager
+    def start(*arguments: object, **environment: str) -> Iterator[Process]:
+        process = Process(("--port", 0, *arguments), **environment)
+        try:
+            yield process
+        finally:
+            process.child.kill()
+            process.child.wait()
+            process.child.stdout.close()
+
+    yield start
+
+
+def test_it_serves_says_where_and_ends_when_told(serving, checkpoint):
+    with serving(checkpoint, "--max-batch", 2, "--name", "mine") as process:
+        assert process.where["model"] == "mine" and process.where["pid"] == process.child.pid
+        loaded = load(str(checkpoint))
+        wanted = generate(loaded, [loaded.tokenizer.encode("the cat")], Sampling(max_tokens=9))[0].text
+        assert process.ask(prompt="the cat", max_tokens=9, temperature=0).choices[0].text == wanted
+        assert process.get("/ready").json()["max_batch"] == 2
+        process.child.send_signal(signal.SIGTERM)
+        code, said = process.ended()
+    assert code == 0 and "Traceback" not in said
+    assert "rtn int8" in said and process.where["url"] in said and "KV cache none" in said
+    assert "all answers are complete" in said
+    # the last line can be pasted
+    (line,) = (line for line in said.splitlines() if line.startswith("next: "))
+    words = shlex.split(line.removeprefix("next: "))
+    assert words[:2] == ["curl", process.where["url"] + "/v1/chat/completions"]
+    assert words[2:5] == ["-H", "Content-Type: application/json", "-d"]
+    assert json.loads(words[5]) == {"model": "mine", "max_tokens": 64,
+                                    "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def test_a_signal_lets_streams_reach_their_end(serving, long):
+    with serving(long) as process:
+        stream = process.ask(**{**ENDLESS, "max_tokens": 600})
+        next(iter(stream))
+        process.child.send_signal(signal.SIGTERM)
+        # refused from the moment that it is seen, while the stream still runs
+        while (ready := process.get("/ready")).status_code == 200:
+            pass
+        assert ready.status_code == 503 and ready.json()["error"]["code"] == "shutting_down"
+        with pytest.raises(openai.InternalServerError):
+            process.ask(prompt="a")
+        last = list(stream)[-1]
+        assert last.choices[0].finish_reason == "length"
+        code, said = process.ended()
+    assert code == 0 and "finishing 1 answer" in said and "Traceback" not in said
+
+
+def test_a_second_signal_stops_at_once(serving, long):
+    with serving(long, "--kv", "window(64, sinks=4)+int8", "--dtype", "bfloat16") as process:
+        (model,) = process.get("/v1/models").json()["data"]
+        assert (model["kv"], model["dtype"]) == ("window(64, sinks=4)+int8", "bfloat16")
+        stream = process.ask(**ENDLESS)
+        next(iter(stream))
+        process.child.send_signal(signal.SIGINT)
+        while process.get("/ready").status_code == 200:
+            pass
+        process.child.send_signal(signal.SIGINT)
+        code, said = process.ended()
+        with pytest.raises((httpx.HTTPError, openai.APIError)):
+            list(stream)
+    assert code == 130 and "interrupted" in said and "Traceback" not in said
+
+
+def test_what_takes_too_long_is_cut_off_and_said(serving, long):
+    with serving(long, "--drain-timeout", "0.1") as process:
+        stream = process.ask(**ENDLESS)
+        next(iter(stream))
+        process.child.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        code, said = process.ended()
+    assert code == 1 and "cut off after 0.1 seconds" in said and "--drain-timeout" in said
+
+
+def test_with_a_key_others_may_reach_it(serving, tiny):
+    with serving(tiny, "--host", "0.0.0.0", QUANTKIT_API_KEY="sesame-1234") as process:
+        assert process.get("/v1/models").status_code == 401 and process.get("/health").status_code == 200
+        assert process.client.with_options(api_key="sesame-1234").models.list().data[0].id == "tiny"
+        process.child.send_signal(signal.SIGTERM)
+        code, said = process.ended()
+    assert code == 0 and "sesame" not in said and '"Authorization: Bearer $QUANTKIT_API_KEY"' in said
+    assert "for other machines" in said
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["--host", "0.0.0.0"], 2, "there is no API key"), (["--host", "no.such.invalid"], 2, "can't be bound"),
+    (["--port", "99999"], 2, "--port"), (["--kv", "int9"], 2, "int9"),
+    (["--max-batch", "0"], 2, "--max-batch"),
+    (["--name", ""], 2, "can't be called"), (["--api-key-file", "nowhere"], 1, "nowhere"),
+    (["--dtype", "int8"], 2, "--dtype"), (["--max-queue", "0"], 2, "--max-queue"),
+])
+def test_what_cant_be_is_refused_before_the_model_is_loaded(cli, tiny, arguments, code, said):
+    result = cli("serve-local", tiny, "--port", 0, *arguments)
+    assert result.exit_code == code
+    assert said in result.stderr and "Traceback" not in result.stderr and "loading" not in result.stderr
+
+
+def test_a_port_in_use(cli, tiny):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = cli("serve-local", tiny, "--port", other.getsockname()[1])
+    assert result.exit_code == 1 and "loading" not in result.stderr
+    for part in ("error: port", "why: another program", "next: add --port 0"):
+        assert part in result.stderr
+
+
+def test_a_model_that_is_not_there(cli, tmp_path):
+    result = cli("serve-local", tmp_path / "nothing", "--port", 0)
+    assert result.exit_code == 1 and "doesn't exist" in result.stderr
+
+
+@pytest.mark.parametrize(("model", "name", "called"), [
+    ("smollm2", None, "smollm2"), ("org/model", None, "model"), ("org/model@main", None, "model"),
+    ("hf://org/model", None, "model"), ("a/b/", None, "b"), ("x", "org/y", "org/y"),
+    ("synthetic:llama-8b", None, "synthetic:llama-8b"),
+])
+def test_what_the_model_is_called(model, name, called):
+    assert _called(model, name) == called
+
+
+def test_a_folder_is_called_by_its_own_name(tiny, monkeypatch):
+    monkeypatch.chdir(tiny)
+    assert _called(".", None) == tiny.name
+
+
+@pytest.mark.parametrize("raw", [b"", b" \n", b"a b", b"\xff", b"a\x00b", b"one\ntwo"])
+def test_a_key_that_cant_be_sent(tmp_path, raw):
+    file = tmp_path / "key"
+    file.write_bytes(raw)
+    with pytest.raises(UsageError, match="can't be used"):
+        _key(file)
+
+
+def test_where_the_key_comes_from(monkeypatch, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("from-a-file\n")
+    monkeypatch.delenv("QUANTKIT_API_KEY", raising=False)
+    assert _key(None) is None
+    monkeypatch.setenv("QUANTKIT_API_KEY", "from-outside")
+    assert (_key(None), _key(file)) == ("from-outside", "from-a-file")
+
+
+def test_its_help_imports_no_server():
+    done = subprocess.run([sys.executable, "-c", "import quantkit.cli.serve_local, sys; print([m for m in ("
+                           "'torch', 'fastapi', 'uvicorn') if m in sys.modules])"],
+                          capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]" and "serve-local" in main.list_commands(None)

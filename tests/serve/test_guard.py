@@ -1,0 +1,167 @@
+"""Who may come in: the cases by which pages on the web got at other local servers."""
+
+import asyncio
+import base64
+
+import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Route
+
+from quantkit.serve import guard
+from quantkit.serve.guard import Guard
+
+KEY = "sesame-1234"
+
+
+def visit(client, method, path, **headers):
+    return client.request(method, path, headers=headers)
+
+
+def routes(application) -> list[BaseRoute]:
+    found = application.api.routes
+    assert {"/", "/health", "/ready", "/v1/models", "/v1/completions", "/openapi.json"} <= {
+        route.path for route in found}
+    return found
+
+
+def basic(user, password):
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def test_without_the_key_every_route_but_liveness_is_closed(live):
+    made = live(key=KEY)
+    with made.http as client:
+        for route in routes(made.application):
+            for method in route.methods:
+                answer = client.request(method, route.path.replace("{name:path}", "tiny"))
+                expected = 200 if (method, route.path) == ("GET", "/health") else 401
+                assert answer.status_code == expected, (method, route.path)
+                if expected == 401 and method != "HEAD":
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                    assert answer.headers["www-authenticate"]
+        assert client.get("/nowhere").status_code == 401, "deny by default"
+
+
+@pytest.mark.parametrize(("given", "status"), [
+    (f"Bearer {KEY}", 200), (f"bearer  {KEY}", 200), (basic("me", KEY), 200), (basic("", KEY), 200),
+    ("", 401), (KEY, 401), ("Bearer", 401), (f"Bearer {KEY}x", 401), (f"Bearer {KEY[:-1]}", 401),
+    ("Bearer " + KEY.upper(), 401), (f"Token {KEY}", 401), (basic(KEY, ""), 401), ("Basic ###", 401),
+    ("Basic " + base64.b64encode(KEY.encode()).decode(), 401), ("Bearer \xff", 401),
+])
+def test_the_key(live, given, status):
+    made = live(key=KEY)
+    with made.http as client:
+        answer = client.get("/v1/models", headers=[(b"authorization", given.encode("latin-1"))])
+        assert answer.status_code == status
+        both = [("authorization", "Bearer x"), ("authorization", f"Bearer {KEY}")]
+        assert client.get("/v1/models", headers=both).status_code == 401
+
+
+def test_the_key_is_compared_in_constant_time(live, monkeypatch):
+    compared, compare = [], guard.hmac.compare_digest
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    made = live(key=KEY)
+    with made.http as client:
+        client.get("/v1/models", headers={"authorization": "Bearer wrong"})
+    assert compared == [(b"wrong", KEY.encode())]
+
+
+def test_the_page_asks_a_browser_for_the_key_and_the_client_uses_it(live):
+    made = live(key=KEY)
+    with made.http as client:
+        assert client.get("/").headers["www-authenticate"].startswith("Basic ")
+        assert client.get("/", auth=("me", KEY)).status_code == 200
+    assert made.openai(api_key=KEY).models.list().data[0].id == "tiny"
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("127.0.0.1", 200), ("127.0.0.1:1", 200), ("localhost:99", 200), ("LOCALHOST", 200), ("[::1]:80", 200),
+    ("127.8.9.1", 200), ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
+    ("localhost.evil.example", 403), ("192.168.1.7:8000", 403), ("0.0.0.0", 403), ("", 403),
+    ("user@localhost", 403), ("[::2]", 403), ("xn--localhost", 403), ("127.0.0.1,evil.example", 403),
+])
+def test_a_foreign_host_is_refused(shared, host, status):
+    """DNS rebinding: the browser believes that evil.example is this machine."""
+    with shared.http as client:
+        answer = visit(client, "GET", "/v1/models", Host=host)
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["code"] == "forbidden_host"
+
+
+@pytest.mark.parametrize(("origin", "status"), [
+    ("http://127.0.0.1:{port}", 200), ("https://127.0.0.1:{port}", 200), ("http://evil.example", 403),
+    ("null", 403), ("http://127.0.0.1:1", 403), ("http://localhost:{port}", 403), ("", 403),
+    ("http://127.0.0.1:{port}.evil.example", 403), ("file://", 403),
+])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/health"), ("GET", "/"),
+                                              ("POST", "/v1/completions"), ("OPTIONS", "/v1/completions")])
+def test_a_foreign_origin_is_refused(shared, method, path, origin, status):
+    origin = origin.replace("{port}", shared.url.rpartition(":")[2])
+    with shared.http as client:
+        answer = visit(client, method, path, Origin=origin)
+    assert (answer.status_code == 403) == (status == 403)
+    assert status == 200 or answer.json()["error"]["code"] == "forbidden_origin"
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_names_that_are_ours_too(live):
+    made = live(hosts=("box.lan", "Other."))
+    with made.http as client:
+        assert visit(client, "GET", "/health", Host="BOX.lan:1").status_code == 200
+        assert visit(client, "GET", "/health", Host="other").status_code == 200
+        assert visit(client, "GET", "/health", Host="boxxlan").status_code == 403
+
+
+def test_reachable_from_elsewhere_addresses_are_fine_and_names_are_not(live):
+    made = live(loopback=False, key=KEY, hosts=("box.lan",))
+    with made.http as client:
+        for host, status in (("192.168.1.7:8000", 200), ("[fe80::1]", 200), ("box.lan", 200),
+                             ("evil.example", 403), ("192.168.1.7.evil.example", 403)):
+            assert visit(client, "GET", "/health", Host=host).status_code == status
+
+
+def test_headers_that_keep_browsers_from_guessing(shared):
+    with shared.http as client:
+        for path in ("/", "/v1/models", "/nowhere"):
+            headers = client.get(path).headers
+            assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+            assert "server" not in headers
+
+
+def test_no_web_socket_is_opened():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def never(*_):
+        raise AssertionError("the application was asked")
+
+    asyncio.run(Guard(never)({"type": "websocket", "headers": [], "path": "/"}, never, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_route_that_fails_before_its_answer_is_an_error_of_the_servers():
+    async def breaks(scope, receive, send):
+        raise RuntimeError("secret")
+
+    async def nothing():
+        return {"type": "http.request", "body": b""}
+
+    sent, told = [], []
+
+    async def send(message):
+        sent.append(message)
+
+    one = Guard(breaks, on_error=told.append)
+    scope = {"type": "http", "headers": [(b"host", b"localhost")], "path": "/", "method": "GET"}
+    asyncio.run(one(scope, nothing, send))
+    assert sent[0]["status"] == 500 and b"secret" not in sent[1]["body"] and one.active == 0
+    assert [str(error) for error in told] == ["secret"]
+
+
+def test_everything_is_a_plain_route(shared):
+    """So that walking over the routes walks over everything."""
+    found = routes(shared.application)
+    assert all(isinstance(route, Route) for route in found)
+    assert any(isinstance(route, APIRoute) for route in found)

@@ -1,0 +1,50 @@
+"""Tokens' texts and log-probabilities in both APIs' words."""
+
+import math
+
+import pytest
+
+from quantkit.runtime.sequence import TokenInfo
+from quantkit.serve.logprobs import TokenTexts, chat_logprobs, text_logprobs
+
+
+@pytest.fixture(scope="module")
+def texts(loaded):
+    return TokenTexts(loaded.tokenizer)
+
+
+def test_texts_of_single_tokens_join_to_the_text(texts, loaded):
+    for text in ("the cat in the hat", " two  spaces", "naïve 猫 🙂", "<|im_end|> <s>"):
+        ids = loaded.tokenizer.encode(text, special=False)
+        pieces = [texts.text(token) for token in ids]
+        if "\ufffd" not in "".join(pieces):
+            assert "".join(pieces) == text
+            assert b"".join(bytes(texts.bytes(token)) for token in ids).decode() == text
+
+
+def test_a_part_of_a_character_has_no_bytes(texts, loaded):
+    ids = loaded.tokenizer.encode("猫", special=False)
+    assert len(ids) > 1 and all(texts.bytes(token) is None for token in ids)
+
+
+def test_special_tokens_are_written_out(texts, loaded):
+    assert texts.text(loaded.tokenizer.bos_id) == "<s>"
+
+
+def test_of_tokens_that_look_alike_the_likeliest_stays(texts, loaded):
+    one, two = loaded.tokenizer.encode("猫", special=False)[:2]
+    assert texts.text(one) == texts.text(two)
+    out = text_logprobs([TokenInfo(two, "", -3.0, ((one, -0.5), (two, -3.0)))], texts)
+    assert out["top_logprobs"] == [{texts.text(one): -0.5}]
+
+
+def test_minus_infinity_is_a_number_that_json_has(texts):
+    info = TokenInfo(5, "", -math.inf, ((6, -1.0), (5, -math.inf)))
+    assert chat_logprobs([info], texts)["content"][0]["logprob"] == -9999.0
+    assert text_logprobs([info], texts)["token_logprobs"] == [-9999.0]
+
+
+def test_a_prompts_first_token_has_none(texts):
+    out = text_logprobs([TokenInfo(5, ""), TokenInfo(6, "", -1.0)], texts, offset=7)
+    assert out["token_logprobs"] == [None, -1.0] and out["top_logprobs"] == [None, {texts.text(6): -1.0}]
+    assert out["text_offset"] == [7, 7 + len(texts.text(5))]

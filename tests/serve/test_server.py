@@ -1,0 +1,72 @@
+"""Sockets, and the end of a process (its signals are tested with the command)."""
+
+import asyncio
+import socket
+
+import openai
+import pytest
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.serve.server import bind, is_loopback, url
+
+
+def test_a_free_port_is_taken_and_said():
+    with bind("127.0.0.1", 0, has_key=False) as bound:
+        assert is_loopback(bound) and url(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
+        assert bound.getsockname()[1] > 0
+
+
+def test_a_port_in_use_is_an_error_in_three_parts():
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(QuantkitError) as caught:
+        bind("127.0.0.1", other.getsockname()[1], has_key=False)
+    assert "in use" in caught.value.what and caught.value.why and "--port 0" in caught.value.next
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", ""])
+def test_what_others_can_reach_needs_a_key(host):
+    with pytest.raises(UsageError) as caught:
+        bind(host, 0, has_key=False)
+    assert "no API key" in caught.value.what or "can't be bound" in caught.value.what
+
+
+def test_with_a_key_it_may_be_reached():
+    with bind("0.0.0.0", 0, has_key=True) as bound:
+        assert not is_loopback(bound) and url(bound).startswith("http://127.0.0.1:")
+
+
+def test_names():
+    with bind("localhost", 0, has_key=False) as bound:
+        assert is_loopback(bound)
+    with pytest.raises(UsageError, match="can't be bound"):
+        bind("no.such.name.invalid", 0, has_key=False)
+    with pytest.raises(QuantkitError, match="can't be bound"):
+        bind("192.0.2.1", 0, has_key=True)
+
+
+def test_draining_lets_streams_reach_their_end_and_takes_nothing_new(live, eventually):
+    made = live()
+    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=300, stream=True,
+                                              extra_body={"ignore_eos": True})
+    next(iter(stream))
+    drained = asyncio.run_coroutine_threadsafe(made.application.drain(60), made.loop)
+    eventually(lambda: made.application.draining)
+    with made.http as client:
+        ready = client.get("/ready")
+        assert ready.status_code == 503 and ready.json()["error"]["code"] == "shutting_down"
+        assert ready.headers["retry-after"] and client.get("/health").status_code == 200
+    refused = made.post("/v1/completions", {"prompt": "a"})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert drained.result(60) is True
+
+
+def test_draining_has_an_end(live):
+    made = live()
+    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=60_000, stream=True,
+                                              extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert asyncio.run_coroutine_threadsafe(made.application.drain(0.05), made.loop).result(60) is False
+    made.engine.close()
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
