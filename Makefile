@@ -1,6 +1,6 @@
 # Each target makes .venv itself when it is missing; stamps keep a second run quick.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all test-gpu lint clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -21,6 +21,9 @@ test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and
 
 test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test
 	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.dev  ## run the kernels' tests on this machine's GPU
+	$(BIN)/python -m pytest -m gpu tests/kernels
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/python -m ruff check .

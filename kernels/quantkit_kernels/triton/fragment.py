@@ -1,0 +1,153 @@
+"""The order in which packed weights lie: that of the registers which a tensor core reads.
+
+A tile is 128 rows by ``k`` columns. Its 32-bit words stand so that a thread which loads 16 bytes next to
+each other holds, after masking and shifting, exactly the numbers that the matrix instruction wants of it:
+row ``g`` and ``g + 8`` of 16, columns ``2t, 2t + 1`` of 8, for lane ``4g + t``. So weights go from memory to
+registers to the tensor core without being shuffled between threads.
+https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
+
+The order is a matter of speed only: :func:`tile` undoes it by reshaping, on any hardware.
+
+A word holds two numbers for each bit field, one in each 16-bit half: masking both at once makes a pair of
+half-precision numbers in one instruction.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 128
+"""Rows of a tile. Packed weights are padded to whole tiles."""
+VECTOR = 128
+"""Bits that a thread loads at once."""
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400, torch.float32: 0}
+"""128 and 1024 twice: with a small integer in the lowest bits they are 128 + q and 1024 + q. A runtime
+argument, because ptxas fuses ``and`` with ``or`` only if one of the two constants is in a register."""
+
+
+def columns(bits: int, k: int) -> int:
+    """How many columns one load of the whole tile covers, if the tile is ``k`` wide.
+
+    int4: 64, or 32 in a tile that is no wider (a load then covers twice the rows). int8: 32.
+    """
+    return min(VECTOR // bits * 2, k)
+
+
+def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = False) -> torch.Tensor:
+    """Codes → packed words.
+
+    Args:
+        codes: uint8 ``[n, k_all]``, ``n`` a multiple of 128 and ``k_all`` of ``k``.
+        bits: 4 or 8.
+        k: columns of a tile: 32, or a multiple of 64 (int4), or of 32 (int8).
+        wide: columns that a lane reads next to each other: see :func:`lane_columns`.
+        adjacent: the pair of a word's numbers that makes one register lies in neighbouring nibbles, not in
+            the two halves.
+
+    Returns:
+        int32 ``[n / 128, k_all / k, 128 * k * bits / 32]``.
+    """
+    n, total = codes.shape
+    span = columns(bits, k)
+    both = 4 // (span // 16) if bits == 4 else 1  # 64-row blocks that one vector covers
+    inner = (2, 4, 2) if wide == 2 else (4, 2, 2)
+    parts = codes.reshape(n // ROWS, 2 // both, both, 4, 2, 8, total // k, k // span, span // 16, *inner)
+    c, t = (9, 10) if wide == 2 else (10, 9)
+    # tile, its column, then: load, block, warp, g, t, block in the vector, 16 columns, c, e, h
+    parts = parts.permute(0, 6, 7, 1, 3, 5, t, 2, 8, c, 11, 4)
+    if bits == 4:
+        shape, shifts = (-1, 2, 2, 2), [[[4 * e + 8 * c + 16 * h if adjacent else 16 * e + 4 * c + 8 * h
+                                          for h in (0, 1)] for e in (0, 1)] for c in (0, 1)]
+    else:
+        shape, shifts = (-1, 1, 2, 2), [[[16 * e + 8 * h for h in (0, 1)] for e in (0, 1)]]
+    shift = torch.tensor(shifts, dtype=torch.int64, device=codes.device)
+    # tile by tile: eight bytes a code would be too many for a whole large layer
+    words = torch.empty(n // ROWS, total // k, ROWS * k * bits // 32, dtype=torch.int32, device=codes.device)
+    for row, part in zip(words, parts):
+        fields = part.reshape(shape).to(torch.int64) << shift
+        row.copy_(fields.sum((1, 2, 3)).to(torch.int32).view(row.shape))
+    return words
+
+
+def family_of(device: torch.device) -> str:
+    """``ampere`` (and Ada), ``hopper`` (and later) or ``cdna``: what a layout and a launch depend on.
+
+    A CPU, where Triton's interpreter runs kernels, counts as ``hopper``.
+    """
+    if device.type != "cuda":
+        return "hopper"
+    if torch.version.hip is not None:
+        return "cdna"
+    return "ampere" if torch.cuda.get_device_capability(device)[0] < 9 else "hopper"
+
+
+def lane_columns(family: str) -> int:
+    """Columns that a lane reads next to each other: 4 where Triton gives it so, on Ampere; else 2."""
+    return 4 if family == "ampere" else 2
+
+
+@triton.jit
+def tile(v: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr,
+         WIDE: tl.constexpr) -> tl.tensor:
+    """Numbers in the packed order, ``[words, c?, e, h]`` → ``[128, K]``."""
+    v = v.reshape(K // SPAN, 2 // BOTH, 4, 8, 4, BOTH, SPAN // 16, 2, 2, 2)
+    v = v.trans(1, 5, 2, 9, 3, 0, 6, 7, 4, 8) if WIDE == 2 else v.trans(1, 5, 2, 9, 3, 0, 6, 4, 7, 8)
+    return v.reshape(128, K)
+
+
+@triton.jit
+def by_word(rows: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr) -> tl.tensor:
+    """One number a row, ``[128]`` → for every word those of its two rows (h = 0, 1), twice ``[words]``."""
+    r = rows.reshape(2 // BOTH, BOTH, 4, 2, 8).trans(0, 2, 4, 1, 3)
+    r = r.reshape(1, 2 // BOTH, 4, 8, 1, BOTH, 1, 2)
+    r = tl.broadcast_to(r, (K // SPAN, 2 // BOTH, 4, 8, 4, BOTH, SPAN // 16, 2))
+    return tl.split(r.reshape(16 * K, 2))
+
+
+@triton.jit
+def halves(t: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """An int32 word that holds two 16-bit floats → both."""
+    return (t & 0xFFFF).to(tl.int16).to(D, bitcast=True), (t >> 16).to(tl.int16).to(D, bitcast=True)
+
+
+@triton.jit
+def pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """The four registers of a 4-bit word, (c, h) = 00, 10, 01, 11 → numbers ``[words, c, e, h]``."""
+    a0, a1 = halves(a, D)
+    b0, b1 = halves(b, D)
+    c0, c1 = halves(c, D)
+    d0, d1 = halves(d, D)
+    return tl.join(tl.join(tl.join(a0, b0), tl.join(a1, b1)), tl.join(tl.join(c0, d0), tl.join(c1, d1)))
+
+
+@triton.jit
+def nibbles(w: tl.tensor, ADJACENT: tl.constexpr) -> tl.tensor:
+    """The eight numbers of a 4-bit word, as int32 ``[words, c, e, h]``: what the pairs of registers hold."""
+    E: tl.constexpr = 4 if ADJACENT else 16
+    C: tl.constexpr = 8 if ADJACENT else 4
+    H: tl.constexpr = 16 if ADJACENT else 8
+    low = tl.join(tl.join(w & 15, (w >> C) & 15), tl.join((w >> E) & 15, (w >> (E + C)) & 15))
+    high = tl.join(tl.join((w >> H) & 15, (w >> (C + H)) & 15),
+                   tl.join((w >> (E + H)) & 15, (w >> (E + C + H)) & 15))
+    return tl.join(low, high)
+
+
+@triton.jit
+def int8_pair(t: tl.tensor, magic: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Two's complement bytes 0 and 2 of a word → two numbers, exactly.
+
+    bfloat16: ``0x4300 | (q & 127)`` is 128 plus the low seven bits, ``0x4300 | (q & 128)`` is 128 or 256;
+    their difference is q. float16: ``(q & 255) ^ 0x6480`` is 1024 + 128 + q. ``magic``: see :data:`MAGIC`.
+    """
+    if D.is_fp32():
+        low, high = ((t << 24) >> 24).to(D), ((t << 8) >> 24).to(D)
+    elif D.is_fp16():
+        low, high = halves((t & 0x00FF00FF) ^ (magic | 0x00800080), D)
+        low, high = low - 1152.0, high - 1152.0
+    else:
+        a, b = halves((t & 0x007F007F) | magic, D)
+        c, d = halves((t & 0x00800080) | magic, D)
+        low, high = a - c, b - d
+    return low, high

@@ -1,0 +1,103 @@
+"""4-bit integer weights in groups, 16-bit activations: ``y = x Wᵀ``, ``w = (q − zero) · scale``.
+
+Codes become half-precision numbers by bit operations: ``0x4300 | q`` is 128 + q in bfloat16, ``0x6400 | q``
+is 1024 + q in float16, both exactly; one packed subtraction then leaves ``q − zero``, also exactly. The
+scale multiplies the float32 sum of a group. So the only roundings are the tensor core's sums and the
+result's. https://arxiv.org/abs/2211.10017
+
+Symmetric weights keep a float32 scale a group; asymmetric ones a 32-bit word, a 16-bit scale below and the
+zero point above it: 4 bytes a group either way, which is the least that is copied asynchronously.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import pad
+
+from quantkit_kernels.triton.fragment import (
+    ROWS,
+    by_word,
+    family_of,
+    lane_columns,
+    nibbles,
+    pairs,
+    shuffle,
+    tile,
+)
+from quantkit_kernels.triton.matmul import Packed, multiply
+
+GROUPS = (32, 64, 128)
+"""Group sizes; multiples of 128 work too."""
+
+
+@triton.jit
+def decode_int4(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
+                MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Words and scales of a tile → float32 ``[128]`` and D ``[128, K]``."""
+    SPAN: tl.constexpr = 64 if K >= 64 else 32
+    BIAS: tl.constexpr = 1024 if D.is_fp16() else 128
+    if MODE == "symmetric":
+        scale = s
+    elif MODE == "bfloat16":
+        scale = (s << 16).to(tl.float32, bitcast=True)
+    else:
+        scale = (s & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if D.is_fp32():
+        v = tile(nibbles(w, False).to(tl.float32), K, SPAN, 64 // SPAN, WIDE)
+        a = v - 8.0 if MODE == "symmetric" else v - (s >> 16).to(tl.float32)[:, None]
+    elif MODE == "symmetric":
+        v = pairs((w & 0x000F000F) | magic, ((w >> 4) & 0x000F000F) | magic,
+                  ((w >> 8) & 0x000F000F) | magic, ((w >> 12) & 0x000F000F) | magic, D)
+        a = tile(v - (BIAS + 8.0), K, SPAN, 64 // SPAN, WIDE)
+    else:
+        # 16 - zero keeps the sum of integers above the bias, where floats are 1 apart
+        low, high = by_word(magic + (16 - (s >> 16)) * 0x00010001, K, SPAN, 64 // SPAN)
+        v = pairs((w & 0x000F000F) + low, ((w >> 4) & 0x000F000F) + low,
+                  ((w >> 8) & 0x000F000F) + high, ((w >> 12) & 0x000F000F) + high, D)
+        a = tile(v - (BIAS + 16.0), K, SPAN, 64 // SPAN, WIDE)
+    return scale, a
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+         family: str | None = None) -> Packed:
+    """Repack once.
+
+    Args:
+        codes: uint8 ``[n, k]``, 0 to 15.
+        scale: float ``[n, k / group]``, group 32, 64 or a multiple of 128, or the whole row.
+        zero: integers of the same shape, 0 to 15; ``None``: 8 everywhere.
+        family: of GPUs; by default that of the tensors' device.
+
+    Raises:
+        ValueError: such groups don't exist, or asymmetric scales that 16 bits can't hold.
+    """
+    n, k = codes.shape
+    groups, group = scale.shape[1], k // scale.shape[1]
+    if groups == 1 and group not in GROUPS:
+        group = -(-k // 128) * 128
+    elif k % groups or (group not in GROUPS and group % 128):
+        raise ValueError(f"groups must be 32, 64 or a multiple of 128 columns, not {k} / {groups}")
+    bk = min(group, 128)
+    down, right = -n % ROWS, -k % bk
+    scales, mode = pad(scale.float(), (0, 0, 0, down)).T.contiguous(), "symmetric"
+    if zero is not None:
+        scales, mode = _with_zeros(scales, pad(zero.to(torch.int32), (0, 0, 0, down)).T)
+    family = family or family_of(codes.device)
+    words = shuffle(pad(codes, (0, right, 0, down)), 4, bk, lane_columns(family))
+    return Packed(words, scales, n, k, bk, group, mode, family)
+
+
+def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, str]:
+    for dtype in (torch.bfloat16, torch.float16):
+        half = scale.to(dtype)
+        if torch.equal(half.float(), scale):
+            low = half.view(torch.int16).to(torch.int32) & 0xFFFF
+            return low | (zero << 16), str(dtype).removeprefix("torch.")
+    raise ValueError("asymmetric weights need scales that bfloat16 or float16 holds exactly")
+
+
+def w4a16(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """``x [m, k]`` (bfloat16, float16, float32) → ``[m, n]`` in x's dtype, for a weight of :func:`pack`."""
+    return multiply(x, weight, decode_int4)
