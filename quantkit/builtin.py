@@ -37,7 +37,7 @@ def register_formats(register: Register) -> None:
 
 @hookimpl
 def register_kernels(register: Register) -> None:
-    for name, target in (("w8a16", "INT8"), ("w4a16", "INT4"), ("nf4", "NF4")):
+    for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     register("aten-int8", "quantkit.ops.aten:INT8")
     register("aten-int4", "quantkit.ops.aten:INT4")

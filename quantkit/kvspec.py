@@ -10,6 +10,7 @@ from quantkit.spec import KVSpec
 
 MAX_LENGTH = 256
 _PART = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
+_PLUS = re.compile(r"\+(?![^()]*\))")  # not that of 1e+16 in parentheses
 _NEXT = 'quantkit generate MODEL PROMPT --kv "window(1024, sinks=4)+int8"'
 
 
@@ -25,7 +26,7 @@ def parse_kv(text: str) -> KVSpec:
         raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed")
     policies, codecs = registry("kv_policies"), registry("kv_codecs")
     found: dict[str, object] = {}
-    for part in (text.split("+") if text.strip() != "none" else []):
+    for part in (_PLUS.split(text) if text.strip() != "none" else []):
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise UsageError(f"the KV setting {text!r} can't be read",

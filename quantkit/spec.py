@@ -116,8 +116,10 @@ class KVSpec(Frozen):
     codec: str = "none"
 
     def __str__(self) -> str:
-        inner = ", ".join(str(value) if name == "budget" else f"{name}={value}"
-                          for name, value in self.options.items())
+        # the same setting is always written the same way, so that it can be read again and compared
+        written = {name: str(value).lower() if isinstance(value, bool) else str(value)
+                   for name, value in sorted(self.options.items(), key=lambda one: (one[0] != "budget", one))}
+        inner = ", ".join(value if name == "budget" else f"{name}={value}" for name, value in written.items())
         policy = self.policy + (f"({inner})" if inner else "")
         parts = [text for text, default in ((policy, "all"), (self.codec, "none")) if text != default]
         return "+".join(parts) or "none"

@@ -168,6 +168,37 @@ def test_an_unknown_key_names_line_place_and_nearest():
     assert "unknown key 'rulez': did you mean 'rules'?" in refusal("name: x\nrulez: []\n")
 
 
+@pytest.mark.parametrize(("written", "kept"), [
+    ("int8", "int8"), ('"window(sinks=4,budget=512) + int8"', "window(512, sinks=4)+int8"), ("none", "none"),
+    ("int4+snapkv(0.50)", "snapkv(0.5)+int4"), ("null", None)])
+def test_a_kv_setting_is_kept_in_its_canonical_spelling(folders, written, kept):
+    (folders / "a" / "lean.yaml").write_text(f"kv: {written}\n{GOOD}")
+    recipe = load_recipe("lean")
+    assert recipe.kv == kept == recipe.snapshot()["kv"]
+    assert Recipe.model_validate(json.loads(json.dumps(recipe.snapshot()))) == recipe
+    (folders / "b" / "plain.yaml").write_text(GOOD)
+    assert load_recipe("plain").kv is None
+
+
+@pytest.mark.parametrize(("written", "said"), [
+    ("int9", "int8"), ("window", "budget"), ("window(0)", "budget"), ("window(8,sink=3)", "sinks"),
+    ("int8+int4", "both a codec"), ('"window("', "can't be read"), ("8", "kv"), ("[int8]", "kv"),
+    ("x" * 257, "kv"), ("snapkv(.inf)", "budget"), ('""', "can't be read")])
+def test_a_kv_setting_that_cannot_be_names_its_line(folders, written, said):
+    (folders / "a" / "broken.yaml").write_text(f"{GOOD}kv: {written}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("broken")
+    assert f"line {GOOD.count(chr(10)) + 1}" in str(caught.value) and said in str(caught.value)
+
+
+def test_a_child_replaces_its_parents_kv_setting_where_it_gives_one(folders):
+    (folders / "a" / "base.yaml").write_text(f"kv: int8\n{GOOD}")
+    for name, text, kept in (("heir", "", "int8"), ("other", "kv: int4\n", "int4"),
+                             ("bare", "kv: null\n", None), ("whole", "kv: none\n", "none")):
+        (folders / "a" / f"{name}.yaml").write_text(f"extends: base\n{text}")
+        assert load_recipe(name).kv == kept
+
+
 def test_wrong_values_name_their_line():
     assert "line 8: rules.1.spec.bits" in refusal(GOOD.replace("bits: 4", "bits: '4'"))
     assert "line 8: rules.1.spec.bits" in refusal(GOOD.replace("bits: 4", "bits: 9"))

@@ -12,6 +12,8 @@ from quantkit.spec import Frozen
 
 Phase = Literal["prefill", "prefill_end", "decode"]
 """``prefill_end`` is the prompt's last chunk."""
+MOST = 2**31
+"""No option counts more tokens."""
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name → shape and dtype of what is stored for one token of one head."""
 

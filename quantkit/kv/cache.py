@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quantkit.kv import fused
 from quantkit.kv.base import Held, Layout, Phase
 from quantkit.kv.build import build_codec, build_policy
 from quantkit.kv.pages import PAGE, Pages, slots_of
@@ -59,12 +60,12 @@ class KVCache:
                  device: torch.device | str = "cpu") -> None:
         self.spec = spec or KVSpec()
         self.policy, self.codec = build_policy(self.spec), build_codec(self.spec)
-        self._heads, self._layers = config.num_kv_heads, config.num_layers
+        self.heads, self._layers = config.num_kv_heads, config.num_layers
         self._device = torch.device(device)
         one = self.codec.layout(config.head_dim, dtype)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             f"{side}.{name}": what for side in "kv" for name, what in one.items()}
-        self.bytes_per_token = sum(map(_bytes, layout.values())) * self._heads * self._layers
+        self.bytes_per_token = sum(map(_bytes, layout.values())) * self.heads * self._layers
         if not self.policy.keeps_all:  # else a slot's number is its position
             layout["positions"] = ((), torch.int32)
         self.pages = [Pages(layout, self._device) for _ in range(self._layers)]
@@ -84,8 +85,27 @@ class KVCache:
     def add(self) -> int:
         """Begin a sequence; returns its id."""
         number = next(self._ids)
-        self._sequences[number] = [Sequence_(self._heads) for _ in range(self._layers)]
+        self._sequences[number] = [Sequence_(self.heads) for _ in range(self._layers)]
         return number
+
+    def fork(self, number: int) -> int:
+        """Begin a sequence that holds what another does; from then on each goes its own way.
+
+        Returns:
+            The new one's id. Its pages are its own.
+
+        Raises:
+            KeyError: ``number`` is unknown.
+        """
+        old, copy = self._sequences[number], self.add()
+        for pages, held, own in zip(self.pages, old, self._sequences[copy]):
+            own.pages = [pages.take(len(one)) for one in held.pages]
+            source, target = ([page for one in side.pages for page in one] for side in (held, own))
+            for part in pages.parts.values():
+                part[target] = part[source]
+            own.lengths, own.seen, own.steps = list(held.lengths), held.seen, held.steps
+            own.queries = held.queries  # replaced by every step, never written to
+        return copy
 
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
@@ -117,10 +137,10 @@ class KVCache:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
         return self._positions(layer, self._sequences[number][layer])
 
-    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
-               positions: torch.Tensor) -> None:
-        """Write ``k, v [B, Hkv, T, D]``; padding is left out."""
-        pages, slots = self.pages[layer], []
+    def _allocate(self, layer: int, rows: Rows) -> list[int]:
+        """Slots for the step's tokens, padding left out: by row, then head, then token."""
+        pages = self.pages[layer]
+        slots: list[int] = []
         for held, count in rows:
             for head, own in enumerate(held.pages):
                 length = held.lengths[head]
@@ -131,15 +151,21 @@ class KVCache:
                 slots += slots_of(own, length, count)
                 held.lengths[head] = length + count
             held.seen += count
+        return slots
+
+    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
+               positions: torch.Tensor) -> None:
+        """Write ``k, v [B, Hkv, T, D]``, rotated; padding is left out."""
+        slots = self._allocate(layer, rows)
         if not slots:
             return
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
         values = {f"{side}.{name}": part for side, x in (("k", k), ("v", v))
                   for name, part in self.codec.encode(rows.flat(x)).items()}
         if not self.policy.keeps_all:
-            spread = positions[:, None, :, None].expand(-1, self._heads, -1, 1)
+            spread = positions[:, None, :, None].expand(-1, self.heads, -1, 1)
             values["positions"] = rows.flat(spread)[:, 0].to(torch.int32)
-        pages.write(where, values)
+        self.pages[layer].write(where, values)
 
     def _table(self, held: Sequence_) -> torch.Tensor:
         if held.table is None:
@@ -156,7 +182,7 @@ class KVCache:
 
     def _positions(self, layer: int, held: Sequence_) -> torch.Tensor:
         most = max(held.lengths)
-        slots = torch.arange(most, dtype=torch.int32, device=self._device).expand(self._heads, -1)
+        slots = torch.arange(most, dtype=torch.int32, device=self._device).expand(self.heads, -1)
         found = slots if self.policy.keeps_all else self.pages[layer].read(
             "positions", self._table(held))[:, :most]
         if min(held.lengths) == most:
@@ -187,7 +213,7 @@ class KVCache:
             pages.give(spare)
             slots += slots_of(own, 0, count)
         pages.write(torch.tensor(slots, dtype=torch.int64, device=self._device), values)
-        held.lengths, held.table = [count] * self._heads, None
+        held.lengths, held.table = [count] * self.heads, None
         self._shrink(layer)
 
     def _shrink(self, layer: int) -> None:
@@ -225,10 +251,16 @@ class Batch:
         if self._counts is None:
             self._counts = self._count(step.positions)
         cache = self._cache
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         rows = Rows([layers[layer] for layers in self._rows], self._counts)
-        cache._store(layer, rows, k, v, step.positions)
-        out = attend(cache, layer, rows, q, step.positions, window, self._shared)
+        if (on_gpu := fused.fits(cache, q)):
+            q = fused.rotate_and_store(cache, layer, rows, q, k, v, step)
+        else:
+            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            cache._store(layer, rows, k, v, step.positions)
+        if on_gpu and fused.decodes(cache, rows, q, window):
+            out = fused.decode_attention(cache, layer, rows, q, step.positions)
+        else:
+            out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         for row, (held, count) in enumerate(rows):
             self._end(layer, held, q[row, :, :count])
         return out
@@ -237,7 +269,9 @@ class Batch:
         policy, count = self._cache.policy, q.shape[1]
         if not count:
             return
-        if policy.queries:
+        if self._phase == "decode" and policy.every is None:
+            held.queries = None  # it doesn't act before another prompt, whose queries it will ask
+        elif policy.queries:
             last = q if held.queries is None else torch.cat((held.queries, q), 1)
             held.queries = last[:, -policy.queries:].clone()
         acts = policy.acts(self._phase)

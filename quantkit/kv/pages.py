@@ -71,11 +71,11 @@ class Pages:
         size = self.used
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
-        for part in self.parts.values():
+        for name, part in self.parts.items():
+            self.parts[name] = part[:size].clone()
             if holes:
-                part[holes] = part[high]
-        self._free = []
-        self._resize(size)
+                self.parts[name][holes] = part[high]
+        self._free, self._total = [], size
         return dict(zip(high, holes, strict=True)) or None
 
     def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ class Pages:
     def _resize(self, total: int) -> None:
         for name, part in self.parts.items():
             block = part.new_zeros(total, *part.shape[1:])
-            block[:self._total] = part[:total]
+            block[:self._total] = part
             self.parts[name] = block
         self._free = [*range(total - 1, self._total - 1, -1), *self._free]
         self._total = total

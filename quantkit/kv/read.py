@@ -56,7 +56,7 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
         keys, values = cache._read(layer, held, "k"), cache._read(layer, held, "v")
         query = q[row, :, :count]
         heads = held.lengths
-        if min(heads) == max(heads):
+        if (_same(cache) or window is None) and min(heads) == max(heads):
             seen = _seen(cache, layer, row, positions[row, :count], held, window, shared)
             got = attention(query[None].to(keys.dtype), keys[None], values[None], seen)
             out[row, :, :count] = got[0].to(q.dtype)
@@ -69,20 +69,23 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
     return out
 
 
+def _same(cache: KVCache) -> bool:
+    """Whether all heads of all layers hold the same positions."""
+    return cache.policy.keeps_all or cache.policy.visible is not None
+
+
 def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, held: Sequence_,
           window: int | None, shared: dict[object, object]) -> Visibility:
-    """All heads hold equally many. Where they hold the same positions in all layers, the answer is
-    worked out once a step; where they don't, an earlier position is visible whichever it is."""
-    same = cache.policy.keeps_all or cache.policy.visible is not None
-    key = (row, window, held.lengths[0], None if same or window is None else layer)
+    """All heads hold equally many, and the same positions unless the model has no window: the answer is
+    then worked out once a step."""
+    key = (row, window, held.lengths[0])
     found = shared.get(key)
     if not isinstance(found, Visibility):
-        stored = cache._positions(layer, held)[:1].long()
-        if not same and window is None:
-            # dropped or not, all that stands before this step's own tokens is earlier than they are
-            count = positions.shape[0]
-            stored = torch.arange(stored.shape[1], device=stored.device)[None]
-            positions = torch.arange(stored.shape[1] - count, stored.shape[1], device=stored.device)
+        if _same(cache):
+            stored = cache._positions(layer, held)[:1].long()
+        else:  # dropped or not, all that stands before this step's own tokens is earlier than they are
+            stored = torch.arange(held.lengths[0], device=positions.device)[None]
+            positions = stored[0, held.lengths[0] - positions.shape[0]:]
         found = shared[key] = _visibility(cache, positions[None], stored, window)
     return found
 

@@ -1,13 +1,12 @@
-"""Our own GPU kernels for quantized weights, as the dispatch sees them: int8, int4 in groups, NF4.
+"""Triton's matrix products for 8-bit, 4-bit and NF4 weights, as kernels that the dispatch chooses from.
 
-One kernel serves decoding and prefill: it cuts its work by the number of rows. Weights are repacked once
-into the order in which the tensor cores want them.
+A weight is repacked once, from its codes; whatever format it is stored in. The kernels themselves are in
+``quantkit_kernels.triton``; triton is imported when a weight is first prepared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,113 +14,134 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery
 
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.matmul import Packed
+
 GROUPS = (32, 64)
-BLOCK = 64
+"""Group sizes besides the multiples of 128."""
+NF4_BLOCK = 64
 
 
-class TritonLinear:
-    """One of the kernels.
+def _common(query: KernelQuery, kind: str, bits: int) -> str | None:
+    """Reasons that hold for all of them."""
+    if query.op != "linear":
+        return f"implements linear, not {query.op}"
+    if (reason := gpu.unavailable(query.device, query.dtype)) is not None:
+        return reason
+    if query.device == "cuda" and query.dtype == torch.float32:
+        return "takes 16-bit activations, not float32"
+    if query.spec.kind != kind:
+        return f"multiplies {kind}, not {query.spec.kind}"
+    if query.spec.bits != bits:
+        return f"multiplies {bits}-bit weights, not {query.spec.bits}-bit"
+    return None
 
-    Args:
-        name: as the dispatch prints it.
-        refuses: why it doesn't take a query whose device and dtype fit.
-        pack: codes → the kernel's weight.
-        multiply: ``(x [m, k], weight)`` → ``[m, n]``.
-    """
 
+def _codes(weight: QuantizedTensor) -> Codes:
+    from quantkit.plugins import registry
+
+    codes: Codes = registry("formats").get(weight.format).unpack(weight)
+    return codes
+
+
+class W8A16:
+    """int8 weights with one scale a row."""
+
+    name = "triton-w8a16"
     order = 50
 
-    def __init__(self, name: str, refuses: Callable[[KernelQuery], str | None], pack: Callable[[Codes], Any],
-                 multiply: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
-        self.name, self._refuses, self._pack, self._multiply = name, refuses, pack, multiply
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but 8-bit symmetric weights with one scale a row (or a tensor)."""
+        if (reason := _common(query, "int", 8)) is not None:
+            return reason
+        if not query.spec.symmetric:
+            return "has no zero point"
+        if query.spec.granularity.strategy not in ("channel", "tensor"):
+            return f"takes one scale a row, not {query.spec.granularity}"
+        return None
+
+    def prepare(self, weight: QuantizedTensor) -> Packed:
+        """Codes in the tensor core's order."""
+        from quantkit_kernels.triton.w8a16 import pack
+
+        codes = _codes(weight)
+        signed = (codes.codes ^ 128).view(torch.int8)
+        return pack(signed, codes.scale.expand(weight.shape[0], 1).reshape(-1))
+
+    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.w8a16 import w8a16
+
+        return w8a16(x, prepared)
+
+
+class W4A16:
+    """int4 weights in groups, with or without zero points."""
+
+    name = "triton-w4a16"
+    order = 50
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Another operation, device, dtype or kind of weight."""
-        if query.op != "linear":
-            return f"implements linear, not {query.op}"
-        return gpu.unavailable(query.device, query.dtype) or self._refuses(query)
+        """Anything but 4-bit weights in groups of 32, 64 or a multiple of 128, or with a scale a row."""
+        if (reason := _common(query, "int", 4)) is not None:
+            return reason
+        spec = query.spec
+        strategy, size = spec.granularity.strategy, spec.granularity.size or 0
+        if strategy == "group" and size not in GROUPS and size % 128:
+            return f"takes groups of 32, 64 or a multiple of 128, not {spec.granularity}"
+        if strategy == "group" and query.k % size:
+            return f"needs in_features divisible by {size}, not {query.k}"
+        wide = spec.scale_dtype == "float32" or (spec.scale_dtype == "model" and query.dtype == torch.float32)
+        if not spec.symmetric and wide:
+            return "keeps scales beside zero points in 16 bits, which would round float32 ones"
+        return None
 
-    def prepare(self, weight: QuantizedTensor) -> Any:
-        """The weight in the kernel's own order."""
-        from quantkit.plugins import registry
+    def prepare(self, weight: QuantizedTensor) -> Packed:
+        """Codes in the tensor core's order."""
+        from quantkit_kernels.triton.w4a16 import pack
 
-        return self._pack(registry("formats").get(weight.format).unpack(weight))
+        codes = _codes(weight)
+        scale = codes.scale
+        if scale.shape[0] == 1:
+            scale = scale.expand(weight.shape[0], -1)
+        zero = None if codes.zero is None else codes.zero.expand_as(scale)
+        return pack(codes.codes, scale, zero)
 
-    def run(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]``, x's dtype."""
-        return self._multiply(x, prepared)
+    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.w4a16 import w4a16
 
-
-def _refuses_int8(query: KernelQuery) -> str | None:
-    spec = query.spec
-    if spec.kind != "int" or spec.bits != 8:
-        return f"multiplies int8, not {spec.kind}{spec.bits}"
-    if not spec.symmetric:
-        return "has no zero point"
-    if spec.granularity.strategy not in ("channel", "tensor"):
-        return f"takes one scale a row, not {spec.granularity}"
-    return None
-
-
-def _pack_int8(codes: Codes) -> Any:
-    from quantkit_kernels.triton.w8a16 import pack
-
-    scale = codes.scale.expand(codes.codes.shape[0], 1).reshape(-1)
-    return pack((codes.codes ^ 128).view(torch.int8), scale)
+        return w4a16(x, prepared)
 
 
-def _int8(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    from quantkit_kernels.triton.w8a16 import w8a16
+class NF4:
+    """NF4 weights in blocks of 64 that don't cross rows; nested scales are unfolded once."""
 
-    return w8a16(x, weight)
+    name = "triton-nf4"
+    order = 50
 
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but NF4 in blocks of 64, with rows of whole blocks."""
+        if (reason := _common(query, "nf", 4)) is not None:
+            return reason
+        if query.spec.granularity.size != NF4_BLOCK:
+            return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
+        if query.k % NF4_BLOCK:
+            return f"needs in_features divisible by {NF4_BLOCK}, not {query.k}"
+        return None
 
-def _refuses_int4(query: KernelQuery) -> str | None:
-    spec, size = query.spec, query.spec.granularity.size
-    if spec.kind != "int" or spec.bits != 4:
-        return f"multiplies int4, not {spec.kind}{spec.bits}"
-    if spec.granularity.strategy != "group" or size is None:
-        return f"takes groups, not {spec.granularity}"
-    if size not in GROUPS and size % 128:
-        return f"takes groups of 32, 64 or a multiple of 128, not {size}"
-    if not spec.symmetric and spec.scale_dtype == "float32":
-        return "keeps asymmetric scales in 16 bits, which would round float32 ones"
-    return None
+    def prepare(self, weight: QuantizedTensor) -> Packed:
+        """Codes in the tensor core's order."""
+        from quantkit_kernels.triton.nf4 import pack
 
+        codes = _codes(weight)
+        return pack(codes.codes, codes.scale)
 
-def _pack_int4(codes: Codes) -> Any:
-    from quantkit_kernels.triton.w4a16 import pack
+    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.nf4 import nf4
 
-    return pack(codes.codes, codes.scale, codes.zero)
-
-
-def _int4(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    from quantkit_kernels.triton.w4a16 import w4a16
-
-    return w4a16(x, weight)
-
-
-def _refuses_nf4(query: KernelQuery) -> str | None:
-    spec = query.spec
-    if spec.kind != "nf":
-        return f"multiplies NF4, not {spec.kind}{spec.bits}"
-    if spec.granularity.size != BLOCK:
-        return f"takes blocks of {BLOCK}, not {spec.granularity.size}"
-    return f"needs in_features divisible by {BLOCK}, not {query.k}" if query.k % BLOCK else None
+        return nf4(x, prepared)
 
 
-def _pack_nf4(codes: Codes) -> Any:
-    from quantkit_kernels.triton.nf4 import pack
-
-    return pack(codes.codes, codes.scale)
-
-
-def _nf4(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    from quantkit_kernels.triton.nf4 import nf4
-
-    return nf4(x, weight)
-
-
-INT8 = TritonLinear("triton-w8a16", _refuses_int8, _pack_int8, _int8)
-INT4 = TritonLinear("triton-w4a16", _refuses_int4, _pack_int4, _int4)
-NF4 = TritonLinear("triton-nf4", _refuses_nf4, _pack_nf4, _nf4)
+W8, W4, NF = W8A16(), W4A16(), NF4()

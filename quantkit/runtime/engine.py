@@ -77,6 +77,8 @@ class Engine:
         self._changed = threading.Condition()
         self._refusing = self._closed = False
         self._thread: threading.Thread | None = None
+        self._unheard: list[BaseException] = []
+        self._generated = 0
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
                echo: bool = False, on_token: Callable[[TokenInfo], None] | None = None,
@@ -90,7 +92,7 @@ class Engine:
             logprobs: log-probabilities of so many most likely tokens beside the chosen one's.
             echo: also score the prompt's own tokens.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
-                ``on_error`` an error is raised out of :meth:`step`.
+                ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
         Raises:
             UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError).
@@ -110,13 +112,18 @@ class Engine:
             self._changed.notify_all()
         return ticket
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """One iteration; ``False`` if there was nothing to do.
 
         Raises:
-            QuantkitError: of a request without ``on_error``.
+            Exception: of a request without ``on_error``, once the others have had their step.
         """
+        worked = self._step()
+        self._raise()
+        return worked
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
         self._sweep()
         worked = self._prefill()
         if self._running:
@@ -133,10 +140,12 @@ class Engine:
         return {"running": len(self._running) + (self._prefilling is not None),
                 "waiting": len(self._waiting), "max_batch": self._max_batch, "max_queue": self._max_queue,
                 "kv_allocated_bytes": self.cache.allocated_bytes,
-                "tokens_generated": self.timing.decode_tokens}
+                "tokens_generated": self._generated}
 
     def start(self) -> None:
         """Step on a thread of its own until :meth:`close`."""
+        if self._thread is not None:
+            raise EngineClosed("this engine was started before", why="it has one thread, once")
         self._thread = threading.Thread(target=self._loop, name="quantkit-engine", daemon=True)
         self._thread.start()
 
@@ -161,18 +170,21 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         left = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
-        self._waiting.clear()
         for ticket in left:
             ticket.cancel()
         self._sweep()
-        self._retire()
+        self._raise()
 
     def _busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._running)
 
     def _loop(self) -> None:
         while not self._closed:
-            self.step()
+            self._step()
+            while self._unheard:
+                error = self._unheard.pop()
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__,
+                                                               threading.current_thread())))
             with self._changed:
                 self._changed.notify_all()  # for drain
                 self._changed.wait_for(lambda: self._closed or self._busy())
@@ -181,20 +193,23 @@ class Engine:
         """End what was cancelled; take the next prompt if there is room."""
         with self._changed:
             gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            if gone:
-                self._waiting = deque(ticket for ticket in self._waiting if not ticket.cancelled)
-            room = self._prefilling is None and len(self._running) < self._max_batch
-            if room and self._waiting:
-                self._prefilling = self._waiting.popleft()
-                self._prefilling.row = self.cache.add()
+            for ticket in gone:  # those that were seen: another may be cancelled this very moment
+                self._waiting.remove(ticket)
         if self._prefilling is not None and self._prefilling.cancelled:
             gone.append(self._prefilling)
             self.cache.free([self._prefilling.row])
             self._prefilling = None
         gone += [ticket for ticket in self._running if ticket.cancelled]
         for ticket in gone:
-            ticket.finish("cancelled")
+            try:
+                ticket.finish("cancelled")
+            except Exception as error:  # its listener's
+                self._unheard.append(error)
         self._retire()
+        with self._changed:
+            if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
+                self._prefilling = self._waiting.popleft()
+                self._prefilling.row = self.cache.add()
 
     def _prefill(self) -> bool:
         """One chunk of the prompt whose turn it is."""
@@ -214,12 +229,12 @@ class Engine:
                 ticket.see_prompt(logits[0])
                 logits = logits[:, -1]
             if end:
-                self._prefilling = None
                 self._running.append(ticket)
+                self._prefilling = None
                 ticket.push(logits[0])
+                self._generated += 1
         except Exception as error:  # of one request; the others go on
-            self._drop(ticket)
-            ticket.fail(error)
+            self._fail(ticket, error)
         self.timing.prefill_tokens += len(chunk)
         self.timing.prefill_s += time.perf_counter() - begin
         return True
@@ -237,25 +252,33 @@ class Engine:
             logits = self.loaded.model(ids, batch.next_positions(), batch)[:, -1]
         except Exception as error:
             for ticket in rows:
-                self._drop(ticket)
-                ticket.fail(error)
+                self._fail(ticket, error)
             return
         for ticket, row in zip(rows, logits, strict=True):
             try:
                 ticket.push(row)
+                self._generated += 1
             except Exception as error:
-                self._drop(ticket)
-                ticket.fail(error)
+                self._fail(ticket, error)
         self.timing.decode_tokens += len(rows)
         self.timing.decode_s += time.perf_counter() - begin
 
-    def _drop(self, ticket: Ticket) -> None:
-        """Forget a sequence and give back its pages."""
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """Forget a sequence, give back its pages and tell its listener."""
         if ticket is self._prefilling:
             self._prefilling = None
         if ticket in self._running:
             self._running.remove(ticket)
         self.cache.free([ticket.row])
+        try:
+            ticket.fail(error)
+        except Exception as unheard:  # nobody listens, or the listener fails
+            self._unheard.append(unheard)
+
+    def _raise(self) -> None:
+        if self._unheard:
+            error, self._unheard = self._unheard[0], []
+            raise error
 
     def _retire(self) -> None:
         done = [ticket for ticket in self._running if ticket.done]

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here, unless there is a GPU; the choice is made before triton is imported."""
+"""Kernels run in Triton's interpreter here, unless there is a GPU: chosen before triton is imported."""
 
 import os
 

@@ -102,6 +102,7 @@ def test_dispatch_prefers_them_for_decode_only(make_weight):
 
     assert chosen("decode").kernel is INT4
     assert chosen("prefill").kernel.name == "reference"
-    assert {name for name, _ in chosen("prefill").declined} == {"aten-int4", "aten-int8"}
+    assert {name for name, _ in chosen("prefill").declined} == {
+        "aten-int4", "aten-int8", "triton-nf4", "triton-w4a16", "triton-w8a16"}
     assert linear(activations(1, 64), weight).shape == (1, 16)
     assert torch.equal(linear(activations(1, 64), weight), run(INT4, activations(1, 64), weight))

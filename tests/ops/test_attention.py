@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.ops import attention as module
-from quantkit.ops.attention import Visibility, attention
+from quantkit.ops.attention import Visibility, attention, attention_weights
 
 
 def slow(q, keys, values, positions, key_positions, window):
@@ -124,3 +124,66 @@ def test_decode_reads_the_cache_in_place():
         attention(q, k, v, seen)
     allocated = max(abs(e.self_cpu_memory_usage) for e in profiled.events())
     assert allocated < k.numel() * k.element_size() / 4
+
+
+def masked(q, keys, values, positions, key_positions, sees):
+    """Float64 attention with a rule ``sees(query position, key position)``."""
+    table = [[[kp >= 0 and kp <= p and sees(p, kp) for kp in keys_] for p in at]
+             for keys_, at in zip(key_positions.tolist(), positions.tolist())]
+    wide = [x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (keys, values)]
+    scores = q.double() @ wide[0].mT * q.shape[3] ** -0.5
+    return scores.masked_fill(~torch.tensor(table)[:, None], -torch.inf).softmax(-1) @ wide[1]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("limit", "sinks"), [(1, 0), (1, 3), (5, 2), (100, 4), (6, 100)])
+@pytest.mark.parametrize("queries", [1, 12])
+def test_a_caches_window_and_its_sinks(monkeypatch, window, limit, sinks, queries):
+    """Within the model's own window, a query sees the first positions and the last."""
+    monkeypatch.setattr(module, "CHUNK", 5)
+    q, k, v = make(2, 4, 2, queries, 40, 16)
+    mixed = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    key_positions = torch.stack([torch.arange(40), mixed])
+    positions = torch.arange(40 - queries, 40).expand(2, -1)
+    got = attention(q, k, v, Visibility(positions, key_positions, window, limit, sinks))
+    want = masked(q, k, v, positions, key_positions,
+                  lambda p, kp: (kp > p - limit or kp < sinks) and (window is None or kp > p - window))
+    assert torch.allclose(got.double(), want, atol=1e-5)
+
+
+def test_between_sinks_and_window_nothing_is_masked_in_vain():
+    """A range of keys is read even if its middle is masked; one without a gap has no mask at all."""
+    seen = Visibility(torch.tensor([[99]]), torch.arange(100)[None], None, 10, 2)
+    low, high, bias = seen.chunk(0, torch.float32)
+    assert (low, high) == (0, 100) and int((bias == 0).sum()) == 12
+    seen = Visibility(torch.tensor([[99]]), torch.tensor([[0, 1, *range(90, 100)]]), None, 10, 2)
+    assert seen.chunk(0, torch.float32) == (0, 12, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("queries", [1, 5, 20])
+def test_attention_weights_of_the_last_queries(dtype, heads, kv, queries):
+    """Each key head holds its own positions, some slots are empty, a query sees what was before it."""
+    q, k, _ = make(1, heads, kv, queries, 30, 16, dtype)
+    random = torch.Generator().manual_seed(1)
+    positions = torch.stack([torch.randperm(50, generator=random)[:30].sort().values for _ in range(kv)])
+    positions[:, 0] = 0  # so that every query sees one at least
+    positions[0, -3:] = -1
+    got = attention_weights(q[0], k[0], positions.int(), 50)
+    assert got.shape == (kv, heads // kv, queries, 30) and got.dtype == torch.float32
+    for head in range(heads):
+        own = head // (heads // kv)
+        for i in range(queries):
+            sees = (positions[own] >= 0) & (positions[own] <= 50 - queries + i)
+            scores = k[0, own].double() @ q[0, head, i].double() * 16**-0.5
+            want = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+            assert torch.allclose(got[own, head % (heads // kv), i].double(), want, atol=1e-5)
+
+
+def test_attention_weights_are_those_that_attention_uses():
+    q, k, v = make(1, 4, 2, 6, 25, 8)
+    positions = torch.arange(25)
+    weights = attention_weights(q[0], k[0], positions.expand(2, -1), 25)
+    want = attention(q, k, v, Visibility(positions[None, -6:], positions[None]))
+    assert torch.allclose((weights @ v[0][:, None]).flatten(0, 1), want[0], atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.ops import linear as module
+from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear import dense, linear
 
 
@@ -42,3 +43,32 @@ def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, m
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16):
         assert linear(x.to(dtype), weight).dtype == dtype
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (33, 64), (51, 36), (576, 576), (300, 1536)])
+def test_a_row_of_a_plain_product_does_not_depend_on_the_others(monkeypatch, native, dtype, n, k):
+    monkeypatch.setattr(module, "native_bf16", lambda: native)
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((DECODE_ROWS, k), (n, k), (n,)))
+    alone = torch.cat([dense(row, weight, bias) for row in x.split(1)])
+    for count in range(1, DECODE_ROWS + 1):
+        first = int(torch.randint(0, DECODE_ROWS - count + 1, (), generator=random))
+        got = dense(x[first:first + count, None], weight, bias)  # [B, 1, in], as decoding has it
+        assert torch.equal(got[:, 0], alone[first:first + count]), count
+
+
+@pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},
+                                  {"bits": 4, "group": 32, "symmetric": False}, {"bits": 3, "group": 32},
+                                  {"bits": 2, "group": 16},
+                                  {"bits": 4, "form": "bnb-nf4", "kind": "nf"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [48, 33])
+def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(make_weight, keys, dtype, n):
+    """For every kernel that is chosen here."""
+    weight = make_weight(n, 192, dtype=torch.bfloat16, **keys)
+    x = torch.randn(DECODE_ROWS, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([linear(row, weight) for row in x.split(1)])
+    for count in (2, 3, 4, 5, 7, 8, 11, DECODE_ROWS):
+        assert torch.equal(linear(x[-count:], weight), alone[-count:]), count

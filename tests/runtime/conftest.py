@@ -25,6 +25,12 @@ def loaded(folder) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def small(tmp_path_factory) -> LoadedModel:
+    """A two-layer Qwen3 in bfloat16, whose head dimension fits every KV codec."""
+    return load(str(tiny_model(tmp_path_factory.mktemp("small") / "tiny", "qwen3")))
+
+
+@pytest.fixture(scope="session")
 def real(smollm2) -> LoadedModel:
     """A real model with a real tokenizer and chat template."""
     return load(smollm2)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.kv.cache import KVCache
+from quantkit.kv.cache import Batch
+from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
-from quantkit.runtime import generate as module
+from quantkit.runtime import engine as module
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampler, Sampling
@@ -64,16 +65,17 @@ def test_each_sequence_has_its_own_settings_and_leaves_when_it_is_done(loaded, m
     settings = [Sampling(max_tokens=n, temperature=t, seed=s, ignore_eos=True)
                 for n, t, s in ((3, 0, None), (12, 1.0, 7), (1, 1.0, 7), (8, 2.0, 1))]
     batches = []
-    update = KVCache.update
+    attend = Batch.attend
 
-    def seen(self, layer, k, v, positions):
-        if layer == 0 and k.shape[2] == 1:
-            batches.append(k.shape[0])
-        return update(self, layer, k, v, positions)
+    def seen(self, layer, q, *rest):
+        if layer == 0 and q.shape[2] == 1:
+            batches.append(q.shape[0])
+        return attend(self, layer, q, *rest)
 
-    monkeypatch.setattr(KVCache, "update", seen)
+    monkeypatch.setattr(Batch, "attend", seen)
     together = generate(loaded, prompts, settings)
-    assert batches == [3] * 2 + [2] * 5 + [1] * 4
+    # a prompt joins at each step: 3, 12, 1 and 8 tokens, the first of each from its prompt
+    assert batches == [1, 2, 1, *[2] * 7, 1, 1]
     for prompt, one, got in zip(prompts, settings, together):
         assert got == generate(loaded, [prompt], one)[0]
         assert len(got.token_ids) == one.max_tokens
@@ -146,13 +148,58 @@ def test_a_quantized_model_generates(folder, tmp_path):
         assert one.token_ids == without_cache(quantized, prompt, GREEDY)
 
 
+@pytest.mark.parametrize("kv", ["none", "int8", "window(12, sinks=2)+int8", "snapkv(8, window=2)",
+                                "tova(9, interval=2)"])
+def test_a_kv_setting_in_a_batch_as_alone(loaded, kv):
+    prompts, setting = prompts_of(30, 3, 17), parse_kv(kv)
+    together = generate(loaded, prompts, GREEDY, kv=setting)
+    for prompt, got in zip(prompts, together):
+        assert got == generate(loaded, [prompt], GREEDY, kv=setting)[0]
+    assert (together == generate(loaded, prompts, GREEDY)) == (kv in ("none", "int8"))
+
+
+def test_a_recipes_kv_setting_is_obeyed_when_its_checkpoint_runs(folder, tmp_path, monkeypatch):
+    recipe = tmp_path / "lean.yaml"
+    recipe.write_text("""\
+kv: int8 + window(sinks=2, budget=8)
+rules:
+  - match: "*"
+    method: rtn
+    spec: {bits: 8, granularity: {strategy: channel}}
+""")
+    quantize(str(folder), str(recipe), tmp_path / "out")
+    quantized, made = load(str(tmp_path / "out")), []
+    assert str(quantized.kv) == "window(8, sinks=2)+int8" == quantized.manifest.recipe["kv"]
+
+    class Watched(module.KVCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self.spec)
+
+    monkeypatch.setattr(module, "KVCache", Watched)
+    (prompt,) = prompts_of(40)
+    (got,) = generate(quantized, [prompt], GREEDY)
+    (same,) = generate(quantized, [prompt], GREEDY, kv=parse_kv("window(8, sinks=2)+int8"))
+    (whole,) = generate(quantized, [prompt], GREEDY, kv=parse_kv("none"))
+    assert got == same and got.token_ids != whole.token_ids
+    assert whole.token_ids == without_cache(quantized, prompt, GREEDY)
+    assert [str(spec) for spec in made] == ["window(8, sinks=2)+int8"] * 2 + ["none"]
+
+
+def test_a_kv_setting_that_cannot_be_is_an_error_before_any_work(loaded):
+    with pytest.raises(UsageError, match="window"):
+        generate(loaded, prompts_of(3), GREEDY, kv=parse_kv("window(0)"))
+    with pytest.raises(UsageError, match="divisible by 32"):
+        generate(loaded, prompts_of(3), GREEDY, kv=parse_kv("int4"))
+
+
 def test_prefill_asks_for_one_position_a_sequence(loaded, monkeypatch):
     asked = []
     logits = type(loaded.model).logits
     monkeypatch.setattr(type(loaded.model), "logits",
                         lambda self, x: asked.append(tuple(x.shape[:-1])) or logits(self, x))
     generate(loaded, prompts_of(30, 12), Sampling(max_tokens=2, ignore_eos=True))
-    assert asked == [(2,), (2, 1)]
+    assert asked == [(1,), (1, 1), (1,), (1, 1)]
 
 
 def test_timing_counts_every_token(loaded):

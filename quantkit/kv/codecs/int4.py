@@ -12,6 +12,8 @@ from quantkit.kv.codecs.int8 import rounded_up
 
 GROUP = 32
 LEVELS = 15
+LARGEST = 2.0**126
+"""What is farther from 0 is stored as that: 15 steps from its negative to it are still finite."""
 
 
 class Int4:
@@ -29,15 +31,12 @@ class Int4:
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rounded half to even; byte j holds number 2j in its low half and 2j + 1 in its high half."""
-        groups = x.float().unflatten(-1, (-1, GROUP))
+        groups = x.float().clamp(-LARGEST, LARGEST).unflatten(-1, (-1, GROUP))
         # the lowest is rounded down, so that code 0 reaches it
         low = -_signed_up(-groups.amin(-1))
-        # halves: the difference of two large numbers may not be finite
-        span = groups.amax(-1) / 2 - low.float() / 2
-        scale = rounded_up(span * (2 / LEVELS))
-        inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
-        half = groups / 2 - low.float()[..., None] / 2
-        codes = (half * inverse[..., None] * 2).round_().clamp_(0, LEVELS).to(torch.uint8).flatten(-2)
+        scale = rounded_up((groups.amax(-1) - low.float()) / LEVELS)
+        steps = (groups - low.float()[..., None]) * (1 / scale.float())[..., None]
+        codes = steps.round_().clamp_(0, LEVELS).to(torch.uint8).flatten(-2)
         return {"codes": codes[..., ::2] | (codes[..., 1::2] << 4), "scale": scale, "low": low}
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -54,8 +53,7 @@ def _signed_up(x: torch.Tensor) -> torch.Tensor:
     # towards +∞: the next pattern for a positive number, the one before for a negative, from ±0 the least
     step = torch.where(near > 0, bits + 1, torch.where(near < 0, bits - 1, 1))
     above = step.to(torch.int16).view(torch.bfloat16)
-    most = torch.finfo(torch.bfloat16).max
-    return torch.where(near.float() < x, above, near).clamp_(-most, most)
+    return torch.where(near.float() < x, above, near)
 
 
 CODEC = Int4()

@@ -24,8 +24,7 @@ class Int8:
         """Rounded half to even; the scale is rounded up, so that nothing is clipped."""
         x = x.float()
         scale = rounded_up(x.abs().amax(-1) / LEVELS)
-        inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
-        codes = (x * inverse[..., None]).round_().clamp_(-LEVELS, LEVELS)
+        codes = (x * (1 / scale.float())[..., None]).round_().clamp_(-LEVELS, LEVELS)
         return {"codes": codes.to(torch.int8), "scale": scale}
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -34,10 +33,13 @@ class Int8:
 
 
 def rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """float32, not negative → the smallest bfloat16 that isn't below it (at most the largest finite)."""
-    near = x.to(torch.bfloat16)
+    """float32, not negative → the smallest normal bfloat16 that isn't below it (at most the largest finite).
+
+    Never 0 nor denormal, so that one over it is finite.
+    """
+    kind, near = torch.finfo(torch.bfloat16), x.to(torch.bfloat16)
     above = (near.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(near.float() < x, above, near).clamp_(max=torch.finfo(torch.bfloat16).max)
+    return torch.where(near.float() < x, above, near).clamp_(kind.tiny, kind.max)
 
 
 CODEC = Int8()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from quantkit.kv.base import Held, KVPolicy
+from quantkit.kv.base import MOST, Held, KVPolicy
 
 
 class SnapKV(KVPolicy):
@@ -17,14 +17,14 @@ class SnapKV(KVPolicy):
     Attributes:
         budget: a number below 1 is the share of the prompt that stays, from 1 on the tokens that stay.
         window: so many last positions always stay; their queries are the ones that are asked.
-        kernel: scores are averaged over so many neighbours, so that whole phrases stay .
+        kernel: scores are averaged over so many neighbours, so that whole phrases stay.
     """
 
     name: ClassVar[str] = "snapkv"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    budget: float = Field(gt=0, strict=False)
-    window: int = Field(default=32, ge=1)
-    kernel: int = Field(default=5, ge=1)
+    budget: float = Field(gt=0, le=MOST)
+    window: int = Field(default=32, ge=1, le=MOST)
+    kernel: int = Field(default=5, ge=1, le=255)
 
     @property
     def queries(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import Held, KVPolicy
+from quantkit.kv.base import MOST, Held, KVPolicy
 
 
 class Tova(KVPolicy):
@@ -19,8 +19,8 @@ class Tova(KVPolicy):
 
     name: ClassVar[str] = "tova"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    budget: int = Field(ge=2)
-    interval: int = Field(default=32, ge=1)
+    budget: int = Field(ge=2, le=MOST)
+    interval: int = Field(default=32, ge=1, le=MOST)
 
     @property
     def every(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import Held, KVPolicy
+from quantkit.kv.base import MOST, Held, KVPolicy
 from quantkit.kv.pages import PAGE
 
 
@@ -23,8 +23,8 @@ class Window(KVPolicy):
 
     name: ClassVar[str] = "window"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "chunk"
-    budget: int = Field(ge=1)
-    sinks: int = Field(default=4, ge=0)
+    budget: int = Field(ge=1, le=MOST)
+    sinks: int = Field(default=4, ge=0, le=MOST)
 
     @property
     def every(self) -> int | None:
@@ -36,7 +36,7 @@ class Window(KVPolicy):
 
     def keep(self, held: Held) -> torch.Tensor | None:
         """What the next query will see."""
-        if held.lengths[0] <= self.budget + self.sinks:
+        if held.lengths[0] < self.budget + self.sinks:
             return None
         positions = held.positions()
         stays = (positions[0] < self.sinks) | (positions[0] > held.seen - self.budget)

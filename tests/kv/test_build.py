@@ -1,0 +1,43 @@
+"""Settings that make a policy and a codec, and those that don't."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.kv.base import KVCodec, KVPolicy
+from quantkit.kv.build import build_codec, build_policy
+from quantkit.kvspec import parse_kv
+from quantkit.plugins import registry
+from quantkit.spec import KVSpec
+
+
+def test_every_policy_with_every_codec():
+    budgets = {"all": {}}
+    for policy in registry("kv_policies"):
+        for codec in registry("kv_codecs"):
+            spec = KVSpec(policy=policy, options=budgets.get(policy, {"budget": 16}), codec=codec)
+            assert isinstance(build_policy(spec), KVPolicy) and build_policy(spec).name == policy
+            assert isinstance(build_codec(spec), KVCodec) and build_codec(spec).name == codec
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("window", "budget"), ("window(0)", "budget"), ("window(-5)", "budget"), ("window(2.5)", "budget"),
+    ("window(wide)", "budget"), ("window(true)", "budget"), ("window(8, sinks=-1)", "sinks"),
+    (f"window({10**30})", "budget"), ("window(8, sink=4)", "did you mean 'sinks'"),
+    ("snapkv", "budget"), ("snapkv(0)", "budget"), ("snapkv(-0.5)", "budget"), ("snapkv(true)", "budget"),
+    ("snapkv(inf)", "budget"), ("snapkv(nan)", "budget"), ("snapkv(1e300)", "budget"),
+    ("snapkv(0.5, window=0)", "window"), ("snapkv(0.5, kernel=0)", "kernel"),
+    ("snapkv(0.5, kernel=1000000)", "kernel"), ("tova(1)", "budget"), ("tova(8, interval=0)", "interval"),
+    ("all(5)", "budget"), ("all(x=1)", "x")])
+def test_bad_options_are_named(text, said):
+    with pytest.raises(UsageError) as caught:
+        build_policy(parse_kv(text))
+    assert said in str(caught.value).lower() and text.split("(")[0] in caught.value.what
+
+
+@pytest.mark.parametrize("spec", [KVSpec(policy="widow"), KVSpec(codec="int9")])
+def test_unknown_names(spec):
+    with pytest.raises(QuantkitError):
+        build_policy(spec)
+        build_codec(spec)

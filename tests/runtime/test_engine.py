@@ -1,0 +1,381 @@
+"""The engine's steps: who joins, who leaves, what fails and what is heard."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.kvspec import parse_kv
+from quantkit.runtime import engine as module
+from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
+from quantkit.runtime.generate import generate
+from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sequence import ContextLengthError, TokenInfo
+
+LONG = Sampling(max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+
+
+def prompt_of(length, seed=0):
+    return torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def submit(engine, length, sampling=LONG, seed=0, **listeners):
+    ends = []
+    listeners.setdefault("on_done", lambda ticket: ends.append(ticket.result.finish_reason))
+    ticket = engine.submit(prompt_of(length, seed), sampling, **listeners)
+    return ticket, ends
+
+
+def test_cancel_while_waiting_prefilling_and_running(small):
+    engine = Engine(small, max_batch=2)
+    running, first_end = submit(engine, 5)
+    engine.step()
+    prefilling, second_end = submit(engine, 60)
+    waiting, third_end = submit(engine, 5)
+    engine.step()
+    assert engine.stats() | {"kv_allocated_bytes": 0} == {
+        "running": 2, "waiting": 1, "max_batch": 2, "max_queue": 64, "kv_allocated_bytes": 0,
+        "tokens_generated": 3}
+    before = engine.cache.used_bytes
+    waiting.cancel()
+    assert not waiting.done
+    engine.step()
+    assert waiting.done and third_end == ["cancelled"] and waiting.result.token_ids == []
+    prefilling.cancel()
+    engine.step()
+    assert prefilling.done and second_end == ["cancelled"] and engine.cache.used_bytes < before
+    assert not running.done and engine.stats()["running"] == 1
+    running.cancel()
+    engine.step()
+    assert running.done and first_end == ["cancelled"] and engine.cache.allocated_bytes == 0
+    assert 3 <= len(running.result.token_ids) < 10 and running.result.text
+    assert not engine.step()
+
+
+def test_cancel_comes_too_late_for_what_is_done(small):
+    engine = Engine(small)
+    ticket, ends = submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True))
+    engine.step()
+    ticket.cancel()
+    engine.step()
+    assert ticket.result.finish_reason == "length" and ends == ["length"]
+
+
+def test_cancelling_everything_takes_the_next_at_once(small):
+    engine = Engine(small, max_batch=1)
+    gone = [submit(engine, 30, seed=i)[0] for i in range(3)]
+    last, _ = submit(engine, 8, Sampling(max_tokens=1, ignore_eos=True))
+    for ticket in gone:
+        ticket.cancel()
+    engine.step()
+    assert last.done and last.result.finish_reason == "length" and all(ticket.done for ticket in gone)
+
+
+def test_the_place_of_one_that_left_is_taken_in_the_same_step(small):
+    engine = Engine(small, max_batch=1)
+    first, _ = submit(engine, 5)
+    engine.step()
+    second, _ = submit(engine, 5)
+    first.cancel()
+    assert engine.step() and first.done and second.result.token_ids
+    engine.close()
+
+
+def test_the_queue_is_bounded_and_takes_again(small):
+    engine = Engine(small, max_batch=1, max_queue=2)
+    tickets = [submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0] for _ in range(2)]
+    with pytest.raises(EngineFull, match="2 requests wait") as caught:
+        submit(engine, 3)
+    assert isinstance(caught.value, QuantkitError) and caught.value.next
+    engine.step()
+    tickets.append(submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0])
+    while engine.step():
+        assert engine.stats()["waiting"] <= 2
+    assert all(ticket.done for ticket in tickets)
+
+
+def test_at_most_max_batch_run_and_in_the_order_they_came(small):
+    engine, done = Engine(small, max_batch=3), []
+    for i in range(7):
+        submit(engine, 20, Sampling(max_tokens=6, ignore_eos=True), seed=i,
+               on_done=lambda ticket: done.append(ticket.id))
+    while engine.step():
+        assert engine.stats()["running"] <= 3
+    assert done == list(range(7)) == sorted(done)
+
+
+def test_a_long_prompt_does_not_stop_the_others(small):
+    engine, steps = Engine(small), []
+    submit(engine, 4, on_token=lambda info: steps.append(info.id))
+    engine.step()
+    before = len(steps)
+    submit(engine, 100)
+    for _ in range(100 // 16):
+        engine.step()
+    assert len(steps) - before == 100 // 16, "a token for each chunk of the other's prompt"
+
+
+# -- errors
+
+
+def test_the_error_of_one_request_is_its_own(small):
+    """A listener that fails, one that fails while it hears of it, and one that nobody listens to."""
+    engine, errors = Engine(small), []
+
+    def broken(info):
+        raise RuntimeError("listener")
+
+    sampling = Sampling(max_tokens=9, ignore_eos=True)
+    good, ends = submit(engine, 9, sampling, seed=1)
+    bad, bad_ends = submit(engine, 9, sampling, on_token=broken, on_error=errors.append)
+    worse, _ = submit(engine, 9, sampling, on_token=broken, on_error=lambda error: broken(None))
+    alone, _ = submit(engine, 9, sampling, on_token=broken)
+    last, last_ends = submit(engine, 9, sampling, seed=2)
+    raised = 0
+    while True:
+        try:
+            if not engine.step():
+                break
+        except RuntimeError as error:
+            assert str(error) == "listener"
+            raised += 1
+    assert raised == 2 and [str(error) for error in errors] == ["listener"]
+    assert bad.done and worse.done and alone.done and bad_ends == []
+    assert ends == last_ends == ["length"] and engine.cache.allocated_bytes == 0
+    for ticket, seed in ((good, 1), (last, 2)):
+        assert ticket.result == generate(small, [prompt_of(9, seed)], sampling)[0]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_error_in_the_middle_of_a_batch_costs_the_others_no_token(small, later):
+    """Nobody listens to the error, so it is raised; but after the others had their token."""
+    engine = Engine(small)
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    tickets = [submit(engine, 9, sampling, seed=i)[0] for i in range(2)]
+
+    def broken(info):
+        if len(fails.result.token_ids) == 3:
+            raise RuntimeError("third")
+
+    fails = engine.submit(prompt_of(9, 5), sampling, on_token=broken)
+    tickets += [submit(engine, 9, sampling, seed=i)[0] for i in range(2, 4)]
+    with pytest.raises(RuntimeError, match="third"):
+        while engine.step():
+            pass
+    while engine.step():
+        pass
+    for seed, ticket in enumerate(tickets):
+        assert ticket.result == generate(small, [prompt_of(9, seed)], sampling)[0]
+
+
+def test_listeners_of_the_end_that_fail_are_asked_once(small):
+    engine, calls = Engine(small, max_batch=1), []
+
+    def end(ticket):
+        calls.append(ticket.id)
+        raise RuntimeError("end")
+
+    tickets = [submit(engine, 5, seed=i, on_done=end)[0] for i in range(3)]
+    engine.step()
+    for ticket in tickets:
+        ticket.cancel()
+    with pytest.raises(RuntimeError, match="end"):
+        engine.step()
+    assert sorted(calls) == [0, 1, 2] and not engine.step() and engine.cache.allocated_bytes == 0
+
+
+def test_output_that_is_not_finite_ends_one_request(small, monkeypatch):
+    engine, errors = Engine(small), []
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+    bad, _ = submit(engine, 7, sampling, seed=1, on_error=errors.append)
+    good, _ = submit(engine, 7, sampling, seed=2)
+    for _ in range(3):
+        engine.step()
+    logits = type(small.model).logits
+
+    def damaged(self, x):
+        out = logits(self, x)
+        out[0] = float("nan")
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(small.model), "logits", damaged)
+        engine.step()
+    assert bad.done and "not finite" in str(errors[0]) and not good.done
+    while engine.step():
+        pass
+    assert good.result == generate(small, [prompt_of(7, 2)], sampling)[0]
+
+
+def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch):
+    engine, errors = Engine(small), []
+    running = [submit(engine, 5, seed=i, on_error=errors.append)[0] for i in range(2)]
+    for _ in range(2):
+        engine.step()
+
+    def fails(self, x):
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(small.model), "logits", fails)
+        engine.step()
+    assert all(ticket.done for ticket in running) and len(errors) == 2
+    assert engine.cache.allocated_bytes == 0
+    assert submit(engine, 5, Sampling(max_tokens=3, ignore_eos=True)) and engine.step()
+
+
+@pytest.mark.parametrize(("prompt", "sampling", "said"), [
+    ([], LONG, "is empty"), ([3, 300], LONG, "doesn't know"), ([-1], LONG, "doesn't know")])
+def test_a_bad_prompt_is_refused_before_it_is_queued(small, prompt, sampling, said):
+    engine = Engine(small)
+    with pytest.raises(UsageError, match=said):
+        engine.submit(prompt, sampling)
+    assert not engine.step()
+
+
+@pytest.mark.parametrize(("length", "more"), [(500, 13), (512, 1), (600, 1)])
+def test_a_prompt_too_long_says_both_numbers(small, length, more):
+    with pytest.raises(ContextLengthError) as caught:
+        Engine(small).submit([5] * length, Sampling(max_tokens=more))
+    assert caught.value.context == (length + more, 512)
+    Engine(small).submit([5] * 500, Sampling(max_tokens=12))
+
+
+@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"max_queue": 0}, {"max_batch": -1}])
+def test_bad_sizes(small, wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Engine(small, **wrong)
+
+
+# -- what is heard
+
+
+def test_logprobs_are_those_of_the_model(loaded):
+    """float32, against the whole sequence run at once."""
+    prompt, heard, engine = prompt_of(40), [], Engine(loaded)
+    ticket = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50, ignore_eos=True,
+                                            repetition_penalty=1.2),
+                           logprobs=5, echo=True, on_token=heard.append)
+    while engine.step():
+        pass
+    ids = prompt + ticket.result.token_ids
+    want = loaded.model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert [info.id for info in heard] == ticket.result.token_ids
+    scored = ticket.result.prompt_logprobs
+    assert [info.id for info in scored] == prompt
+    assert scored[0] == TokenInfo(prompt[0], "")
+    for place, info in enumerate([*scored[1:], *heard]):
+        row = want[place]
+        assert info.logprob == pytest.approx(float(row[ids[place + 1]]), abs=1e-4)
+        assert [chance for _, chance in info.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
+        assert all(chance == pytest.approx(float(row[token]), abs=1e-4) for token, chance in info.top)
+        assert len({token for token, _ in info.top}) == 5
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33, 100])
+def test_echo_scores_every_prompt_token_whatever_the_chunks(loaded, length, monkeypatch):
+    engine, prompt = Engine(loaded), prompt_of(length)
+    plain, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True))
+    ticket, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True), echo=True)
+    while engine.step():
+        pass
+    want = loaded.model(torch.tensor([prompt]))[0].log_softmax(-1)
+    scored = ticket.result.prompt_logprobs
+    assert [info.id for info in scored] == prompt and scored[0].logprob is None
+    assert [info.logprob for info in scored[1:]] == pytest.approx(
+        [float(want[i, prompt[i + 1]]) for i in range(length - 1)], abs=1e-4)
+    assert all(info.top == () and info.text == "" for info in scored)
+    assert plain.result.prompt_logprobs is None and plain.result.token_ids == ticket.result.token_ids
+
+
+@pytest.mark.parametrize(("asked", "count"), [(None, 0), (0, 0), (1, 1), (1000, 300)])
+def test_as_many_of_the_most_likely_as_asked(small, asked, count):
+    engine, heard = Engine(small), []
+    submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True), logprobs=asked, on_token=heard.append)
+    while engine.step():
+        pass
+    for info in heard:
+        assert (info.logprob is None) == (asked is None) and len(info.top) == count
+        assert list(info.top) == sorted(info.top, key=lambda one: -one[1])
+        if count == 300:
+            assert dict(info.top)[info.id] == info.logprob
+
+
+def test_the_pieces_are_the_text_up_to_a_stop_string(small):
+    whole, _ = submit(Engine(small), 6)
+    (whole,) = generate(small, [prompt_of(6)], Sampling(max_tokens=30, ignore_eos=True))
+    stop, engine, heard = whole.text[9:12], Engine(small), []
+    ticket = engine.submit(prompt_of(6), Sampling(max_tokens=30, ignore_eos=True, stop=("nowhere", stop)),
+                           on_token=heard.append)
+    while engine.step():
+        pass
+    assert ticket.result.finish_reason == "stop_string"
+    assert ticket.result.text == whole.text[:whole.text.index(stop)] == "".join(info.text for info in heard)
+    assert [info.id for info in heard] == ticket.result.token_ids
+    assert whole.token_ids[:len(heard)] == ticket.result.token_ids and len(heard) < 30
+
+
+def test_stats_count(small):
+    engine = Engine(small, max_batch=4, max_queue=9)
+    assert engine.stats() == {"running": 0, "waiting": 0, "max_batch": 4, "max_queue": 9,
+                              "kv_allocated_bytes": 0, "tokens_generated": 0}
+    for n in (1, 2, 5):
+        submit(engine, 20, Sampling(max_tokens=n, ignore_eos=True))
+    assert engine.stats()["waiting"] == 3
+    engine.step()
+    now = engine.stats()
+    assert (now["running"], now["waiting"]) == (1, 2)
+    assert now["kv_allocated_bytes"] == engine.cache.allocated_bytes > 0
+    while engine.step():
+        pass
+    assert engine.stats() == {"running": 0, "waiting": 0, "max_batch": 4, "max_queue": 9,
+                              "kv_allocated_bytes": 0, "tokens_generated": 8}
+    assert (engine.timing.prefill_tokens, engine.timing.decode_tokens) == (60, 0 + 1 + 4)
+
+
+def test_the_setting_is_the_callers_or_the_models(small):
+    model = dataclasses.replace(small, kv=parse_kv("window(9)+int8"))
+    assert Engine(model).cache.spec == model.kv
+    assert str(Engine(model, kv=parse_kv("none")).cache.spec) == "none"
+    with pytest.raises(UsageError, match="window"):
+        Engine(small, kv=parse_kv("window(0)"))
+
+
+# -- closing
+
+
+def test_close_cancels_running_prefilling_and_waiting(small):
+    engine = Engine(small, max_batch=3)
+    all_ends = [submit(engine, 5, seed=i) for i in range(2)]
+    for _ in range(3):
+        engine.step()
+    all_ends += [submit(engine, 200, seed=i) for i in range(3)]
+    engine.step()
+    engine.close()
+    assert [ends for _, ends in all_ends] == [["cancelled"]] * 5
+    assert all(ticket.done for ticket, _ in all_ends)
+    assert engine.cache.allocated_bytes == 0
+    with pytest.raises(EngineClosed):
+        submit(engine, 3)
+    engine.close()
+
+
+def test_close_gives_back_pages_that_lie_below_others(small):
+    """A running sequence's newest page lies above those of a prompt that is given back first, and moves:
+    outside of the stepping thread and of inference mode."""
+    engine = Engine(small)
+    submit(engine, 50)
+    engine.step()
+    submit(engine, 400, Sampling(max_tokens=1))
+    for _ in range(20):
+        engine.step()
+    engine.close()
+    assert engine.cache.allocated_bytes == 0

@@ -1,0 +1,136 @@
+"""Whoever else is there, a request gets the bits that it gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from quantkit.kvspec import parse_kv
+from quantkit.ops import linear as linear_module
+from quantkit.quantize import quantize
+from quantkit.runtime import engine as module
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.generate import generate
+from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
+from quantkit.testing import tiny_model
+
+KV = ("none", "int8", "int4", "window(12, sinks=2)+int8", "snapkv(0.4, window=4)",
+      "tova(10, interval=3)+int4")
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By name: a bf16 and an fp16 model, checkpoints of the bf16 one, and one of odd sizes."""
+    folder = tmp_path_factory.mktemp("engine")
+    bf16 = tiny_model(folder / "bf16", "qwen3")
+    made = {"bf16": load(str(bf16)), "fp16": load(str(bf16), dtype="float16"),
+            "odd": load(str(tiny_model(folder / "odd", hidden_size=36, intermediate_size=51, head_dim=32,
+                                       num_attention_heads=3, num_key_value_heads=1)))}
+    for recipe in ("int8", "int4-rtn", "nf4"):
+        quantize(str(bf16), recipe, folder / recipe)
+        made[recipe] = load(str(folder / recipe))
+    return made
+
+
+def prompt_of(length, seed=0):
+    return torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """When it comes, what it asks, and after how many of its tokens it is cancelled."""
+
+    arrives: int
+    length: int
+    seed: int
+    sampling: Sampling
+    leaves: int | None = None
+
+
+REQUESTS = st.builds(
+    Request, st.integers(0, 25), st.integers(1, 50), st.integers(0, 2**16),
+    st.builds(Sampling, max_tokens=st.integers(1, 14), temperature=st.sampled_from([0.0, 1.0, 1.7]),
+              seed=st.integers(0, 2**16), top_k=st.sampled_from([0, 20]), ignore_eos=st.just(True),
+              repetition_penalty=st.sampled_from([1.0, 1.3])),
+    st.sampled_from([None, None, None, 1, 4]))
+
+
+def run(loaded, kv, requests, max_batch=11):
+    """Tokens with their exact log-probabilities, a list for each request; all pages are back at the end."""
+    engine = Engine(loaded, kv=parse_kv(kv), max_batch=max_batch, max_queue=100)
+    heard, tickets, now = [[] for _ in requests], [None] * len(requests), 0
+
+    def listen(index, info):
+        heard[index].append((info.id, info.logprob, info.top))
+        if len(heard[index]) == requests[index].leaves:
+            tickets[index].cancel()
+
+    while True:
+        for index, one in enumerate(requests):
+            if one.arrives == now:
+                tickets[index] = engine.submit(prompt_of(one.length, one.seed), one.sampling, logprobs=2,
+                                               on_token=lambda info, index=index: listen(index, info))
+        now += 1
+        if not engine.step() and all(tickets):
+            break
+    assert all(ticket.done for ticket in tickets)
+    assert engine.cache.allocated_bytes == 0 == engine.stats()["running"]
+    return heard
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "odd", "int8", "int4-rtn", "nf4"])
+def test_a_request_gets_the_same_bits_in_any_company(models, name):
+    # what fails is a whole crowd: making it small takes minutes and shows little
+    @settings(max_examples=9, deadline=None, suppress_health_check=[HealthCheck.too_slow],
+              phases=[Phase.explicit, Phase.generate])
+    @given(st.sampled_from(KV), st.lists(REQUESTS, min_size=2, max_size=11), st.integers(1, 11))
+    def holds(kv, requests, max_batch):
+        together = run(models[name], kv, requests, max_batch)
+        for request, got in zip(requests, together):
+            (alone,) = run(models[name], kv, [dataclasses.replace(request, arrives=0, leaves=None)])
+            assert got == alone[:len(got)], "tokens or log-probabilities differ"
+            # cancelling takes effect at the next step
+            assert len(got) == len(alone) or len(got) - (request.leaves or -9) in (0, 1)
+
+    holds()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_more_at_once_than_a_multiply_takes_as_decode(models, native, monkeypatch):
+    """Also as torch multiplies on a CPU with bf16 instructions: padded to a constant number of rows."""
+    monkeypatch.setattr(linear_module, "native_bf16", lambda: native)
+    requests = [Request(0, 3 + i, i, Sampling(max_tokens=40, ignore_eos=True)) for i in range(20)]
+    together = run(models["bf16"], "int8", requests, max_batch=20)
+    for i in (0, 7, 15, 16, 19):
+        assert together[i] == run(models["bf16"], "int8", [requests[i]])[0]
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_a_request_ends_as_the_model_says_for_each_setting(models, kv):
+    """Against the model and a cache by hand: one chunk after another, one token after another."""
+    from quantkit.kv.cache import KVCache
+
+    small, prompt, ids = models["bf16"], prompt_of(40), []
+    cache = KVCache(small.config, parse_kv(kv), small.dtype)
+    number, feed = cache.add(), prompt
+    for phase in ("prefill", "prefill", "prefill_end", *["decode"] * 11):
+        chunk, feed = feed[:16], feed[16:]
+        batch = cache.batch([number], phase)
+        with torch.inference_mode():
+            logits = small.model(torch.tensor([chunk]), batch.next_positions(len(chunk)), batch,
+                                 torch.tensor([len(chunk) - 1]))[0]
+        if phase != "prefill":
+            ids.append(int(logits.argmax()))
+            feed = ids[-1:]
+    (got,) = generate(small, [prompt], Sampling(max_tokens=12, ignore_eos=True), kv=parse_kv(kv))
+    assert got.token_ids == ids
