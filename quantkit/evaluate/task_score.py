@@ -1,0 +1,91 @@
+"""A task's score with its interval: items are independent, so they are what intervals are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quantkit.evaluate.metrics import CONFIDENCE, RESAMPLES, Interval
+
+Z = 1.959963984540054
+"""Of a normal distribution 95% lies within so many standard deviations."""
+PROPORTIONS = ("acc", "acc_norm", "acc_bytes", "exact_match")
+"""Metrics that are the share of items that are right; the others are ratios of log-likelihoods."""
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One number of one task.
+
+    Attributes:
+        task: as it was named in its file.
+        metric: ``acc``, ``acc_norm``, ``exact_match``, ``perplexity``, …; with several filters
+            ``exact_match,FILTER``.
+        interval: 95%.
+        items: rows that were asked.
+        choices: the option that was chosen for each item, by this metric; ``None`` if there are none.
+    """
+
+    task: str
+    metric: str
+    interval: Interval
+    items: int
+    choices: tuple[int, ...] | None = None
+
+
+def score(metric: str, values: Sequence[float | tuple[float, float]], seed: int = 0) -> Interval:
+    """A metric's value over all items.
+
+    Args:
+        metric: its name, without a filter's.
+        values: what lm-eval gives for each item: 0 or 1; for ``perplexity`` the log-likelihood; for
+            the others the log-likelihood and the number of words or bytes.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: no items.
+    """
+    if not values:
+        raise ValueError("no items")
+    if metric in PROPORTIONS:
+        return wilson(sum(float(value) for value in values if not isinstance(value, tuple)), len(values))
+    pairs = np.asarray([value if isinstance(value, tuple) else (value, 1.0) for value in values], dtype=float)
+    ends = _bootstrap(pairs, seed)
+    of = (lambda mean: mean / math.log(2)) if metric == "bits_per_byte" else _exp
+    return Interval(*(of(end) for end in ends))
+
+
+def wilson(right: float, items: int) -> Interval:
+    """A share of right answers and Wilson's score interval, which stays sensible near 0 and 1.
+
+    https://doi.org/10.1080/01621459.1927.10502953
+    """
+    share, over = right / items, 1 + Z * Z / items
+    centre = (share + Z * Z / (2 * items)) / over
+    half = Z / over * math.sqrt(share * (1 - share) / items + Z * Z / (4 * items * items))
+    return Interval(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)))
+
+
+def _bootstrap(pairs: np.ndarray, seed: int) -> tuple[float, float, float]:
+    """Negative log-likelihood a unit over ``pairs [items, 2]``, and a percentile bootstrap over items."""
+    random, sums = np.random.default_rng(seed), []
+    for rows in _blocks(len(pairs)):
+        drawn = pairs[random.integers(0, len(pairs), (rows, len(pairs)))].sum(axis=1)
+        sums.append(-drawn[:, 0] / drawn[:, 1])
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(np.concatenate(sums), [tail, 100 - tail])
+    value = -pairs[:, 0].sum() / pairs[:, 1].sum()
+    return float(value), float(min(low, value)), float(max(high, value))
+
+
+def _blocks(items: int) -> list[int]:
+    size = max(1, min(RESAMPLES, _BLOCK // items))
+    return [size] * (RESAMPLES // size) + ([RESAMPLES % size] if RESAMPLES % size else [])
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

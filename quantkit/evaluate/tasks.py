@@ -1,0 +1,200 @@
+"""Runs lm-eval's tasks: its prompts, its filters and its scoring, over local files and our runtime.
+
+Nothing is downloaded and nothing is written: rows are read from the user's folder and handed to
+lm-eval in memory. https://github.com/EleutherAI/lm-evaluation-harness
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.evaluate.lm_eval_model import INSTALL, lm_eval_model
+from quantkit.evaluate.task_data import Prompts, Row, load_prompts
+from quantkit.evaluate.task_file import TaskFile, TaskInfo, find_task, list_tasks
+from quantkit.evaluate.task_score import TaskScore, score
+from quantkit.progress import Listener, silent
+from quantkit.runtime.loader import LoadedModel
+from quantkit.spec import KVSpec
+
+SEED = 1234
+"""Chooses the examples where the sampler is ``default``; lm-eval's own."""
+_EVAL, _EXAMPLES = "eval", "examples"
+
+
+@dataclass(frozen=True)
+class ReadyTask:
+    """A task whose data is there.
+
+    Attributes:
+        file: its file's content.
+        parts: lm-eval's ``ConfigurableTask`` objects, one for every group of rows.
+        items: rows in all.
+    """
+
+    file: TaskFile
+    parts: tuple[Any, ...]
+    items: int
+
+
+def prepare_tasks(names: Sequence[str], *, data: Path | None = None,
+                  limit: int | None = None) -> list[ReadyTask]:
+    """Find tasks, read their data and make lm-eval's objects of them; needs no model.
+
+    Args:
+        names: of tasks, or paths of their files.
+        data: the folder with their data files; by default what ``QUANTKIT_TASK_DATA`` names.
+        limit: items a task; ``None``: all.
+
+    Raises:
+        UsageError: a task is unknown, given twice or malformed, or its data is missing or doesn't fit.
+        QuantkitError: lm-eval is not installed.
+    """
+    found = [find_task(name) for name in names]
+    titles = [task.task for task, _ in found]
+    if twice := {title for title in titles if titles.count(title) > 1}:
+        raise UsageError(f"task {min(twice)} is given twice", next="name each task once")
+    prompts = [load_prompts(task, str(path), data, limit) for task, path in found]
+    with _quiet():
+        return [ReadyTask(task, tuple(_make(task, part) for part in parts), sum(len(p.rows) for p in parts))
+                for (task, _), parts in zip(found, prompts, strict=True)]
+
+
+def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *, data: Path | None = None,
+              limit: int | None = None, kv: KVSpec | None = None, batch: int = 16,
+              progress: Listener = silent) -> list[TaskScore]:
+    """Ask a model every item of every task.
+
+    Args:
+        loaded: the model.
+        names: of tasks, or what :func:`prepare_tasks` made of them.
+        data, limit: as there.
+        kv: how keys and values are kept; by default as the model's checkpoint says.
+        batch: requests in one forward pass.
+        progress: told how many of a task's requests are done.
+
+    Returns:
+        A score for every metric (and filter) of every task.
+
+    Raises:
+        UsageError: as :func:`prepare_tasks`; or a prompt that this model's tokenizer can't score.
+        QuantkitError: lm-eval is not installed, or the model's output is not finite.
+    """
+    ready = [one for one in names if isinstance(one, ReadyTask)]
+    ready += prepare_tasks([one for one in names if isinstance(one, str)], data=data, limit=limit)
+    model = lm_eval_model(loaded, kv=kv, batch=batch, progress=progress)
+    found = []
+    for task in ready:
+        model.label = f"{task.file.task}, {loaded.label} kv {model.kv}".removesuffix(" kv none")
+        found += _run(task, model)
+    return found
+
+
+def _make(task: TaskFile, prompts: Prompts) -> Any:
+    try:
+        from lm_eval.api.task import ConfigurableTask
+    except ImportError as error:
+        raise QuantkitError("tasks need lm-eval, which is not installed", why=str(error),
+                            next=INSTALL) from None
+    splits = {_EVAL: _Rows(prompts.rows), _EXAMPLES: _Rows(prompts.examples)}
+    config: dict[str, Any] = {
+        # the templates are filled in already: what is left names the fields that hold their results
+        "task": task.task, "output_type": task.output_type, "custom_dataset": _giver(splits),
+        "test_split": _EVAL, "doc_to_text": "text", "doc_to_target": "target",
+        "description": "{{description}}", "num_fewshot": task.num_fewshot,
+        "target_delimiter": task.target_delimiter, "fewshot_delimiter": task.fewshot_delimiter,
+        "metric_list": [one.model_dump(exclude_unset=True) for one in task.metric_list]}
+    if task.doc_to_choice is not None:
+        config["doc_to_choice"] = "choices"
+    if task.num_fewshot:
+        config |= {"fewshot_split": _EXAMPLES, "fewshot_config": {"sampler": task.fewshot_config.sampler}}
+    if task.generation_kwargs is not None:
+        config["generation_kwargs"] = dict(task.generation_kwargs)
+    if task.filter_list is not None:
+        config["filter_list"] = [one.model_dump(exclude_none=True) for one in task.filter_list]
+    made = ConfigurableTask(config=config)
+    made.set_fewshot_seed(SEED)
+    made.build_all_requests()
+    return made
+
+
+class _Rows(list[Row]):
+    """Rows as lm-eval reads a split: a sequence that knows its fields."""
+
+    @property
+    def features(self) -> dict[str, None]:
+        """The fields' names are what is asked for."""
+        return dict.fromkeys(self[0]) if self else {}
+
+
+def _giver(splits: dict[str, _Rows]) -> Callable[..., dict[str, _Rows]]:
+    def give(**options: Any) -> dict[str, _Rows]:
+        return splits
+
+    return give
+
+
+def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
+    instances = [one for part in task.parts for one in part.instances]
+    for one in instances:  # of an earlier run with another model
+        one.resps, one.filtered_resps = [], {}
+    answers = getattr(model, instances[0].request_type)(instances)
+    for one, answer in zip(instances, answers, strict=True):
+        one.resps.append(answer)
+    values: dict[tuple[str, str], list[Any]] = {}
+    choices: dict[tuple[str, str], list[int]] = {}
+    for part in task.parts:
+        with _quiet():
+            part.apply_filters()
+        for row, own in _by_row(part):
+            for name in own[0].filtered_resps:
+                results = [one.filtered_resps[name] for one in own]
+                for metric, value in part.process_results(row, results).items():
+                    values.setdefault((metric, name), []).append(value)
+                    if task.file.output_type == "multiple_choice":
+                        choices.setdefault((metric, name), []).append(chosen(metric, row["choices"], results))
+    filters = {name for _, name in values}
+    return [TaskScore(task.file.task, metric if len(filters) == 1 else f"{metric},{name}",
+                      score(metric, found), task.items,
+                      tuple(choices[metric, name]) if (metric, name) in choices else None)
+            for (metric, name), found in values.items()]
+
+
+def _by_row(part: Any) -> Iterator[tuple[Row, list[Any]]]:
+    """Every row with its requests, in their order."""
+    requests: dict[int, list[Any]] = {}
+    for one in part.instances:
+        requests.setdefault(one.doc_id, []).append(one)
+    for number, row in part.doc_iterator():
+        yield row, sorted(requests[number], key=lambda one: one.idx)
+
+
+def chosen(metric: str, choices: Sequence[str], results: Sequence[tuple[float, bool]]) -> int:
+    """The option that a metric takes: the likeliest, by log-likelihood a character or byte if it says so."""
+    sizes = {"acc_norm": [len(one) for one in choices],
+             "acc_bytes": [len(one.encode()) for one in choices]}.get(metric, [1] * len(choices))
+    return int(np.argmax(np.asarray([logprob for logprob, _ in results]) / np.asarray(sizes, dtype=float)))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep lm-eval's bars and advice away from people: what concerns them is checked before."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+__all__ = ["ReadyTask", "TaskInfo", "TaskScore", "list_tasks", "prepare_tasks", "run_tasks"]
