@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,8 @@ from quantkit.progress import Event, Listener, silent
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.spec import KVSpec
 
+if TYPE_CHECKING:
+    from quantkit.evaluate.tasks import ReadyTask
 
 @dataclass(frozen=True)
 class Settings:
@@ -94,15 +97,16 @@ def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silen
         raise UsageError("no model is given", next="quantkit eval smollm2")
     if len(set(uris)) != len(uris):
         raise UsageError("a model is given twice", next="name each model once")
+    tasks = _ready(settings)
     # models are loaded and dropped inside: while speed is measured, memory belongs to one worker
-    result, tokens = _quality(uris, settings, load_text(settings.text), progress)
+    result, tokens = _quality(uris, settings, load_text(settings.text), tasks, progress)
     if settings.speed:
         _speed(uris, result, tokens.reshape(-1).tolist(), settings, progress)
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())
     return result
 
 
-def _quality(uris: Sequence[str], settings: Settings, text: Text,
+def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequence[ReadyTask],
              progress: Listener) -> tuple[EvalResult, torch.Tensor]:
     models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype)
               for i, uri in enumerate(uris)]
@@ -120,8 +124,8 @@ def _quality(uris: Sequence[str], settings: Settings, text: Text,
     floor = scores.pop()["kl_mean"] if extra else None
     protocol = _protocol(models, settings, text, tokens, prompt)
     rows = [_row(runner, score, protocol) for runner, score in zip(runners, scores)]
-    if settings.tasks:
-        protocol = dataclasses.replace(protocol, tasks=_tasks(variants, rows, settings, progress))
+    if tasks:
+        protocol = dataclasses.replace(protocol, tasks=_tasks(variants, rows, tasks, progress))
     return EvalResult(protocol, rows, floor), tokens
 
 
@@ -135,15 +139,23 @@ def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: Settings) 
     return settings.prompt or settings.window // 2
 
 
-def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[Row], settings: Settings,
+def _ready(settings: Settings) -> list[ReadyTask]:
+    """The tasks with their data, before any model is loaded: what is missing shows at once."""
+    if not settings.tasks:
+        return []
+    from quantkit.evaluate.tasks import prepare_tasks
+
+    return prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
+
+
+def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[Row], tasks: Sequence[ReadyTask],
            progress: Listener) -> str:
     """Scores into the rows' metrics, as ``task/metric``; what was run, for the protocol."""
     from quantkit.evaluate.tasks import run_tasks
 
     said = ""
     for (model, kv), row in zip(variants, rows):
-        scores = run_tasks(model, settings.tasks, data=settings.task_data, limit=settings.limit, kv=kv,
-                           progress=progress)
+        scores = run_tasks(model, tasks, kv=kv, progress=progress)
         row.metrics |= {f"{score.task}/{score.metric}": score.interval for score in scores}
         items = {score.task: score.items for score in scores}
         said = ", ".join(f"{name} ({count} items)" for name, count in items.items())

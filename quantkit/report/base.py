@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.task_score import PROPORTIONS
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ def short_names(rows: Sequence[Row]) -> list[str]:
             depth += 1
         short[model] = " ".join(str(Path(*parts[-depth:])).split())
     return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
+
+
+def task_score(row: Row, name: str) -> tuple[str, str]:
+    """A task's score and its interval as texts: shares in percent, a perplexity as it is."""
+    return spread(row.metrics.get(name), percent=name.rpartition("/")[2] in PROPORTIONS)
 
 
 def task_names(rows: Sequence[Row]) -> list[str]:

@@ -13,6 +13,7 @@ from quantkit.report.base import (
     short_names,
     spread,
     task_names,
+    task_score,
 )
 
 _MARKUP = re.compile(r"[\\`*_\[\]|#]")
@@ -77,7 +78,7 @@ def _tasks(names: list[str], rows: list[Row]) -> list[str]:
     for name, row in zip(names, rows):
         cells = []
         for task in tasks:
-            value, span = spread(row.metrics.get(task), percent=True)
+            value, span = task_score(row, task)
             cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return [*lines, ""]

@@ -16,6 +16,7 @@ from quantkit.report.base import (
     short_names,
     spread,
     task_names,
+    task_score,
 )
 
 WIDTH = 80
@@ -70,17 +71,19 @@ def _widths(heads: Sequence[Sequence[str]], models: Sequence[Sequence[Sequence[s
 
 
 def _tasks(result: EvalResult) -> list[str]:
-    """A line a task and model: score, interval and the difference to the first model's."""
+    """A line a task and model: score, 95% interval and the difference to the first model's."""
     out: list[str] = []
     rows, names = result.rows, short_names(result.rows)
     for task in task_names(rows):
-        out.append(_rule(task.replace("/", " · "), "accuracy or score, %", 60))
+        title = f"── {task.replace('/', ' · ')} "
+        out.append(_cut(title + "─" * (62 - _columns(title)), WIDTH))
         first = rows[0].metrics.get(task)
         for name, row in zip(names, rows):
             found = row.metrics.get(task)
-            value, span = spread(found, percent=True)
+            value, span = task_score(row, task)
+            factor = 100 if value.endswith("%") else 1
             change = "" if found is None or first is None or row is rows[0] else (
-                f"{100 * (found.value - first.value):+.1f}")
+                f"{factor * (found.value - first.value):+.1f}")
             out.append(f"{_cut(name, 32, tail=True):<32}  {value:>6}  {span:>11}  {change:>5}".rstrip())
         out.append("")
     return out

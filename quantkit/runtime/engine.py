@@ -180,10 +180,16 @@ class Engine:
 
     def _loop(self) -> None:
         while not self._closed:
-            self._step()
+            try:
+                self._step()
+            except Exception as error:  # not a request's: the engine itself is broken, and says so to all
+                for ticket in [*self._waiting, *([self._prefilling] if self._prefilling else []),
+                               *self._running]:
+                    ticket.cancel()
+                self._unheard.append(error)
             while self._unheard:
-                error = self._unheard.pop()
-                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__,
+                one = self._unheard.pop()
+                threading.excepthook(threading.ExceptHookArgs((type(one), one, one.__traceback__,
                                                                threading.current_thread())))
             with self._changed:
                 self._changed.notify_all()  # for drain
@@ -208,8 +214,8 @@ class Engine:
         self._retire()
         with self._changed:
             if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
+                self._waiting[0].row = self.cache.add()  # first: should it fail, the request still waits
                 self._prefilling = self._waiting.popleft()
-                self._prefilling.row = self.cache.add()
 
     def _prefill(self) -> bool:
         """One chunk of the prompt whose turn it is."""

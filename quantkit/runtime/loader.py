@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class LoadedModel:
             norms are not counted.
         weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
             pages that are mapped count.
-        kv: how keys and values are kept unless somebody asks otherwise: a checkpoint's recipe says so.
     """
 
     model: CausalLM
@@ -57,7 +56,15 @@ class LoadedModel:
     file_bytes: int
     bits_per_weight: float
     weight_bytes: int
-    kv: KVSpec = field(default_factory=KVSpec)
+
+    @property
+    def kv(self) -> KVSpec:
+        """How keys and values are kept unless somebody asks otherwise: a checkpoint's recipe says so.
+
+        Raises:
+            UsageError: it names a policy or codec that isn't installed.
+        """
+        return KVSpec() if self.manifest is None else self.manifest.kv
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +146,7 @@ def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.devi
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, tokenizer, uri, manifest_label(checkpoint.manifest),
                        checkpoint.manifest, checkpoint.file_bytes, checkpoint.manifest.bits_per_weight,
-                       resident, checkpoint.manifest.kv)
+                       resident)
 
 
 def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,

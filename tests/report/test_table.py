@@ -55,3 +55,16 @@ def test_protocol_and_noise_floor_are_printed(make_result):
     text = render(result)
     assert result.protocol.fingerprint in text and "0.00110 (0.00100–0.00120)" in text
     assert "noise floor" not in render(make_result())
+
+
+def test_task_scores_stand_below(make_result):
+    result = make_result()
+    for row, value in zip(result.rows, (0.5, 0.525, 0.25, 0.5)):
+        row.metrics |= {"arc_easy/acc": Interval(value, value - 0.1, value + 0.1),
+                        "lambada/perplexity": Interval(40 * value, 10, 60)}
+    text = render(result)
+    assert max(map(len, text.splitlines())) <= 80
+    block = text[text.index("arc_easy · acc"):].splitlines()
+    assert block[1].split() == ["smollm2", "50.0%", "40.0–60.0"]
+    assert block[2].split()[-1] == "+2.5" and block[3].split()[-1] == "-25.0"
+    assert "20.0" in text[text.index("lambada · perplexity"):].splitlines()[1], "not a share"

@@ -125,3 +125,18 @@ def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch):
     assert finished.wait(WAIT)
     threading.Event().wait(0.2)
     assert len(steps) < 10
+
+
+def test_a_broken_engine_ends_its_requests_instead_of_hanging(small, monkeypatch):
+    engine, ended = Engine(small), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    failing = iter([OSError("no pages")])
+
+    def add():
+        raise next(failing)
+
+    monkeypatch.setattr(engine.cache, "add", add)
+    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=4), on_done=lambda done: ended.set())
+    engine.start()
+    assert ended.wait(20) and ticket.result.finish_reason == "cancelled"
+    engine.close()
