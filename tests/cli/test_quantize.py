@@ -153,8 +153,8 @@ def test_calibration_text_that_is_not_there(cli, tiny):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, number):
     slow = ("import time, quantkit.methods.base as base, quantkit.cli.main as cli\n"
-            "run = base.Method.run\n"
-            "def slowly(self, *a):\n    time.sleep(0.2)\n    return run(self, *a)\n"
+            "run, waits = base.Method.run, [0, 60, 60, 60]\n"
+            "def slowly(self, *a):\n    time.sleep(waits.pop(0))\n    return run(self, *a)\n"
             "base.Method.run = slowly\ncli.main()")
     command = ["quantize", str(tiny), "-r", "int8", "-o", str(tmp_path / "OUT")]
     running = subprocess.Popen([sys.executable, "-c", slow, *command], stderr=subprocess.PIPE, text=True)

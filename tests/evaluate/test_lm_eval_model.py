@@ -11,6 +11,7 @@ from quantkit.evaluate import lm_eval_model as module
 from quantkit.evaluate.lm_eval_model import Adapter, lm_eval_model, rolling, sampling_of
 from quantkit.evaluate.scoring import Request, Scorer
 from quantkit.kvspec import parse_kv
+from quantkit.quantize import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -93,11 +94,10 @@ def test_the_scorer_is_given_the_pairs(loaded):
         assert [logprob for logprob, _ in found] == pytest.approx([one.logprob for one in expected], abs=0.2)
 
 
-def test_it_runs_as_the_checkpoint_says(loaded):
-    import dataclasses
-
-    model = dataclasses.replace(loaded, kv=parse_kv("window(32)+int8"))
-    assert Adapter(model).kv == model.kv == Adapter(model).scorer.kv
+def test_it_runs_as_the_checkpoint_says(tmp_path):
+    quantize(str(tiny_model(tmp_path / "tiny")), "int8-kv8", tmp_path / "OUT")
+    model = load(str(tmp_path / "OUT"))
+    assert Adapter(model).kv == parse_kv("int8") == Adapter(model).scorer.kv
     assert Adapter(model, kv=parse_kv("none")).kv == parse_kv("none")
 
 

@@ -1,8 +1,81 @@
 """Kernels run in Triton's interpreter here, unless there is a GPU: chosen before triton is imported."""
 
-import os
+from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+MODULES = ("fragment", "matmul", "w8a16", "w4a16", "nf4", "rms_norm", "rope_kv", "paged_attention")
+GPU = torch.cuda.is_available()
+FLOATS = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+if not GPU:
+    assert "triton" not in sys.modules, "something imported triton before the interpreter was chosen"
     os.environ["TRITON_INTERPRET"] = "1"
+for name in MODULES:
+    importlib.import_module(f"quantkit_kernels.triton.{name}")
+os.environ.pop("TRITON_INTERPRET", None)  # what was decorated stays so; other tests don't inherit it
+
+
+@pytest.fixture(params=["interpreter-float16", "interpreter-float32",
+                        pytest.param("cuda-bfloat16", marks=pytest.mark.gpu),
+                        pytest.param("cuda-float16", marks=pytest.mark.gpu)])
+def on(request: pytest.FixtureRequest) -> tuple[torch.device, torch.dtype]:
+    """Where a kernel runs and in which dtype: the interpreter is wrong in bfloat16."""
+    place, dtype = request.param.split("-")
+    if place == "cuda" and not GPU:
+        pytest.skip("no GPU")
+    if place == "interpreter" and GPU:
+        pytest.skip("there is a GPU: kernels are compiled in this process")
+    return torch.device("cuda" if place == "cuda" else "cpu"), FLOATS[dtype]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks again when kernels run."""
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """New memory is filled with NaN: an element that nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check_rule(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
+               terms: torch.Tensor | None = None) -> None:
+    """At most twice the error of torch in the same precision, both against float64.
+
+    ``terms``: the sums of the magnitudes of each result's terms. Nothing is required below one rounding of
+    the result, nor below one float32 rounding of them: there only the order of summation makes a difference.
+    """
+    assert got.dtype == plain.dtype and got.shape == plain.shape == exact.shape
+    assert torch.isfinite(got).all()
+    ours, theirs = (got.double() - exact).norm(), (plain.double() - exact).norm()
+    floor = (exact.to(got.dtype).double() - exact).norm()
+    if terms is not None:
+        floor = max(floor, 2.0**-24 * terms.norm())
+    assert ours <= 2 * max(theirs, floor), f"{ours:.3g} against {theirs:.3g}, rounding alone {floor:.3g}"
+
+
+@pytest.fixture
+def obeys_the_rule() -> Callable[..., None]:
+    return check_rule
+
+
+@pytest.fixture
+def randn() -> Callable[..., torch.Tensor]:
+    """``randn(*shape, seed=0, on=(device, dtype))``."""
+    def make(*shape: int, seed: int = 0, on: tuple[torch.device, torch.dtype]) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(on[1]).to(on[0])
+
+    return make

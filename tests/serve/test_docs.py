@@ -22,7 +22,7 @@ def test_routes(text, shared):
 
 
 def test_options(text):
-    generic = {"--name", "--revision", "--dtype"}  # of other commands too, or named elsewhere on the page
+    generic = {"--name", "--revision", "--dtype", "--debug"}  # other commands have them too
     options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
     assert {name for name in options - generic if name not in text} == set()
 

@@ -72,7 +72,7 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
 
 
 def family_of(device: torch.device) -> str:
-    """``ampere`` (and Ada), ``hopper`` (and later) or ``cdna``: what a layout and a launch depend on.
+    """``ampere`` (and Ada), ``hopper``, ``blackwell`` or ``cdna``: what a layout and a launch depend on.
 
     A CPU, where Triton's interpreter runs kernels, counts as ``hopper``.
     """
@@ -80,7 +80,8 @@ def family_of(device: torch.device) -> str:
         return "hopper"
     if torch.version.hip is not None:
         return "cdna"
-    return "ampere" if torch.cuda.get_device_capability(device)[0] < 9 else "hopper"
+    major = torch.cuda.get_device_capability(device)[0]
+    return "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
 
 
 def lane_columns(family: str) -> int:

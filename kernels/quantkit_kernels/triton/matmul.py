@@ -139,8 +139,10 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str) -> Plan:
     if family == "cdna":  # a warp has 64 lanes
         warps = 2 if bk == 32 else 8 if bm == 128 else 4
         return Plan(bm, split, per, -(-tiles // per), 2, {"num_warps": warps})
-    # without a bound ptxas gives up registers for occupancy, and spills
-    return Plan(bm, split, per, -(-tiles // per), 4, {"num_warps": warps, "maxnreg": 255})
+    options = {"num_warps": warps}
+    if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
+        options["maxnreg"] = 255
+    return Plan(bm, split, per, -(-tiles // per), 4, options)
 
 
 def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, object]]:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 LEVELS = tl.constexpr(127)
-MOST = tl.constexpr(0x7F7F0000)  # the largest bfloat16, as the bits of a float32
+LEAST = tl.constexpr(0x00800000)  # the smallest normal bfloat16, as the bits of a float32
+MOST = tl.constexpr(0x7F7F0000)  # the largest
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it rounds to an integer, half to even
 FEW = 16
 """Up to this many tokens each has programs of its own."""
@@ -77,10 +78,10 @@ def _store(pages_ptr: tl.tensor, scale_ptr: tl.tensor, slot: tl.tensor, rd: tl.t
     if CODED:
         most = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
         bits = tl.math.div_rn(most, tl.full(most.shape, LEVELS, tl.float32)).to(tl.int32, bitcast=True)
-        bits = tl.minimum((bits + 0xFFFF) & -65536, MOST)  # upwards, so that no code is beyond 127
-        scale = bits.to(tl.float32, bitcast=True)
+        # upwards, so that no code is beyond 127; normal, so that one over it is finite
+        bits = tl.minimum(tl.maximum((bits + 0xFFFF) & -65536, LEAST), MOST)
         one = tl.full(most.shape, 1.0, tl.float32)
-        inverse = tl.where(bits == 0, 0.0, tl.math.div_rn(one, tl.where(bits == 0, one, scale)))[:, None]
+        inverse = tl.math.div_rn(one, bits.to(tl.float32, bitcast=True))[:, None]
         a = tl.minimum(tl.maximum((a * inverse + ROUND) - ROUND, -LEVELS), LEVELS)
         b = tl.minimum(tl.maximum((b * inverse + ROUND) - ROUND, -LEVELS), LEVELS)
         tl.store(scale_ptr + slot, (bits >> 16).to(tl.int16), mask=slot >= 0)
@@ -156,7 +157,7 @@ def rope_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor
         k, v: ``[N, Hkv, D]``, q's dtype.
         cos, sin: float32 ``[T, D]``; both halves of a row are the same angles.
         pages: written at ``slots``: numbers are rounded to the pages' dtype; int8 codes to the nearest, half
-            to even, with a scale of ``absmax / 127`` rounded up to bfloat16.
+            to even, with a scale of ``absmax / 127`` rounded up to a normal bfloat16.
         slots: int32 or int64 ``[N, Hkv]``, ``page * 64 + offset``; −1: that head keeps nothing.
         positions: integers ``[N]``, stored where ``pages.positions`` are.
         rows: integers ``[N]``, each token's row of cos and sin; ``None``: row n is token n's.

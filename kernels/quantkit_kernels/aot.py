@@ -1,0 +1,126 @@
+"""Compile every Triton kernel for every target, without a GPU, and check what came out.
+
+``python -m quantkit_kernels.aot [--json] [--only TEXT] [--target NAME]``. Exit code 1 if a kernel fails to
+compile, spills registers, needs more shared memory than the target has, loads weights or KV pages in less
+than 128 bits, lacks the tensor-core instructions that are meant, or needs more instructions a weight than
+its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.Facts`, and what is wrong."""
+
+    kernel: str
+    target: str
+    registers: int | None
+    spills: int | None
+    shared: int | None
+    widest: int | None
+    matrix: bool | None
+    per_weight: float | None
+    faults: tuple[str, ...]
+
+
+def compile_one(name: str, target: str) -> Row:
+    """Compile one case and judge it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from quantkit_kernels.aot_cases import SHARED, cases
+    from quantkit_kernels.assembly import read
+
+    case = next(case for case in cases(target) if case.name == name)
+    nvidia = target.startswith("sm_")
+    where = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+    names = case.kernel.arg_names
+    aligned = [key for key, kind in case.signature.items() if kind.startswith("*") or key in case.multiples]
+    source = ASTSource(
+        fn=case.kernel, signature={key: case.signature.get(key, "constexpr") for key in names},
+        constexprs=case.constants, attrs={(names.index(key),): [["tt.divisibility", 16]] for key in aligned})
+    try:
+        facts = read(triton.compile(source, target=where, options=dict(case.options)))
+    except Exception as error:  # whatever the compiler raises is this row's result
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Row(name, target, None, None, None, None, None, None, (f"{type(error).__name__}: {first}",))
+    per_weight = facts.loop / case.weights if facts.loop and case.weights else None
+    faults = []
+    if facts.spills:
+        faults.append(f"{facts.spills} spills")
+    if facts.shared > SHARED[target]:
+        faults.append(f"{facts.shared} bytes of shared memory, the limit is {SHARED[target]}")
+    if facts.wide_loads < case.wide_loads:
+        faults.append(f"{facts.wide_loads} loads of 128 bits, {case.wide_loads} are meant")
+    if case.matrix and not facts.matrix:
+        faults.append("no tensor-core instructions")
+    if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
+        faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
+    return Row(name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
+               per_weight, tuple(faults))
+
+
+def compile_all(targets: Iterable[str] = TARGETS, only: str = "") -> list[Row]:
+    """Every case whose name contains ``only``, on as many processes as there are cores."""
+    from quantkit_kernels.aot_cases import cases
+
+    wanted = [(case.name, target) for target in targets for case in cases(target) if only in case.name]
+    order = {name: at for at, (name, _) in reversed(list(enumerate(wanted)))}
+    workers = min(len(os.sched_getaffinity(0)), 16, max(1, len(wanted)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(compile_one, *zip(*wanted), chunksize=4)) if wanted else []
+    return sorted(rows, key=lambda row: (order[row.kernel], TARGETS.index(row.target)))
+
+
+def table(rows: Iterable[Row]) -> str:
+    """At most 80 columns."""
+    lines = [f"{'kernel':<28} {'target':<6} {'regs':>4} {'spills':>6} {'shared':>6} {'load':>4} {'mma':>3} "
+             f"{'ins/w':>5}"]
+    for row in rows:
+        if row.registers is None:
+            lines.append(f"{row.kernel:<28} {row.target:<6} failed")
+        else:
+            per = "" if row.per_weight is None else f"{row.per_weight:.2f}"
+            matrix = "yes" if row.matrix else "no"
+            lines.append(f"{row.kernel:<28} {row.target:<6} {row.registers:>4} {row.spills:>6} "
+                         f"{row.shared:>6} {row.widest:>4} {matrix:>3} {per:>5}".rstrip())
+        lines += [f"  ! {fault}"[:80] for fault in row.faults]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.aot",
+                                     description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="by default all; may be repeated")
+    chosen = parser.parse_args(arguments)
+    # in the interpreter there is nothing to compile
+    os.environ.pop("TRITON_INTERPRET", None)
+    rows = compile_all(chosen.target or TARGETS, chosen.only)
+    bad = sum(bool(row.faults) for row in rows)
+    if chosen.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        print(table(rows))
+        print(f"{len(rows)} compiled, {bad} with faults. regs: a thread; load: bits of the widest;")
+        print("mma: tensor-core instructions; ins/w: instructions a weight in the loop")
+    return 1 if bad or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Every kernel compiled for every target, without a GPU: no spills, wide loads, tensor cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quantkit_kernels import aot
+from quantkit_kernels.aot_cases import FAMILIES, cases
+
+
+def run(*arguments):
+    """In a process of its own: in this one kernels are interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, "-m", "quantkit_kernels.aot", *arguments], env=environment,
+                          capture_output=True, text=True, timeout=900)
+
+
+def test_all_targets():
+    done = run("--json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == sum(len(list(cases(target))) for target in FAMILIES) > 150
+    assert all(row["spills"] == 0 and not row["faults"] for row in rows)
+    assert all(row["matrix"] and row["widest"] == 128 for row in rows if "a16" in row["kernel"])
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+def test_names_are_unique_and_short(target):
+    names = [case.name for case in cases(target)]
+    assert len(set(names)) == len(names) and max(map(len, names)) <= 28
+
+
+def test_the_table_is_narrow_and_shows_faults():
+    good = aot.Row("w4a16 g128 zp m2048 fp16", "gfx942", 255, 1000, 232448, 128, True, 10.25, ())
+    bad = aot.Row("x" * 28, "sm_100", None, None, None, None, None, None, ("Error: " + "long " * 40,))
+    text = aot.table([good, bad])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "10.25" in text and "failed" in text and "! Error: long" in text
+
+
+def test_nothing_to_compile_is_a_failure(monkeypatch, capsys):
+    assert aot.main(["--only", "no such kernel"]) == 1
+    assert capsys.readouterr().out.startswith("kernel")
