@@ -19,7 +19,7 @@ from quantkit.cli.progress import Progress
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Of activations; auto is each model's own.")
-@click.option("--noise-floor", is_flag=True, help="Also measure the reference against float32 arithmetic.")
+@click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @click.option("--kv", multiple=True, metavar="LIST", help='KV settings, all with every model: none,int8,'
                                                          '"window(512, sinks=4)". (Each model\'s own.)')

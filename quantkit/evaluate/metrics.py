@@ -82,5 +82,7 @@ PERPLEXITY = Metric("perplexity", _nll, np.exp)
 """exp of the mean negative log-likelihood a token."""
 KL = Metric("kl_mean", _kl)
 """Mean Kullback-Leibler divergence KL(reference ‖ candidate) a token, in nats."""
+EXACT = "kl_exact"
+"""Key of the same divergence from the reference's weights in float32 arithmetic."""
 TOP1 = Metric("top1", _agree)
 """Share of tokens where both models find the same one likeliest."""

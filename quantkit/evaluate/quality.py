@@ -8,7 +8,7 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.forced import Forced
-from quantkit.evaluate.metrics import Interval, Metric
+from quantkit.evaluate.metrics import EXACT, KL, Interval, Metric
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.runtime.loader import LoadedModel
@@ -45,7 +45,7 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> tor
 
 @torch.inference_mode()
 def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progress: Listener = silent,
-            prompt: int = 0) -> list[dict[str, Interval]]:
+            prompt: int = 0, exact: LoadedModel | Forced | None = None) -> list[dict[str, Interval]]:
     """Score every model; the first is the reference.
 
     Args:
@@ -53,9 +53,10 @@ def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progre
         tokens: int64 ``[windows, window]``.
         progress: told before each model's window.
         prompt: predictions from so many tokens of a window on are scored.
+        exact: the first model in float32 arithmetic: every model is compared with it too.
 
     Returns:
-        for each model, every registered metric by its key.
+        for each model, every registered metric by its key; with ``exact`` also :data:`EXACT`.
 
     Raises:
         UsageError: vocabularies differ.
@@ -69,22 +70,39 @@ def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progre
     table = registry("metrics")
     metrics: list[Metric] = [table.get(name) for name in table]
     means: list[list[list[float]]] = [[[] for _ in metrics] for _ in models]
-    done = 0
+    distance = Metric(EXACT, KL.score)
+    distances: list[list[float]] = [[] for _ in models]
+    done, total = 0, (len(models) + (exact is not None)) * len(tokens)
     for number, window in enumerate(tokens):
+        targets = window[1 + prompt:]
+        if exact is not None:
+            progress(Event(done, total, "float32"))
+            truth = _logits(exact, window, number)
+            done += 1
         reference: torch.Tensor | None = None
-        for runner, model, scores in zip(models, loaded, means):
-            progress(Event(done, len(models) * len(tokens), _label(runner)))
-            logits = runner.logits(window)[:-1] if isinstance(runner, Forced) else model.model(
-                window[None].to(model.model.device))[0, :-1]
-            if not (logits < torch.inf).all():
-                raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
-                                    why=f"at window {number}: {_overflow(model)}")
+        for runner, scores, far in zip(models, means, distances):
+            progress(Event(done, total, _label(runner)))
+            logits = _logits(runner, window, number)
             reference = logits if reference is None else reference
-            for own, mean in zip(scores, _score(metrics, reference, logits, window[1 + prompt:])):
+            for own, mean in zip(scores, _score(metrics, reference, logits, targets)):
                 own.append(mean)
+            if exact is not None:
+                far += _score([distance], truth, logits, targets)
             done += 1
     progress(Event(done, done, "scored"))
-    return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)} for scores in means]
+    return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)}
+            | ({EXACT: distance.summarize(far)} if far else {}) for scores, far in zip(means, distances)]
+
+
+def _logits(runner: LoadedModel | Forced, window: torch.Tensor, number: int) -> torch.Tensor:
+    """``[T, vocab]``: all but the last, whose next token isn't known."""
+    model = runner.loaded if isinstance(runner, Forced) else runner
+    logits = runner.logits(window)[:-1] if isinstance(runner, Forced) else model.model(
+        window[None].to(model.model.device))[0, :-1]
+    if not (logits < torch.inf).all():
+        raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
+                            why=f"at window {number}: {_overflow(model)}")
+    return logits
 
 
 def _label(runner: LoadedModel | Forced) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.metrics import EXACT, Interval
 from quantkit.evaluate.protocol import Protocol
 
 MEASURED = ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s")
@@ -68,15 +68,17 @@ class EvalResult:
     Attributes:
         protocol: how the numbers were made.
         rows: a row a model, the reference first.
-        noise_floor: KL between the reference's arithmetic and the same weights in float32: what a
-            KL must exceed to mean anything.
         question: what the answers in ``rows`` answer.
     """
 
     protocol: Protocol
     rows: list[Row]
-    noise_floor: Interval | None = None
     question: str | None = None
+
+    @property
+    def noise_floor(self) -> Interval | None:
+        """KL between float32 arithmetic and the reference's own: what a KL must exceed to mean anything."""
+        return self.rows[0].metrics.get(EXACT) if self.rows else None
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -111,22 +111,22 @@ def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequenc
     models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype)
               for i, uri in enumerate(uris)]
     tokens = _tokens(models, settings, text)
-    extra = [load(uris[0], revision=settings.revision, dtype="float32")] if settings.noise_floor else []
+    extra = load(uris[0], revision=settings.revision, dtype="float32") if settings.noise_floor else None
     variants = [(model, kv) for model in models for kv in settings.kv or (model.kv,)]
     prompt = _prompt(variants, settings)
     runners: list[LoadedModel | Forced]
+    exact: LoadedModel | Forced | None
     if prompt is None:
-        runners = [*models, *extra]
+        runners, exact = list(models), extra
     else:
-        runners = [Forced(model, kv, prompt) for model, kv in
-                   [*variants, *((model, variants[0][1]) for model in extra)]]
-    scores = compare(runners, tokens, progress, prompt or 0)
-    floor = scores.pop()["kl_mean"] if extra else None
+        runners = [Forced(model, kv, prompt) for model, kv in variants]
+        exact = extra and Forced(extra, variants[0][1], prompt)
+    scores = compare(runners, tokens, progress, prompt or 0, exact)
     protocol = _protocol(models, settings, text, tokens, prompt)
     rows = [_row(runner, score, protocol) for runner, score in zip(runners, scores)]
     if tasks:
         protocol = dataclasses.replace(protocol, tasks=_tasks(variants, rows, tasks, progress))
-    return EvalResult(protocol, rows, floor), tokens
+    return EvalResult(protocol, rows), tokens
 
 
 def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: Settings) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from quantkit.evaluate.metrics import EXACT
 from quantkit.evaluate.result import EvalResult, Row
 from quantkit.report.base import (
     Reporter,
@@ -31,10 +32,7 @@ def render(result: EvalResult) -> str:
         lines += ["KV per token counts codes and scales of all layers; KV in all is what was allocated when "
                   f"a window's {result.protocol.window} tokens were there.", ""]
     lines += _tasks(names, result.rows)
-    if result.noise_floor is not None:
-        value, span = spread(result.noise_floor)
-        lines += [f"**Noise floor:** KL {value} ({span}), the reference's own arithmetic against float32. "
-                  "A smaller KL is indistinguishable from none.", ""]
+    lines += _exact(names, result)
     if any(row.kernels for row in result.rows):
         lines += ["## Kernels", "", "| model | prefill | decode |", "|---|---|---|"]
         lines += [f"| {name} | {_kernels(row, 'prefill')} | {_kernels(row, 'decode')} |"
@@ -81,6 +79,22 @@ def _tasks(names: list[str], rows: list[Row]) -> list[str]:
             value, span = task_score(row, task)
             cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _exact(names: list[str], result: EvalResult) -> list[str]:
+    floor = result.noise_floor
+    if floor is None:
+        return []
+    lines = ["## Noise floor", "",
+             "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
+             "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
+             "| model | KL | above the floor |", "|---|--:|--:|"]
+    for name, row in zip(names, result.rows):
+        found = row.metrics.get(EXACT)
+        value, span = spread(found)
+        above = "–" if found is None or row is result.rows[0] else f"{found.value - floor.value:+.5f}"
+        lines.append(f"| {name} | {value}{f'<br><sub>{span}</sub>' if span else ''} | {above} |")
     return [*lines, ""]
 
 

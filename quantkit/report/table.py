@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from unicodedata import combining, east_asian_width
 
-from quantkit.evaluate.metrics import Interval
+from quantkit.evaluate.metrics import EXACT, Interval
 from quantkit.evaluate.result import EvalResult, Row
 from quantkit.report.base import (
     Reporter,
@@ -41,10 +41,7 @@ def render(result: EvalResult) -> str:
         out += [_rule(name, row.method, total), *_lines(cells, widths, gap)]
     out.append("")
     out += _tasks(result)
-    if result.noise_floor is not None:
-        value, span = spread(result.noise_floor)
-        out += _fold(f"noise floor: KL {value} ({span or 'one window'}), the reference's own arithmetic "
-                     "against float32")
+    out += _exact(result)
     for text in result.protocol.lines():
         out += _fold(text)
     out += _fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
@@ -84,9 +81,25 @@ def _tasks(result: EvalResult) -> list[str]:
             factor = 100 if value.endswith("%") else 1
             change = "" if found is None or first is None or row is rows[0] else (
                 f"{factor * (found.value - first.value):+.1f}")
-            out.append(f"{_cut(name, 32, tail=True):<32}  {value:>6}  {span:>11}  {change:>5}".rstrip())
+            out.append(f"{_left(name, 32)}  {value:>6}  {span:>11}  {change:>5}".rstrip())
         out.append("")
     return out
+
+
+def _exact(result: EvalResult) -> list[str]:
+    """A line a model: its KL from float32 arithmetic, and how far that is above the reference's own."""
+    floor = result.noise_floor
+    if floor is None:
+        return []
+    title = "── KL from the reference in float32 arithmetic "
+    out = [title + "─" * (62 - _columns(title))]
+    for name, row in zip(short_names(result.rows), result.rows):
+        found = row.metrics.get(EXACT)
+        value, span = spread(found)
+        change = "" if found is None or row is result.rows[0] else f"{found.value - floor.value:+.5f}"
+        out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
+    return [*out, *_fold("The first of these is the noise floor: the reference's own arithmetic. "
+                         "The last column is what others are above it."), ""]
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:
@@ -111,6 +124,12 @@ def _cut(text: str, room: int, tail: bool = False) -> str:
     while _columns(text) > room - 1:
         text = text[1:] if tail else text[:-1]
     return f"…{text}" if tail else f"{text}…"
+
+
+def _left(text: str, room: int) -> str:
+    """Cut on the left, and filled up on the right."""
+    text = _cut(text, room, tail=True)
+    return text + " " * (room - _columns(text))
 
 
 def _columns(text: str) -> int:

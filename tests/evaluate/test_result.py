@@ -33,7 +33,8 @@ def test_a_metric_of_a_plugin_has_its_key_too():
 @pytest.mark.parametrize("ruined", [math.inf, math.nan])
 def test_what_json_cannot_say_is_null(ruined):
     broken = Interval(ruined, 1.0, ruined)
-    result = EvalResult(PROTOCOL, [Row("m", "bf16", 16.0, 100, metrics={"perplexity": broken})], broken)
+    row = Row("m", "bf16", 16.0, 100, metrics={"perplexity": broken, "kl_exact": broken})
+    result = EvalResult(PROTOCOL, [row])
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert found["results"][0]["perplexity"] is None
     assert found["results"][0]["intervals"]["perplexity"] == [1.0, None]

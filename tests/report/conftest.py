@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -33,18 +33,21 @@ def make_row() -> Callable[..., Row]:
 
 @pytest.fixture
 def make_result(make_row: Callable[..., Row]) -> Callable[..., EvalResult]:
-    """``make_result(rows)``; by default a typical four."""
+    """``make_result(rows)``; by default a typical four. ``exact``: KL from float32 arithmetic of each."""
 
-    def make(rows: list[Row] | None = None, **extra: Any) -> EvalResult:
+    def make(rows: list[Row] | None = None, exact: Sequence[Interval] = (), **extra: Any) -> EvalResult:
         protocol = Protocol(
             text="pydoc-topics-3.11", text_sha256="ab" * 32, tokens_sha256="cd" * 32, window=512, windows=8,
             words=3000, dtype="bfloat16", prefill=256, decode=24, repeats=3, quantkit="0.1.0",
             torch="2.13.0+cpu", cpu="Some(R) Processor with a Long Name @ 2.60GHz", cores=2, threads=2)
-        return EvalResult(protocol, rows if rows is not None else [
+        rows = rows if rows is not None else [
             make_row("smollm2", "bf16", mb=269, ppl=28.7, kl=0, top1=1, prefill=300, decode=30, bits=16),
             make_row("demo/int8", answer="Light scatters."),
             make_row("demo/int4", "gptq int4 g64 sym", mb=112, ppl=37, kl=0.25, top1=0.78, decode=25,
                      bits=4.25),
-            make_row("demo/nf4", "nf4 b64", mb=116, ppl=38, kl=0.27, top1=0.77, decode=4, bits=4.5)], **extra)
+            make_row("demo/nf4", "nf4 b64", mb=116, ppl=38, kl=0.27, top1=0.77, decode=4, bits=4.5)]
+        for row, found in zip(rows, exact):
+            row.metrics["kl_exact"] = found
+        return EvalResult(protocol, rows, **extra)
 
     return make

@@ -11,7 +11,7 @@ KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perpl
 
 
 def test_keys_and_values(make_result):
-    found = json.loads(render(make_result(noise_floor=Interval(0.0011, 0.001, 0.0012))))
+    found = json.loads(render(make_result(exact=[Interval(0.0011, 0.001, 0.0012)])))
     assert set(found) == {"results", "protocol", "noise_floor_kl", "question"}
     for row in found["results"]:
         assert tuple(row)[:len(KEYS)] == KEYS

@@ -28,7 +28,8 @@ def test_what_a_model_wrote_is_no_markup(make_result, make_row):
 
 
 def test_noise_floor_and_protocol(make_result):
-    result = make_result(noise_floor=Interval(0.0011, 0.001, 0.0012))
+    result = make_result(exact=[Interval(0.0011, 0.001, 0.0012), Interval(0.0031, 0.003, 0.0032)])
     text = render(result)
-    assert "KL 0.00110" in text and result.protocol.fingerprint in text
+    assert "| int8 | 0.00310<br><sub>0.00300–0.00320</sub> | +0.00200 |" in text
+    assert result.protocol.fingerprint in text
     assert "Noise floor" not in render(make_result())

@@ -34,7 +34,7 @@ def test_columns_line_up(make_result):
 @pytest.mark.parametrize("name", ["x" * 300, "some/" + "very-" * 20 + "long", "模型" * 60, "a\tb\x1b[31mc"])
 def test_never_wider_than_80_columns(make_result, make_row, name):
     text = render(make_result([make_row("smollm2", "bf16"), make_row(name, "hqq " * 40)],
-                              noise_floor=Interval(0.00012345, 0.00011111, 0.00022222)))
+                              exact=[Interval(0.00012345, 0.00011111, 0.00022222)] * 2))
     assert max(map(columns, text.splitlines())) <= 80
     assert "\x1b" not in text and "\t" not in text
 
@@ -51,9 +51,13 @@ def test_huge_and_missing_numbers_still_fit(make_result, make_row):
 
 
 def test_protocol_and_noise_floor_are_printed(make_result):
-    result = make_result(noise_floor=Interval(0.0011, 0.001, 0.0012))
+    result = make_result(exact=[Interval(0.0011, 0.001, 0.0012), Interval(0.0031, 0.003, 0.0032)])
     text = render(result)
-    assert result.protocol.fingerprint in text and "0.00110 (0.00100–0.00120)" in text
+    assert result.protocol.fingerprint in text and "noise floor" in text
+    first, second, third, *_ = text[text.index("in float32"):].splitlines()[1:]
+    assert first.split() == ["smollm2", "0.00110", "0.00100–0.00120"]
+    assert second.split() == ["int8", "0.00310", "0.00300–0.00320", "+0.00200"]
+    assert third.split() == ["int4", "–"]
     assert "noise floor" not in render(make_result())
 
 

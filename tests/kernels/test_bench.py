@@ -1,0 +1,122 @@
+"""The benchmark: both sides of every row compute the same, and what goes wrong is said and kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantkit_kernels import bench
+from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, Shapes, cases
+
+TINY = Shapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32, flush=40000)
+
+
+def fixed(seconds):
+    """A timer by which everything takes so long; it runs every copy once."""
+    def timer(run, copies, calls):
+        assert calls >= copies and calls % copies == 0
+        for at in range(1, copies):
+            run(at)
+        return lambda: seconds
+
+    return timer
+
+
+@pytest.fixture
+def small(on):
+    return lambda **change: cases(replace(TINY, **change), *on)
+
+
+def test_both_sides_compute_the_same(small):
+    found = [bench.measure(case, fixed(1e-6), 1e12, 3) for case in small()]
+    assert [row.fault for row in found] == [None] * len(found)
+    assert {row.kernel for row in found} == {
+        "w4a16 g128", "w8a16", "nf4 b64", "rms_norm add", "rope_kv", "rope_kv int8", "attention",
+        "attention int8"}
+    assert all(row.speedup == (1, 1, 1) for row in found)
+    assert "head m65" not in {row.shape for row in found} and "o m65" in {row.shape for row in found}
+
+
+def test_bytes_that_must_be_read(small):
+    sizes = {(case.kernel, case.shape): (case.bytes, case.their_bytes) for case in small(rows=(1,))}
+    half = next(small()).ours(0).element_size()
+    moved = (128 + 200) * half
+    assert sizes["w4a16 g128", "o m1"] == (256 * 64 + 4 * 256 + moved, 200 * 128 * half + moved)
+    assert sizes["attention int8", "b2 130"] == (2 * 2 * 130 * 2 * 34 + 2 * 2 * 128 * half,
+                                                 2 * 2 * 130 * 2 * 32 * half + 2 * 2 * 128 * half)
+
+
+def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path, capsys):
+    first, second, third = (case for case in small() if case.kernel.startswith("rms"))
+
+    def fails(at):
+        raise RuntimeError("out of memory\nmore")
+
+    every = [replace(first, ours=lambda at: first.ours(at) * 1.1), replace(second, ours=fails), third]
+    file = tmp_path / "found.json"
+    rows = bench.bench(every, fixed(1e-6), 1e12, 3, {"gpu": "none"}, file)
+    assert [row.fault is None for row in rows] == [False, False, True]
+    assert "differs from torch's by 0.1" in rows[0].fault and rows[1].fault == "RuntimeError: out of memory"
+    text = capsys.readouterr().out
+    assert "RuntimeError: out of memory" in text and len(text.splitlines()) == 5
+    found = json.loads(file.read_text())
+    assert found["gpu"] == "none" and [row["fault"] for row in found["rows"]] == [row.fault for row in rows]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_not_a_number_is_a_fault(small):
+    case = next(case for case in small() if case.kernel.startswith("rms"))
+    row = bench.measure(replace(case, ours=lambda at: case.ours(at) * float("nan")), fixed(1), 1, 1)
+    assert "differs" in row.fault
+
+
+def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
+    file = tmp_path / "found.json"
+
+    def stopped():
+        yield next(case for case in small() if case.kernel.startswith("rms"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench(stopped(), fixed(1), 1, 1, {}, file)
+    assert len(json.loads(file.read_text())["rows"]) == 1
+
+
+def test_calls_fill_a_turn_and_use_every_copy():
+    assert bench.calls_for(8 << 20, 0, 32) % 32 == 0 and bench.calls_for(8 << 20, 0, 32) >= 300
+    assert bench.calls_for(10, 0, 1) <= bench.MOST_CALLS
+    assert bench.calls_for(1 << 30, 10**12, 3) == 3
+
+
+def test_the_copy_counts_both_ways(on):
+    assert bench.copy_bandwidth(fixed(0.5), 3, on[0], size=100) == 400
+
+
+def test_the_table_is_narrow():
+    widest = bench.Row("attention int8", "gate up m2048", "matmul", 9e4, 9e4, (99.99, 1, 1), 1.0, 1, 1)
+    assert max(map(len, [*bench.HEADER.splitlines(), bench.line(widest)])) <= 80
+
+
+@pytest.mark.parametrize("shapes", [LLAMA_8B, QUICK])
+def test_the_shapes_exist(shapes):
+    assert all(n % 128 == 0 and k % 128 == 0 for _, n, k in shapes.linears)
+    assert {1, 16, 2048} <= set(shapes.rows) and shapes.heads % shapes.kv_heads == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs(capsys):
+    assert bench.main([]) == 2
+    assert "CUDA and ROCm" in (err := capsys.readouterr().err) and "quantkit_kernels.aot" in err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, capsys):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    assert bench.main(["--quick", "--only", "o m1", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["copy_bytes_per_second"] > 1e11 and all(row["ours_us"] > 0 for row in found["rows"])
+    assert bench.main(["--json", str(tmp_path / "no" / "found.json")]) == 2
