@@ -11,24 +11,24 @@ from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, Row
 from quantkit.report.base import Reporter, number, short_names
 from quantkit.report.svg_labels import Box, Label, cut, place
+from quantkit.report.svg_legend import RADIUS, Style, legend, mark, styles
 
 WIDTH, HEIGHT = 520, 310
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 46, 56
-RADIUS = 6
-COLOURS = ("#4e79a7", "#e15759", "#2a8f5b", "#b07aa1", "#c07c1e", "#3d9aa0", "#9c755f", "#d37295")
 STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #222 } .tick { font-size: 13px; fill: #555 }
 .title { font-weight: 600 } .grid { stroke: #ddd } .axis { stroke: #888 } .ground { fill: #fff }
+.mark { stroke: #fff; stroke-width: 1px }
 .label { stroke: #fff; stroke-width: 4px; stroke-linejoin: round; paint-order: stroke }
 @media (prefers-color-scheme: dark) { text { fill: #eee } .tick { fill: #aaa } .grid { stroke: #333 }
-.ground { fill: #16181c } .label { stroke: #16181c } }
+.ground { fill: #16181c } .label { stroke: #16181c } .mark { stroke: #16181c } }
 """
 
 
 @dataclass(frozen=True)
 class _Point:
     name: str
-    colour: str
+    look: Style
     size: float  # MB
     y: Interval
 
@@ -50,30 +50,34 @@ class _Scale:
 def render(result: EvalResult) -> str:
     """An SVG document; panels stand above each other, so that it can be read on a phone.
 
-    Without speed there is no panel for it; a value that is infinite or not a number isn't drawn.
+    Without speed there is no panel for it; a value that is infinite or not a number isn't drawn. A product
+    of models and KV settings has a legend, a colour a model and a shape a setting; else names stand beside
+    their marks.
     """
     panels = [("KL to the reference, lower is better (√ scale)", "kl_mean", True),
               ("Decoded tokens per second, higher is better", "decode_tok_s", False)]
+    looks, keyed = styles(result.rows)
     drawn = [(title, points, root) for title, metric, root in panels
-             if (points := _points(result.rows, metric))]
-    total = HEIGHT * len(drawn)
+             if (points := _points(result.rows, looks, metric))]
+    head, above = legend(result.rows, looks, 16, WIDTH - 6) if keyed and drawn else ("", 0)
+    total = above + HEIGHT * len(drawn)
     axis = "weights and KV cache, MB" if any(row.kv_bytes for row in result.rows) else "weights on disk, MB"
-    body = "".join(_panel(title, axis, points, root, HEIGHT * i)
-                   for i, (title, points, root) in enumerate(drawn))
+    body = head + "".join(_panel(title, axis, points, root, above + HEIGHT * i, not keyed)
+                          for i, (title, points, root) in enumerate(drawn))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {max(total, 1)}" '
             f'width="{WIDTH}" height="{max(total, 1)}" role="img" '
             f'aria-label="KL and decode speed against bytes">\n<style>{STYLE}</style>\n'
             f'<rect class="ground" width="{WIDTH}" height="{max(total, 1)}"/>\n{body}</svg>\n')
 
 
-def _points(rows: Sequence[Row], metric: str) -> list[_Point]:
-    return [_Point(name, COLOURS[i % len(COLOURS)], (row.file_bytes + (row.kv_bytes or 0)) / 1e6, found)
-            for i, (name, row) in enumerate(zip(short_names(rows), rows))
+def _points(rows: Sequence[Row], looks: Sequence[Style], metric: str) -> list[_Point]:
+    return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6, found)
+            for name, look, row in zip(short_names(rows), looks, rows)
             if (found := row.metrics.get(metric)) is not None
             and all(map(math.isfinite, (found.value, found.low, found.high)))]
 
 
-def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: float) -> str:
+def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: float, named: bool) -> str:
     xs, ys = _ticks(max(p.size for p in points)), _ticks(max(p.y.high for p in points))
     floor = top + HEIGHT - BOTTOM
     x, y = _Scale(xs[-1], LEFT, WIDTH - RIGHT), _Scale(ys[-1], floor, top + TOP, root)
@@ -90,15 +94,17 @@ def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: flo
                f'<text class="tick" x="{WIDTH - RIGHT}" y="{floor + 40}" text-anchor="end">'
                f'{axis}</text>')
     marks = [(x(p.size), y(p.y.value), y(p.y.low), y(p.y.high)) for p in points]
-    for point, (cx, cy, low, high) in zip(points, marks):
+    for point, (cx, _, low, high) in zip(points, marks):
         out.append(f'<line x1="{cx:.1f}" x2="{cx:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
-                   f'stroke="{point.colour}" stroke-width="2"/><circle cx="{cx:.1f}" cy="{cy:.1f}" '
-                   f'r="{RADIUS}" fill="{point.colour}"/>')
+                   f'stroke="{point.look.colour}" stroke-width="2"/>')
+    out += [mark(point.look, cx, cy) for point, (cx, cy, _, _) in zip(points, marks)]
+    if not named:
+        return "\n".join(out) + "\n"
     inside = Box(LEFT + 2, top + TOP - 12, WIDTH - 6, floor - 3)
     texts = [f"{cut(p.name, 24)} {number(p.y.value)}" for p in points]
     labels = place([(cx, cy) for cx, cy, _, _ in marks], texts, RADIUS, inside)
     for point, label, (cx, cy, _, _) in zip(points, labels, marks):
-        out += _label(label, point.colour, cx, cy)
+        out += _label(label, point.look.colour, cx, cy)
     return "\n".join(out) + "\n"
 
 

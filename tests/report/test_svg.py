@@ -81,6 +81,35 @@ def test_quality_alone_makes_one_panel(make_result, make_row):
     assert len(list(root.iter(f"{SVG}circle"))) == 2
 
 
+def product(make_row, models, settings):
+    rows = [make_row(model, mb=100 + 50 * i, kl=0.1) for i, model in enumerate(models) for _ in settings]
+    for row, kv in zip(rows, settings * len(models)):
+        row.kv = kv
+    return rows
+
+
+@pytest.mark.parametrize("settings", [["none", "int8"],
+                                      ["none", "window(512, sinks=4)+int8", "snapkv(0.5)", "tova(0.25)+int4",
+                                       "int8", "int4", "bf16"]])
+def test_a_product_has_a_legend_instead_of_names(make_result, make_row, settings):
+    root = check(render(make_result(product(make_row, ["smollm2", "W" * 60, "x/int4"], settings))))
+    labels = [node.text for node in texts(root)]
+    assert labels[0] == "smollm2" and labels[2:] == ["int4", *(f"kv {kv}" for kv in settings)]
+    marks = [node for node in root.iter() if node.get("class") == "mark"]
+    key, drawn = marks[:len(labels)], marks[len(labels):]
+    assert len(drawn) == 2 * 3 * len(settings)
+    looks = [(node.get("fill"), node.get("d")) for node in drawn[:len(drawn) // 2]]
+    assert [fill for fill, _ in looks] == [node.get("fill") for node in key[:3] for _ in settings]
+    assert [shape for _, shape in looks] == [node.get("d") for node in key[3:]] * 3
+    assert len({node.get("d") for node in key[3:]}) == min(len(settings), 6)
+
+
+def test_one_model_with_many_settings_has_names(make_result, make_row):
+    root = check(render(make_result(product(make_row, ["smollm2"], ["none", "int8", "int4"]))))
+    assert [node.text for node in texts(root)][:3] == [f"smollm2 kv {kv} 0.100" for kv in
+                                                      ("none", "int8", "int4")]
+
+
 def test_what_is_not_finite_is_left_out(make_result, make_row):
     ruined = make_row("ruined")
     ruined.metrics["kl_mean"] = Interval(math.inf, 1.0, math.inf)
