@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.ops.dispatch import KernelQuery
+from quantkit.formats.base import QuantizedTensor
+from quantkit.ops.dispatch import KernelQuery, codes_of
 
 INT8_K = 16
 """torch's int8 loop steps by 16 and misreads (or crashes on) what is left over."""
@@ -41,13 +41,6 @@ def _common(query: KernelQuery, op: str) -> str | None:
     return None
 
 
-def _codes(weight: QuantizedTensor) -> Codes:
-    from quantkit.plugins import registry
-
-    codes: Codes = registry("formats").get(weight.format).unpack(weight)
-    return codes
-
-
 class Int8:
     """``torch._weight_int8pack_mm``: int8 codes, one scale a row, float32 sums."""
 
@@ -71,7 +64,7 @@ class Int8:
 
     def prepare(self, weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int8 ``[n, k]`` and bfloat16 scales ``[n]``."""
-        codes = _codes(weight)
+        codes = codes_of(weight)
         signed = (codes.codes ^ 128).view(torch.int8)
         return signed.contiguous(), codes.scale.expand(weight.shape[0], 1).reshape(-1).to(torch.bfloat16)
 
@@ -108,7 +101,7 @@ class Int4:
 
     def prepare(self, weight: QuantizedTensor) -> tuple[torch.Tensor, int, torch.Tensor]:
         """uint8 ``[n, k / 2]`` in torch's order, the group size, bfloat16 ``[k / group, n, 2]``."""
-        codes = _codes(weight)
+        codes = codes_of(weight)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.codes.to(torch.int32), 1)
         offset = torch.zeros_like(codes.scale)
         if codes.zero is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.spec import QuantSpec
 
 Phase = Literal["decode", "prefill"]
@@ -78,3 +78,11 @@ def choose(query: KernelQuery) -> Choice:
         declined.append((kernel.name, reason))
     raise QuantkitError(f"no kernel runs {query.op} on {query.format} {query.spec.label()}",
                         why="; ".join(f"{n}: {r}" for n, r in declined), next="quantkit doctor")
+
+
+def codes_of(weight: QuantizedTensor) -> Codes:
+    """What a kernel packs anew, whatever the weight's format is."""
+    from quantkit.plugins import registry
+
+    codes: Codes = registry("formats").get(weight.format).unpack(weight)
+    return codes

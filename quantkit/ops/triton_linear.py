@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.base import QuantizedTensor
 from quantkit.ops import gpu
-from quantkit.ops.dispatch import KernelQuery
+from quantkit.ops.dispatch import KernelQuery, codes_of
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.matmul import Packed
@@ -37,13 +37,6 @@ def _common(query: KernelQuery, kind: str, bits: int) -> str | None:
     return None
 
 
-def _codes(weight: QuantizedTensor) -> Codes:
-    from quantkit.plugins import registry
-
-    codes: Codes = registry("formats").get(weight.format).unpack(weight)
-    return codes
-
-
 class W8A16:
     """int8 weights with one scale a row."""
 
@@ -64,7 +57,7 @@ class W8A16:
         """Codes in the tensor core's order."""
         from quantkit_kernels.triton.w8a16 import pack
 
-        codes = _codes(weight)
+        codes = codes_of(weight)
         signed = (codes.codes ^ 128).view(torch.int8)
         return pack(signed, codes.scale.expand(weight.shape[0], 1).reshape(-1))
 
@@ -100,7 +93,7 @@ class W4A16:
         """Codes in the tensor core's order."""
         from quantkit_kernels.triton.w4a16 import pack
 
-        codes = _codes(weight)
+        codes = codes_of(weight)
         scale = codes.scale
         if scale.shape[0] == 1:
             scale = scale.expand(weight.shape[0], -1)
@@ -134,7 +127,7 @@ class NF4:
         """Codes in the tensor core's order."""
         from quantkit_kernels.triton.nf4 import pack
 
-        codes = _codes(weight)
+        codes = codes_of(weight)
         return pack(codes.codes, codes.scale)
 
     def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:

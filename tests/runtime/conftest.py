@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from quantkit.runtime import engine
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
 
@@ -34,3 +36,37 @@ def small(tmp_path_factory) -> LoadedModel:
 def real(smollm2) -> LoadedModel:
     """A real model with a real tokenizer and chat template."""
     return load(smollm2)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Prompts are read in many chunks, as long ones are."""
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 16)
+
+
+@pytest.fixture(scope="session")
+def long() -> Sampling:
+    """An answer that goes on until somebody stops it."""
+    return Sampling(max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def prompt_of():
+    """``prompt_of(length, seed=0)`` → ids."""
+    def make(length, seed=0):
+        return torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def submit(prompt_of, long):
+    """``submit(engine, length, sampling=long, seed=0, **listeners)`` → the ticket, and why it ended, once
+    it has."""
+    def make(engine, length, sampling=long, seed=0, **listeners):
+        ends = []
+        listeners.setdefault("on_done", lambda ticket: ends.append(ticket.result.finish_reason))
+        ticket = engine.submit(prompt_of(length, seed), sampling, **listeners)
+        return ticket, ends
+
+    return make

@@ -10,32 +10,15 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kvspec import parse_kv
-from quantkit.runtime import engine as module
 from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.sequence import ContextLengthError, TokenInfo
 
-LONG = Sampling(max_tokens=300, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("short_chunks")
 
 
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch):
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
-
-
-def prompt_of(length, seed=0):
-    return torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def submit(engine, length, sampling=LONG, seed=0, **listeners):
-    ends = []
-    listeners.setdefault("on_done", lambda ticket: ends.append(ticket.result.finish_reason))
-    ticket = engine.submit(prompt_of(length, seed), sampling, **listeners)
-    return ticket, ends
-
-
-def test_cancel_while_waiting_prefilling_and_running(small):
+def test_cancel_while_waiting_prefilling_and_running(small, submit):
     engine = Engine(small, max_batch=2)
     running, first_end = submit(engine, 5)
     engine.step()
@@ -61,7 +44,7 @@ def test_cancel_while_waiting_prefilling_and_running(small):
     assert not engine.step()
 
 
-def test_cancel_comes_too_late_for_what_is_done(small):
+def test_cancel_comes_too_late_for_what_is_done(small, submit):
     engine = Engine(small)
     ticket, ends = submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True))
     engine.step()
@@ -70,7 +53,7 @@ def test_cancel_comes_too_late_for_what_is_done(small):
     assert ticket.result.finish_reason == "length" and ends == ["length"]
 
 
-def test_cancelling_everything_takes_the_next_at_once(small):
+def test_cancelling_everything_takes_the_next_at_once(small, submit):
     engine = Engine(small, max_batch=1)
     gone = [submit(engine, 30, seed=i)[0] for i in range(3)]
     last, _ = submit(engine, 8, Sampling(max_tokens=1, ignore_eos=True))
@@ -80,7 +63,7 @@ def test_cancelling_everything_takes_the_next_at_once(small):
     assert last.done and last.result.finish_reason == "length" and all(ticket.done for ticket in gone)
 
 
-def test_the_place_of_one_that_left_is_taken_in_the_same_step(small):
+def test_the_place_of_one_that_left_is_taken_in_the_same_step(small, submit):
     engine = Engine(small, max_batch=1)
     first, _ = submit(engine, 5)
     engine.step()
@@ -90,7 +73,7 @@ def test_the_place_of_one_that_left_is_taken_in_the_same_step(small):
     engine.close()
 
 
-def test_the_queue_is_bounded_and_takes_again(small):
+def test_the_queue_is_bounded_and_takes_again(small, submit):
     engine = Engine(small, max_batch=1, max_queue=2)
     tickets = [submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0] for _ in range(2)]
     with pytest.raises(EngineFull, match="2 requests wait") as caught:
@@ -103,7 +86,7 @@ def test_the_queue_is_bounded_and_takes_again(small):
     assert all(ticket.done for ticket in tickets)
 
 
-def test_at_most_max_batch_run_and_in_the_order_they_came(small):
+def test_at_most_max_batch_run_and_in_the_order_they_came(small, submit):
     engine, done = Engine(small, max_batch=3), []
     for i in range(7):
         submit(engine, 20, Sampling(max_tokens=6, ignore_eos=True), seed=i,
@@ -113,7 +96,7 @@ def test_at_most_max_batch_run_and_in_the_order_they_came(small):
     assert done == list(range(7)) == sorted(done)
 
 
-def test_a_long_prompt_does_not_stop_the_others(small):
+def test_a_long_prompt_does_not_stop_the_others(small, submit):
     engine, steps = Engine(small), []
     submit(engine, 4, on_token=lambda info: steps.append(info.id))
     engine.step()
@@ -127,7 +110,7 @@ def test_a_long_prompt_does_not_stop_the_others(small):
 # -- errors
 
 
-def test_the_error_of_one_request_is_its_own(small):
+def test_the_error_of_one_request_is_its_own(small, prompt_of, submit):
     """A listener that fails, one that fails while it hears of it, and one that nobody listens to."""
     engine, errors = Engine(small), []
 
@@ -156,7 +139,7 @@ def test_the_error_of_one_request_is_its_own(small):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_an_error_in_the_middle_of_a_batch_costs_the_others_no_token(small, later):
+def test_an_error_in_the_middle_of_a_batch_costs_the_others_no_token(small, later, prompt_of, submit):
     """Nobody listens to the error, so it is raised; but after the others had their token."""
     engine = Engine(small)
     sampling = Sampling(max_tokens=12, ignore_eos=True)
@@ -177,7 +160,7 @@ def test_an_error_in_the_middle_of_a_batch_costs_the_others_no_token(small, late
         assert ticket.result == generate(small, [prompt_of(9, seed)], sampling)[0]
 
 
-def test_listeners_of_the_end_that_fail_are_asked_once(small):
+def test_listeners_of_the_end_that_fail_are_asked_once(small, submit):
     engine, calls = Engine(small, max_batch=1), []
 
     def end(ticket):
@@ -193,7 +176,7 @@ def test_listeners_of_the_end_that_fail_are_asked_once(small):
     assert sorted(calls) == [0, 1, 2] and not engine.step() and engine.cache.allocated_bytes == 0
 
 
-def test_output_that_is_not_finite_ends_one_request(small, monkeypatch):
+def test_output_that_is_not_finite_ends_one_request(small, monkeypatch, prompt_of, submit):
     engine, errors = Engine(small), []
     sampling = Sampling(max_tokens=8, ignore_eos=True)
     bad, _ = submit(engine, 7, sampling, seed=1, on_error=errors.append)
@@ -216,7 +199,7 @@ def test_output_that_is_not_finite_ends_one_request(small, monkeypatch):
     assert good.result == generate(small, [prompt_of(7, 2)], sampling)[0]
 
 
-def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch):
+def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch, submit):
     engine, errors = Engine(small), []
     running = [submit(engine, 5, seed=i, on_error=errors.append)[0] for i in range(2)]
     for _ in range(2):
@@ -234,8 +217,8 @@ def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch):
 
 
 @pytest.mark.parametrize(("prompt", "sampling", "said"), [
-    ([], LONG, "is empty"), ([3, 300], LONG, "doesn't know"), ([-1], LONG, "doesn't know")])
-def test_a_bad_prompt_is_refused_before_it_is_queued(small, prompt, sampling, said):
+    ([], Sampling(), "is empty"), ([3, 300], Sampling(), "doesn't know"), ([-1], Sampling(), "doesn't know")])
+def test_a_bad_prompt_is_refused_before_it_is_queued(small, prompt, sampling, said, submit):
     engine = Engine(small)
     with pytest.raises(UsageError, match=said):
         engine.submit(prompt, sampling)
@@ -243,7 +226,7 @@ def test_a_bad_prompt_is_refused_before_it_is_queued(small, prompt, sampling, sa
 
 
 @pytest.mark.parametrize(("length", "more"), [(500, 13), (512, 1), (600, 1)])
-def test_a_prompt_too_long_says_both_numbers(small, length, more):
+def test_a_prompt_too_long_says_both_numbers(small, length, more, submit):
     with pytest.raises(ContextLengthError) as caught:
         Engine(small).submit([5] * length, Sampling(max_tokens=more))
     assert caught.value.context == (length + more, 512)
@@ -259,7 +242,7 @@ def test_bad_sizes(small, wrong):
 # -- what is heard
 
 
-def test_logprobs_are_those_of_the_model(loaded):
+def test_logprobs_are_those_of_the_model(loaded, prompt_of, submit):
     """float32, against the whole sequence run at once."""
     prompt, heard, engine = prompt_of(40), [], Engine(loaded)
     ticket = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50, ignore_eos=True,
@@ -282,7 +265,7 @@ def test_logprobs_are_those_of_the_model(loaded):
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33, 100])
-def test_echo_scores_every_prompt_token_whatever_the_chunks(loaded, length, monkeypatch):
+def test_echo_scores_every_prompt_token_whatever_the_chunks(loaded, length, monkeypatch, prompt_of, submit):
     engine, prompt = Engine(loaded), prompt_of(length)
     plain, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True))
     ticket, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True), echo=True)
@@ -298,7 +281,7 @@ def test_echo_scores_every_prompt_token_whatever_the_chunks(loaded, length, monk
 
 
 @pytest.mark.parametrize(("asked", "count"), [(None, 0), (0, 0), (1, 1), (1000, 300)])
-def test_as_many_of_the_most_likely_as_asked(small, asked, count):
+def test_as_many_of_the_most_likely_as_asked(small, asked, count, submit):
     engine, heard = Engine(small), []
     submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True), logprobs=asked, on_token=heard.append)
     while engine.step():
@@ -310,7 +293,7 @@ def test_as_many_of_the_most_likely_as_asked(small, asked, count):
             assert dict(info.top)[info.id] == info.logprob
 
 
-def test_the_pieces_are_the_text_up_to_a_stop_string(small):
+def test_the_pieces_are_the_text_up_to_a_stop_string(small, prompt_of, submit):
     whole, _ = submit(Engine(small), 6)
     (whole,) = generate(small, [prompt_of(6)], Sampling(max_tokens=30, ignore_eos=True))
     stop, engine, heard = whole.text[9:12], Engine(small), []
@@ -324,7 +307,7 @@ def test_the_pieces_are_the_text_up_to_a_stop_string(small):
     assert whole.token_ids[:len(heard)] == ticket.result.token_ids and len(heard) < 30
 
 
-def test_stats_count(small):
+def test_stats_count(small, submit):
     engine = Engine(small, max_batch=4, max_queue=9)
     assert engine.stats() == {"running": 0, "waiting": 0, "max_batch": 4, "max_queue": 9,
                               "kv_allocated_bytes": 0, "tokens_generated": 0}
@@ -353,7 +336,7 @@ def test_the_setting_is_the_callers_or_the_models(small):
 # -- closing
 
 
-def test_close_cancels_running_prefilling_and_waiting(small):
+def test_close_cancels_running_prefilling_and_waiting(small, submit):
     engine = Engine(small, max_batch=3)
     all_ends = [submit(engine, 5, seed=i) for i in range(2)]
     for _ in range(3):
@@ -369,7 +352,7 @@ def test_close_cancels_running_prefilling_and_waiting(small):
     engine.close()
 
 
-def test_close_gives_back_pages_that_lie_below_others(small):
+def test_close_gives_back_pages_that_lie_below_others(small, submit):
     """A running sequence's newest page lies above those of a prompt that is given back first, and moves:
     outside of the stepping thread and of inference mode."""
     engine = Engine(small)

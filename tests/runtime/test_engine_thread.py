@@ -5,31 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
-from quantkit.runtime import engine as module
 from quantkit.runtime.engine import Engine, EngineClosed
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 
-LONG = Sampling(max_tokens=300, ignore_eos=True)
 WAIT = 60.0  # seconds; only a hang takes so long
-
-
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch):
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
-
-
-def prompt_of(length, seed=0):
-    return torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def submit(engine, length, sampling=LONG, seed=0, **listeners):
-    ends = []
-    listeners.setdefault("on_done", lambda ticket: ends.append(ticket.result.finish_reason))
-    ticket = engine.submit(prompt_of(length, seed), sampling, **listeners)
-    return ticket, ends
+pytestmark = pytest.mark.usefixtures("short_chunks")
 
 
 @pytest.fixture
@@ -47,7 +29,7 @@ def started(small):
         assert not engine._thread.is_alive() and engine.cache.allocated_bytes == 0
 
 
-def test_requests_from_many_threads(small, started):
+def test_requests_from_many_threads(small, started, prompt_of, submit):
     engine, results = started(max_batch=4, max_queue=50), {}
     sampling = Sampling(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)
 
@@ -66,7 +48,7 @@ def test_requests_from_many_threads(small, started):
     assert results == {seed: generate(small, [prompt_of(3 + seed, seed)], sampling)[0] for seed in range(9)}
 
 
-def test_drain_ends_what_is_there_and_takes_nothing_new(started):
+def test_drain_ends_what_is_there_and_takes_nothing_new(started, submit):
     engine = started()
     tickets = [submit(engine, 30, Sampling(max_tokens=20, ignore_eos=True), seed=i)[0] for i in range(3)]
     assert engine.drain(WAIT)
@@ -76,7 +58,7 @@ def test_drain_ends_what_is_there_and_takes_nothing_new(started):
     assert engine.drain(WAIT) and engine.cache.allocated_bytes == 0
 
 
-def test_drain_does_not_wait_longer_than_asked(started):
+def test_drain_does_not_wait_longer_than_asked(started, submit):
     engine = started()
     ticket, ends = submit(engine, 30)
     assert not engine.drain(0.001) and not ticket.done
@@ -84,22 +66,22 @@ def test_drain_does_not_wait_longer_than_asked(started):
     assert engine.drain(WAIT) and ends == ["cancelled"]
 
 
-def test_a_thread_survives_errors_that_nobody_hears(started, monkeypatch):
+def test_a_thread_survives_errors_that_nobody_hears(started, monkeypatch, prompt_of, submit, long):
     engine, hooked = started(), []
     monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args))
 
     def broken(_):
         raise RuntimeError("listener")
 
-    engine.submit(prompt_of(5), LONG, on_token=broken)
-    engine.submit(prompt_of(5), LONG, on_token=broken, on_error=broken)
+    engine.submit(prompt_of(5), long, on_token=broken)
+    engine.submit(prompt_of(5), long, on_token=broken, on_error=broken)
     engine.submit(prompt_of(5), Sampling(max_tokens=1), on_done=broken)
     ticket, ends = submit(engine, 5, Sampling(max_tokens=4, ignore_eos=True))
     assert engine.drain(WAIT) and ends == ["length"] and len(ticket.result.token_ids) == 4
     assert [str(args.exc_value) for args in hooked] == ["listener"] * 3
 
 
-def test_a_thread_starts_once_and_closes_at_once(started):
+def test_a_thread_starts_once_and_closes_at_once(started, submit):
     engine = started()
     with pytest.raises(EngineClosed, match="started before"):
         engine.start()
@@ -109,14 +91,14 @@ def test_a_thread_starts_once_and_closes_at_once(started):
     assert engine.drain(WAIT)
 
 
-def test_callbacks_come_on_the_engines_thread(started):
+def test_callbacks_come_on_the_engines_thread(started, submit):
     engine, names = started(), set()
     submit(engine, 5, Sampling(max_tokens=3), on_token=lambda _: names.add(threading.current_thread().name),
            on_done=lambda _: names.add(threading.current_thread().name))
     assert engine.drain(WAIT) and names == {"quantkit-engine"}
 
 
-def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch):
+def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch, submit):
     engine, steps = started(), []
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda: steps.append(1) or step())
@@ -127,7 +109,7 @@ def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch):
     assert len(steps) < 10
 
 
-def test_a_broken_engine_ends_its_requests_instead_of_hanging(small, monkeypatch):
+def test_a_broken_engine_ends_its_requests_instead_of_hanging(small, monkeypatch, submit):
     engine, ended = Engine(small), threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     failing = iter([OSError("no pages")])
