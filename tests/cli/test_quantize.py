@@ -152,7 +152,9 @@ def test_calibration_text_that_is_not_there(cli, tiny):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_resumable_and_the_same_command_finishes(cli, tiny, tmp_path, number):
-    slow = ("import time, quantkit.methods.base as base, quantkit.cli.main as cli\n"
+    # a shell's background job ignores SIGINT, and so would its child
+    slow = ("import signal, time, quantkit.methods.base as base, quantkit.cli.main as cli\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "run, waits = base.Method.run, [0, 60, 60, 60]\n"
             "def slowly(self, *a):\n    time.sleep(waits.pop(0))\n    return run(self, *a)\n"
             "base.Method.run = slowly\ncli.main()")
