@@ -90,8 +90,8 @@ def cases(target: str) -> Iterator[Case]:
         for coded in (False, True):
             yield _rope(n, coded)
     for coded in (False, True):
-        yield _attention(64, coded, False, family)
-        yield _attention(96, coded, False, family)
+        for dim in (64, 96, 256):
+            yield _attention(dim, coded, False, family)
         for limited in (False, True):
             yield _attention(128, coded, limited, family)
     yield _case("join d128", paged_attention.join_kernel,

@@ -58,6 +58,8 @@ def kv_declines(device: str, dtype: torch.dtype, dim: int, group: int, codec: st
     """
     if (reason := unavailable(device, dtype)) is not None:
         return reason
+    if device == "cuda" and dtype == torch.float32:
+        return "takes 16-bit queries, not float32"
     if codec not in CODECS:
         return f"knows the KV codecs {', '.join(CODECS)}, not {codec}"
     if pages not in (torch.int8, dtype):
