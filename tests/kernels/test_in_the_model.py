@@ -71,7 +71,8 @@ def test_without_a_gpu_they_decline(folder):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"dtype": torch.float64}, "float64"), ({"dtype": torch.float32}, "16-bit"), ({"dim": 30}, "4 divides"), ({"dim": 512}, "256"),
+    ({"dtype": torch.float64}, "float64"), ({"dtype": torch.float32}, "16-bit"),
+    ({"dim": 30}, "4 divides"), ({"dim": 512}, "256"),
     ({"group": 32}, "16 query heads"), ({"codec": "int4"}, "not int4"),
     ({"pages": torch.float16}, "float16")])
 def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
