@@ -7,6 +7,7 @@ else is in :class:`Adapter`. https://github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -185,7 +186,7 @@ class Adapter:
         Raises:
             UsageError: a setting is unknown, or leaves no room for the context.
         """
-        prompts, settings = [], []
+        prompts, settings, cut = [], [], 0
         for number, one in enumerate(requests):
             context, options = one.args
             sampling = sampling_of(options, seed=number)
@@ -194,8 +195,13 @@ class Adapter:
                 raise UsageError(f"{sampling.max_tokens} new tokens leave no room for a context",
                                  why=f"{self.loaded.uri} takes {self.max_length} tokens in all")
             ids = self.tok_encode(context) or [self.prefix_token_id]
+            cut += len(ids) > room
             prompts.append(ids[-room:])
             settings.append(sampling)
+        if cut:
+            warnings.warn(f"{cut} of {len(prompts)} contexts with their answers are longer than the "
+                          f"{self.max_length} tokens that {self.loaded.uri} takes; the beginnings of the "
+                          "contexts were cut", stacklevel=2)
         done, texts = _Counter(self._progress, len(prompts), self.label), [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
         for start in range(0, len(order), self.batch):

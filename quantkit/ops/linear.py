@@ -52,22 +52,26 @@ def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[K
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x [..., in]`` by a plain weight ``[out, in]``; returns ``[..., out]`` in x's dtype.
 
-    In half precision a row's result doesn't depend on how many others there are, up to
-    ``DECODE_ROWS``: a sequence decodes to the same tokens alone or in a batch. On a CPU without bf16
-    instructions more rows are multiplied in float32: torch's half-precision loop is slow there, row by
-    row, which is what makes it independent of the others. With such instructions torch chooses its
-    loop by the number of rows, so that is always the same.
+    A row's result doesn't depend on how many others there are, up to ``DECODE_ROWS``: a sequence decodes
+    to the same tokens alone or in a batch. Libraries choose their loop by the number of rows, so that is
+    always the same, or one. Only torch's half-precision loop for CPUs without bf16 instructions goes row
+    by row by itself; as that is slow, more rows are multiplied in float32.
     """
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if x.dtype in _HALF and x.device.type == "cpu":
-        native = x.dtype == torch.bfloat16 and native_bf16()
-        count = x.numel() // x.shape[-1]
-        if count <= DECODE_ROWS and native:
-            rows = F.pad(x.reshape(count, -1), (0, 0, 0, DECODE_ROWS - count))
-            return F.linear(rows, weight, bias)[:count].reshape(*x.shape[:-1], -1)
-        if count > DECODE_ROWS and not native:
-            return _through_float32(x, weight, bias)
-    return F.linear(x, weight, bias)
+    count = x.numel() // x.shape[-1]
+    half, cpu = x.dtype in _HALF, x.device.type == "cpu"
+    by_row = half and cpu and not (x.dtype == torch.bfloat16 and native_bf16())
+    if count > DECODE_ROWS:
+        return _through_float32(x, weight, bias) if by_row else F.linear(x, weight, bias)
+    if by_row:
+        return F.linear(x, weight, bias)
+    rows = x.reshape(count, -1)
+    if half:
+        y = F.linear(F.pad(rows, (0, 0, 0, DECODE_ROWS - count)), weight, bias)[:count]
+    else:  # of float32's sixteen rows those at the edge of a tile may go another way than the others
+        y = torch.cat([F.linear(row, weight, bias) for row in rows.split(1)]) if count else rows.new_empty(
+            0, weight.shape[0])
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _through_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

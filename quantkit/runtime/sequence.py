@@ -180,8 +180,13 @@ def check_request(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling
     if not prompt:
         raise UsageError("a prompt is empty", why="there is no token to continue from",
                          next="give at least one character")
+    check_ids(loaded, prompt)
+    if len(prompt) + sampling.max_tokens > loaded.config.max_position_embeddings:
+        raise ContextLengthError(len(prompt), sampling.max_tokens, loaded.config.max_position_embeddings)
+
+
+def check_ids(loaded: LoadedModel, prompt: Sequence[int]) -> None:
+    """Raises UsageError: an id is unknown."""
     if not all(0 <= token < loaded.config.vocab_size for token in prompt):
         raise UsageError("a prompt has a token that the model doesn't know",
                          why=f"ids go from 0 to {loaded.config.vocab_size - 1}")
-    if len(prompt) + sampling.max_tokens > loaded.config.max_position_embeddings:
-        raise ContextLengthError(len(prompt), sampling.max_tokens, loaded.config.max_position_embeddings)

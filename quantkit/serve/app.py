@@ -56,6 +56,7 @@ class Application:
         self.draining = True
         # refusing is instant; the waiting is done here, because an answer is complete only when it was sent
         self._engine.drain(0)
+        self.guard.stop_reading()
         try:
             async with asyncio.timeout(timeout):
                 await self.guard.idle()

@@ -9,7 +9,7 @@ from quantkit.serve.errors import ApiError
 from quantkit.serve.logprobs import chat_logprobs
 from quantkit.serve.reply import FINISH, Model, Reply
 from quantkit.serve.schema import ChatRequest
-from quantkit.serve.work import Job, Work
+from quantkit.serve.work import Job, Work, check_size
 
 
 class ChatReply(Reply):
@@ -22,6 +22,7 @@ class ChatReply(Reply):
         if not tokenizer.has_chat:
             raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
                            param="messages", code="no_chat_template")
+        check_size(body.n, model.engine.stats()["max_queue"])
         prompt = tokenizer.chat([message.plain() for message in body.messages])
         # a prompt that leaves no room asks for one token, and is refused with the numbers
         most = body.wanted or max(model.context - len(prompt), 1)

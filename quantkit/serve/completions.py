@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-from quantkit.runtime.sequence import Completion, TokenInfo
-from quantkit.serve.logprobs import text_logprobs
+from quantkit.runtime.sequence import Completion, TokenInfo, check_ids
+from quantkit.serve.logprobs import Offsets, text_logprobs
 from quantkit.serve.reply import FINISH, Model, Reply
 from quantkit.serve.schema import CompletionRequest
 from quantkit.serve.work import Job, Work, check_size
@@ -21,12 +20,16 @@ class CompletionReply(Reply):
         tokenizer = model.loaded.tokenizer
         check_size(len(body.prompts) * body.n, model.engine.stats()["max_queue"])
         prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts]
+        for prompt in prompts:  # before an unknown id is turned into text
+            check_ids(model.loaded, prompt)
         self._texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special=False)
                        for p in body.prompts] if body.echo else [""] * len(prompts)
         self._alternatives, self._echo, self._n = body.logprobs, body.echo, body.n
         # the engine always makes a token; where none is wanted it is dropped again
         self._silent = body.max_tokens == 0
-        self._offsets: defaultdict[int, int] = defaultdict(int)
+        shown = prompts if body.echo else [[]] * len(prompts)
+        self._offsets = [Offsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
+                         for _ in range(body.n if body.logprobs is not None else 0)]
         super().__init__(model, body, prompts, [
             Job(prompt, body.sampling(body.max_tokens or 1, i), body.logprobs,
                 body.echo and body.logprobs is not None) for prompt in prompts for i in range(body.n)])
@@ -67,5 +70,4 @@ class CompletionReply(Reply):
         logprobs = None
         if self._alternatives is not None:
             logprobs = text_logprobs(tokens, self.model.texts, self._offsets[index])
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

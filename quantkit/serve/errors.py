@@ -89,6 +89,8 @@ def install(app: FastAPI) -> None:
 
     async def framework(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # too deep or too long a number: all that it refuses by itself
+            return ApiError(400, "the body can't be read as JSON", code="invalid_json").response()
         phrase = HTTPStatus(error.status_code).phrase
         message = f"{phrase}: {request.method} {request.url.path[:200]}"
         return ApiError(error.status_code, message, code=_CODES.get(error.status_code),

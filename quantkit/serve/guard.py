@@ -17,11 +17,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.serve.errors import ApiError, api_error
+from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error
 
 MAX_BODY = 4 * 2**20
 BODY_SECONDS = 60.0
 """Within which a body must have come."""
+LAST_BODY = 1.0
+"""The same, once the server is about to end."""
 OPEN = frozenset({"/health"})
 """Paths that need no key."""
 HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
@@ -53,6 +55,14 @@ class Guard:
         self.active = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._reading: set[_Measured] = set()
+        self._draining = False
+
+    def stop_reading(self) -> None:
+        """Refuse every request whose body isn't there yet: it may never come."""
+        self._draining = True
+        for body in self._reading:
+            body.stop()
 
     async def idle(self) -> None:
         """Returns when no request is under way."""
@@ -84,9 +94,14 @@ class Guard:
                 message["headers"] = [*message["headers"], *(h for h in HEADERS if h[0] not in own)]
             await send(message)
 
+        body = None
         try:
             self._admit(scope)
-            await self._app(scope, _Measured(scope, receive), sending)
+            body = _Measured(scope, receive)
+            self._reading.add(body)
+            if self._draining:
+                body.stop()
+            await self._app(scope, body, sending)
         except ApiError as error:
             if started:
                 raise
@@ -96,6 +111,8 @@ class Guard:
                 self._on_error(error)
             if not started:
                 await api_error(error).response()(scope, receive, sending)
+        finally:
+            self._reading.discard(body)
 
     def _admit(self, scope: Scope) -> None:
         headers = _headers(scope)
@@ -136,6 +153,8 @@ class _Measured:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive, self._count, self._more = receive, 0, True
         self._until = asyncio.get_running_loop().time() + BODY_SECONDS
+        self._waiting: asyncio.Timeout | None = None
+        self._stopped = False
         stated = _headers(scope).get(b"content-length", b"0")
         if not stated.isdigit() or len(stated) > 18 or int(stated) > MAX_BODY:
             raise _too_large()
@@ -144,16 +163,28 @@ class _Measured:
         if not self._more:  # from here on there is only the client's leaving to wait for
             return await self._receive()
         try:
-            async with asyncio.timeout_at(self._until):
+            async with asyncio.timeout_at(self._until) as self._waiting:
                 message = await self._receive()
         except TimeoutError:
+            if self._stopped:
+                raise ApiError(503, "the server is shutting down", code="shutting_down",
+                               headers=RETRY_AFTER) from None
             raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} seconds",
                            code="timeout") from None
+        finally:
+            self._waiting = None
         self._more = bool(message.get("more_body", False))
         self._count += len(message.get("body", b""))
         if self._count > MAX_BODY:
             raise _too_large()
         return message
+
+
+    def stop(self) -> None:
+        """What hasn't come by now, but for what the next moment brings, isn't waited for."""
+        self._stopped, self._until = True, asyncio.get_running_loop().time() + LAST_BODY
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(self._until)
 
 
 def _too_large() -> ApiError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quantkit.runtime.sequence import TokenInfo
+from quantkit.runtime.stream import StreamDecoder
 from quantkit.runtime.tokenizer import Tokenizer
 
 LEAST = -9999.0
@@ -44,22 +45,47 @@ def chat_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts) -> dict[str, A
         "refusal": None}
 
 
-def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offset: int = 0) -> dict[str, Any]:
+class Offsets:
+    """Where each token begins in one choice's text; a part of a character begins where the character does.
+
+    Args:
+        tokenizer: of the model.
+        prompt: ids of the prompt, if it is a part of the text.
+        text: the prompt as it stands there: without what the tokenizer put in front of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), text: str = "") -> None:
+        whole = tokenizer.decode(prompt, skip_special=False)
+        self._left, self._after = len(prompt), len(text)
+        self._at = len(text) - len(whole) if whole.endswith(text) else 0
+        self._prompt = StreamDecoder(functools.partial(tokenizer.decode, skip_special=False))
+        self._answer = tokenizer.stream()
+
+    def push(self, token: int) -> int:
+        """Characters before the next token, of the prompt first and then of the answer."""
+        at = max(self._at, 0)
+        if self._left:
+            self._left -= 1
+            self._at = self._at + len(self._prompt.push(token)) if self._left else self._after
+        else:
+            self._at += len(self._answer.push(token))
+        return at
+
+
+def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offsets: Offsets) -> dict[str, Any]:
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, an entry a token.
 
     Args:
         tokens: in order; the first of a prompt has no log-probability: ``None`` twice.
         texts: of the model.
-        offset: characters before the first.
+        offsets: of the choice they belong to; moved behind the last.
     """
     out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for info in tokens:
-        text = texts.text(info.id)
-        out["tokens"].append(text)
+        out["tokens"].append(texts.text(info.id))
         out["token_logprobs"].append(None if info.logprob is None else _finite(info.logprob))
         out["top_logprobs"].append(None if info.logprob is None else _by_text(info, texts))
-        out["text_offset"].append(offset)
-        offset += len(text)
+        out["text_offset"].append(offsets.push(info.id))
     return out
 
 

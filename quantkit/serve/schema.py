@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from quantkit.errors import did_you_mean
-from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, Sampling
+from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
 from quantkit.serve.errors import Refused
 
 MAX_N, MAX_STOPS, MAX_LOGPROBS = 16, 16, 20
+MIN_TOP_P = 1e-9
 MAX_KEYS = 64
 INT64 = 2**63
 
@@ -88,7 +89,7 @@ class Request(Body):
     model: String
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_N)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = ()  # type: ignore[assignment]
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
@@ -105,9 +106,11 @@ class Request(Body):
         Raises:
             UsageError: a value that only the sampler refuses.
         """
+        # what is greedy in all but name is asked for in both of these ways
+        temperature = float(self.temperature) if self.temperature >= MIN_TEMPERATURE else 0.0
         return Sampling(
-            max_tokens=max_tokens, temperature=float(self.temperature), top_k=self.top_k,
-            top_p=float(self.top_p), min_p=float(self.min_p), ignore_eos=self.ignore_eos,
+            max_tokens=max_tokens, temperature=temperature, top_k=self.top_k,
+            top_p=float(self.top_p) or MIN_TOP_P, min_p=float(self.min_p), ignore_eos=self.ignore_eos,
             repetition_penalty=float(self.repetition_penalty),
             seed=None if self.seed is None else (self.seed + choice) % INT64,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

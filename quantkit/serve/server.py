@@ -99,7 +99,8 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A socket on that address, not listening yet.
+    """A socket on that address. It listens, so that nobody else can take the port; whoever connects waits
+    until somebody answers.
 
     Args:
         host: address or name.
@@ -126,6 +127,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         if os.name == "posix":  # elsewhere it would let two servers share a port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        made.listen()
     except OSError as error:
         made.close()
         raise _bind_error(host, port, error) from None

@@ -34,11 +34,13 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     bf16 = tiny_model(folder / "bf16", "qwen3")
     made = {"bf16": load(str(bf16)), "fp16": load(str(bf16), dtype="float16"),
+            "fp32": load(str(bf16), dtype="float32"),
             "odd": load(str(tiny_model(folder / "odd", hidden_size=36, intermediate_size=51, head_dim=32,
                                        num_attention_heads=3, num_key_value_heads=1)))}
     for recipe in ("int8", "int4-rtn", "nf4"):
         quantize(str(bf16), recipe, folder / recipe)
         made[recipe] = load(str(folder / recipe))
+    made["int4 fp32"] = load(str(folder / "int4-rtn"), dtype="float32")
     return made
 
 
@@ -88,7 +90,7 @@ def run(loaded, kv, requests, max_batch=11):
     return heard
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "odd", "int8", "int4-rtn", "nf4"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "odd", "int8", "int4-rtn", "nf4", "int4 fp32"])
 def test_a_request_gets_the_same_bits_in_any_company(models, name):
     # what fails is a whole crowd: making it small takes minutes and shows little
     @settings(max_examples=9, deadline=None, suppress_health_check=[HealthCheck.too_slow],

@@ -39,7 +39,7 @@ def _still_serves(request):
 @pytest.mark.parametrize(("change", "param"), [
     ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": 1.5}, "n"), ({"n": True}, "n"), ({"n": "2"}, "n"),
     ({"temperature": -1}, "temperature"), ({"temperature": 2.1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
+    ({"temperature": "hot"}, "temperature"), ({"top_p": -0.1}, "top_p"), ({"top_p": 1.1}, "top_p"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 2**40}, "max_tokens"),
     ({"stop": ""}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a" * 2000]}, "stop[0]"),
     ({"stop": [1]}, "stop[0]"), ({"seed": 2**63}, "seed"), ({"seed": 1.0}, "seed"),
@@ -220,6 +220,8 @@ def test_a_full_queue_is_said_at_once_and_the_place_comes_back(live, eventually)
     check(answer, 503, code="overloaded")
     assert int(answer.headers["retry-after"]) >= 1
     check(made.post(TEXT, {"prompt": ["a", "b"]}), 400, "n", "too_many_choices")
+    check(made.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 2}), 400, "n",
+          "too_many_choices")
     first.close()
     second.join()
     eventually(lambda: made.engine.stats()["waiting"] == made.engine.stats()["running"] == 0)
@@ -290,3 +292,26 @@ def test_errors_of_ours_in_openais_words(error, status, code):
     assert (found.status_code, found.code) == (status, code)
     assert "secret" not in found.detail
     assert ("Retry-After" in found.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**40], [2**70], [[5], [-1]]])
+@pytest.mark.parametrize("echo", [True, False])
+def test_ids_that_no_text_has(shared, prompt, echo):
+    answer = shared.post(TEXT, {"prompt": prompt, "echo": echo})
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert not shared.errors
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"model": "tiny", "prompt": ' + "[" * 100_000,
+                                  '{"model": "tiny", "seed": ' + "9" * 5000 + "}"])
+def test_what_is_too_much_for_a_parser(shared, body):
+    with shared.http as client:
+        answer = client.post(TEXT, content=body, headers={"Content-Type": "application/json"})
+    check(answer, 400, code="invalid_json")
+
+
+@pytest.mark.parametrize("almost", [{"temperature": 1e-6}, {"temperature": 1, "top_p": 0}])
+def test_greedy_in_all_but_name(shared, almost):
+    found = [shared.post(TEXT, {"prompt": "the cat", **how}).json()["choices"][0]["text"]
+             for how in ({"temperature": 0}, almost)]
+    assert found[0] == found[1]

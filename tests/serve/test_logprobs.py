@@ -5,7 +5,7 @@ import math
 import pytest
 
 from quantkit.runtime.sequence import TokenInfo
-from quantkit.serve.logprobs import TokenTexts, chat_logprobs, text_logprobs
+from quantkit.serve.logprobs import Offsets, TokenTexts, chat_logprobs, text_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +34,47 @@ def test_special_tokens_are_written_out(texts, loaded):
 def test_of_tokens_that_look_alike_the_likeliest_stays(texts, loaded):
     one, two = loaded.tokenizer.encode("猫", special=False)[:2]
     assert texts.text(one) == texts.text(two)
-    out = text_logprobs([TokenInfo(two, "", -3.0, ((one, -0.5), (two, -3.0)))], texts)
+    out = text_logprobs([TokenInfo(two, "", -3.0, ((one, -0.5), (two, -3.0)))], texts, nowhere(loaded))
     assert out["top_logprobs"] == [{texts.text(one): -0.5}]
 
 
-def test_minus_infinity_is_a_number_that_json_has(texts):
+def test_minus_infinity_is_a_number_that_json_has(texts, loaded):
     info = TokenInfo(5, "", -math.inf, ((6, -1.0), (5, -math.inf)))
     assert chat_logprobs([info], texts)["content"][0]["logprob"] == -9999.0
-    assert text_logprobs([info], texts)["token_logprobs"] == [-9999.0]
+    assert text_logprobs([info], texts, nowhere(loaded))["token_logprobs"] == [-9999.0]
 
 
-def test_a_prompts_first_token_has_none(texts):
-    out = text_logprobs([TokenInfo(5, ""), TokenInfo(6, "", -1.0)], texts, offset=7)
+def test_a_prompts_first_token_has_none(texts, loaded):
+    out = text_logprobs([TokenInfo(5, ""), TokenInfo(6, "", -1.0)], texts, nowhere(loaded))
     assert out["token_logprobs"] == [None, -1.0] and out["top_logprobs"] == [None, {texts.text(6): -1.0}]
-    assert out["text_offset"] == [7, 7 + len(texts.text(5))]
+
+
+def nowhere(loaded):
+    return Offsets(loaded.tokenizer)
+
+
+def offsets_of(loaded, text, shown=None):
+    tokenizer = loaded.tokenizer
+    ids, answer = tokenizer.encode(text), tokenizer.encode(" on", special=False)
+    assert ids[0] == tokenizer.bos_id
+    offsets = Offsets(tokenizer, ids, text if shown is None else shown)
+    return ids, [offsets.push(token) for token in [*ids, *answer]]
+
+
+@pytest.mark.parametrize("text", ["the cat sat", "  the </s>in", ""])
+def test_offsets_are_those_of_the_text_that_is_shown(texts, loaded, text):
+    ids, found = offsets_of(loaded, text)
+    lengths = [0, *(len(texts.text(token)) for token in ids[1:])]
+    assert found[:len(ids) + 1] == [sum(lengths[:i]) for i in range(len(ids) + 1)]
+    assert found[len(ids)] == len(text)
+
+
+def test_a_part_of_a_character_begins_where_it_does(loaded):
+    ids, found = offsets_of(loaded, "a猫b")
+    assert len(ids) > 4 and found[:2] == [0, 0] and set(found[2:len(ids) - 1]) == {1}
+    assert found[len(ids) - 1:len(ids) + 1] == [2, 3]
+
+
+def test_special_tokens_of_a_prompt_given_as_ids_are_shown(loaded):
+    ids, found = offsets_of(loaded, "the cat", "<s>the cat")
+    assert found[:2] == [0, 3] and found[len(ids)] == len("<s>the cat")

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+import httpx
 import openai
 import pytest
 
@@ -17,7 +18,8 @@ def test_a_free_port_is_taken_and_said():
 
 
 def test_a_port_in_use_is_an_error_in_three_parts():
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(QuantkitError) as caught:
+    """By a server, or by one of ours that loads its model still."""
+    with bind("127.0.0.1", 0, has_key=False) as other, pytest.raises(QuantkitError) as caught:
         bind("127.0.0.1", other.getsockname()[1], has_key=False)
     assert "in use" in caught.value.what and caught.value.why and "--port 0" in caught.value.next
 
@@ -59,6 +61,23 @@ def test_draining_lets_streams_reach_their_end_and_takes_nothing_new(live, event
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
     assert drained.result(60) is True
+
+
+def test_draining_waits_for_no_body_that_never_comes(live, eventually, monkeypatch):
+    monkeypatch.setattr("quantkit.serve.guard.LAST_BODY", 0.1)
+    made = live()
+    base = httpx.URL(made.url)
+    host, port = base.host, base.port
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            "Content-Length: 100\r\n\r\n{").encode()
+    with socket.create_connection((host, port)) as stuck:
+        stuck.sendall(head)
+        eventually(lambda: made.application.guard.active == 1)
+        assert asyncio.run_coroutine_threadsafe(made.application.drain(30), made.loop).result(60) is True
+        assert stuck.recv(2000).startswith(b"HTTP/1.1 503 ")
+    with socket.create_connection((host, port)) as late:
+        late.sendall(head)
+        assert late.recv(2000).startswith(b"HTTP/1.1 503 ")
 
 
 def test_draining_has_an_end(live):
