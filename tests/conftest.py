@@ -20,6 +20,12 @@ _PATHS = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only tests for a GPU see one, and are run by their marker: all others are about a CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""

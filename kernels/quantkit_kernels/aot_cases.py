@@ -83,14 +83,15 @@ def cases(target: str) -> Iterator[Case]:
                     {"part_ptr": "*fp32", "s_ptr": "*fp32", "y_ptr": "*bf16", "m": "i32", "n": "i32"},
                     {"SEGMENTS": 8, "SCALED": scaled, "BLOCK": matmul.BLOCK}, multiples=("n",))
     for add in (False, True):
-        yield _case(f"rms_norm{' add' * add}", rms_norm.rms_norm_kernel,
-                    {**dict.fromkeys(("x_ptr", "r_ptr", "w_ptr", "y_ptr", "h_ptr"), "*bf16"), "eps": "fp32"},
-                    {"ADD": add, **rms_norm.constants(4096)}, wide_loads=1)
+        for n in (4096, rms_norm.LONGEST):
+            yield _case(f"rms_norm{' add' * add} {n}", rms_norm.rms_norm_kernel,
+                        {**dict.fromkeys(("x_ptr", "r_ptr", "w_ptr", "y_ptr", "h_ptr"), "*bf16"),
+                         "eps": "fp32"}, {"ADD": add, **rms_norm.constants(n)}, wide_loads=1)
     for n in (1, 2048):
         for coded in (False, True):
             yield _rope(n, coded)
     for coded in (False, True):
-        for dim in (64, 96, 256):
+        for dim in (64, 96, 192, 256):
             yield _attention(dim, coded, False, family)
         for limited in (False, True):
             yield _attention(128, coded, limited, family)

@@ -65,6 +65,9 @@ class Case:
         flops: multiplications and additions of the product.
         copies, their_copies: of what is read.
         tolerance: the largest ``|ours − theirs| / |theirs|``, by 2-norm, that rounding explains.
+        cold: whether all copies together are more than a GPU's cache holds. Activations aren't, nor are they
+            when a model runs.
+        check: both sides' results, if they are more than what ``ours`` and ``theirs`` return.
     """
 
     kernel: str
@@ -78,6 +81,8 @@ class Case:
     copies: int
     their_copies: int
     tolerance: float
+    cold: bool = True
+    check: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -150,7 +155,7 @@ def _norm(shapes: Shapes, n: int, device: torch.device, dtype: torch.dtype) -> C
     size = 4 * _size(x) + _size(weight)
     return Case("rms_norm add", f"m{n}", lambda at: rms_norm(x, weight, 1e-5, residual)[0],
                 lambda at: F.rms_norm(x + residual, (hidden,), weight, 1e-5), "add, rms_norm",
-                size, size, 0, 1, 1, 0.02)
+                size, size, 0, 1, 1, 0.02, cold=False)
 
 
 def _pages(shapes: Shapes, batch: int, length: int, coded: bool, k: torch.Tensor,
@@ -192,11 +197,20 @@ def _rope(shapes: Shapes, n: int, coded: bool, device: torch.device, dtype: torc
         values[slots] = v
         return reference.rotate(q.float(), cos, sin).to(dtype)
 
+    def check() -> tuple[torch.Tensor, torch.Tensor]:
+        mine, other = rope_kv(q, k, v, cos, sin, pages, slots), theirs(0)
+        stored = []
+        for rows, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+            plain = rows.double() if scale is None else rows.double() * scale.double()[..., None]
+            stored.append(plain.view(-1, d)[slots].flatten())
+        return (torch.cat([mine.double().flatten(), *stored]),
+                torch.cat([t.double().flatten() for t in (other, keys[slots], values[slots])]))
+
     read = 2 * _size(q) + _size(k, v, cos, sin, slots)
     stored = 2 * n * hkv * (d + 2) if coded else _size(k, v)
     return Case(f"rope_kv{' int8' * coded}", f"m{n}",
                 lambda at: rope_kv(q, k, v, cos, sin, pages, slots), theirs, "rotate, index_put",
-                read + stored, read + _size(k, v), 0, 1, 1, 0.02)
+                read + stored, read + _size(k, v), 0, 1, 1, 0.02, cold=False, check=check)
 
 
 def _attention(shapes: Shapes, batch: int, length: int, coded: bool, device: torch.device,

@@ -58,11 +58,17 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Largest resident set of this process so far.
+    """Largest resident set of this process so far, and what it had of a GPU's memory at most.
 
     Linux's ``ru_maxrss`` survives ``exec`` and so begins at what the *parent* had at its peak; the
     kernel's own high-water mark of this program's memory doesn't.
     """
+    import torch
+
+    return _resident() + (torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0)
+
+
+def _resident() -> int:
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):

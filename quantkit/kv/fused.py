@@ -21,8 +21,8 @@ def fits(cache: KVCache, q: torch.Tensor) -> bool:
         return False
     codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
     group = q.shape[1] // cache.heads
-    return codes is not None and gpu.kv_declines(q.device.type, q.dtype, q.shape[-1], group, cache.codec.name,
-                                                 codes.dtype) is None
+    return codes is not None and codes.device == q.device and gpu.kv_declines(
+        q.device.type, q.dtype, q.shape[-1], group, cache.codec.name, codes.dtype) is None
 
 
 def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 SIMULATE = False
 """Let kernels run on CPU tensors, in Triton's interpreter; ``TRITON_INTERPRET=1`` must have been set before
 triton was imported. For tests: it is slow, and wrong in bfloat16."""
-MAX_ROW, MAX_HEAD, MAX_GROUP = 65536, 256, 16
+MAX_ROW, MAX_HEAD, MAX_GROUP = 32768, 256, 16
 CODECS = ("none", "bf16", "int8")
 """KV codecs that kernels write and read."""
 

@@ -180,6 +180,8 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # where triton launches
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"the device {name!r} can't be used", why=str(error).splitlines()[0][:200],
                          next="quantkit doctor shows what this machine has") from None

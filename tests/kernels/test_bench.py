@@ -67,6 +67,23 @@ def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path,
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_what_is_written_to_pages_is_compared(small):
+    case = next(case for case in small() if case.kernel == "rope_kv int8")
+    mine, other = case.check()
+    row = bench.measure(replace(case, check=lambda: (mine * 1.1, other)), fixed(1), 1, 1)
+    assert len(other) > case.ours(0).numel() and "differs" in row.fault
+
+
+def test_a_case_that_cannot_be_made_ends_it_with_a_fault(small):
+    def every():
+        yield next(case for case in small() if case.kernel.startswith("rms"))
+        raise torch.OutOfMemoryError("no memory")
+
+    rows = bench.bench(every(), fixed(1), 1, 1, {})
+    assert [row.fault for row in rows] == [None, "not measured: OutOfMemoryError: no memory"]
+    assert rows[0].of_copy is None and "cached" in bench.line(rows[0])
+
+
 def test_what_is_not_a_number_is_a_fault(small):
     case = next(case for case in small() if case.kernel.startswith("rms"))
     row = bench.measure(replace(case, ours=lambda at: case.ours(at) * float("nan")), fixed(1), 1, 1)

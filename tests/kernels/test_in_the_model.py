@@ -29,10 +29,10 @@ def folder(tmp_path):
                       head_dim=32, dtype="float32")
 
 
-def logits(folder, kv):
-    model = load(str(folder), dtype="float32", device="cpu")
-    cache = KVCache(model.config, parse_kv(kv), model.dtype)
-    ids = torch.randint(4, 300, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
+def logits(folder, kv, device="cpu", dtype="float32"):
+    model = load(str(folder), dtype=dtype, device=device)
+    cache = KVCache(model.config, parse_kv(kv), model.dtype, model.model.device)
+    ids = torch.randint(4, 300, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0)).to(device)
     row, found = cache.add(), []
     batch = cache.batch([row], "prefill_end")
     found.append(model.model(ids[:, :PROMPT], batch.next_positions(PROMPT), batch))
@@ -80,3 +80,18 @@ def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
              "pages": torch.int8}
     assert gpu.kv_declines(**query) is None
     assert words in gpu.kv_declines(**query | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4"])
+@pytest.mark.parametrize("kv", ["none", "int8", "window(16, sinks=2)+int8", "snapkv(0.5, window=4)"])
+@torch.inference_mode()
+def test_on_a_gpu(folder, monkeypatch, tmp_path, recipe, kv):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    quantize(str(folder), recipe, tmp_path / "out")
+    ours, model = logits(tmp_path / "out", kv, "cuda", "bfloat16")
+    assert all("triton" in name for names in kernels(model).values() for name in names)
+    monkeypatch.setattr(gpu, "unavailable", lambda *query: "switched off")
+    plain, _ = logits(tmp_path / "out", kv, "cuda", "bfloat16")
+    assert (ours - plain).abs().max() < 0.05 * plain.abs().max()

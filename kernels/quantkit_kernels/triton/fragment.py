@@ -81,7 +81,8 @@ def family_of(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "cdna"
     major = torch.cuda.get_device_capability(device)[0]
-    return "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
+    # 12: gaming cards, with as little shared memory as Ada
+    return "hopper" if major == 9 else "blackwell" if major in (10, 11) else "ampere"
 
 
 def lane_columns(family: str) -> int:

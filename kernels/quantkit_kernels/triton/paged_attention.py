@@ -60,7 +60,7 @@ def _values(even: tl.tensor, odd: tl.tensor, magic: tl.tensor, DTYPE: tl.constex
     return v.trans(0, 2, 3, 4, 1).reshape(64, 4 * W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "sinks", "width", "pieces"])  # they change while decoding
 def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, sk_ptr: tl.tensor, sv_ptr: tl.tensor,
                  at_ptr: tl.tensor, table_ptr: tl.tensor, length_ptr: tl.tensor, now_ptr: tl.tensor,
                  o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, factor: tl.tensor, window: tl.tensor,
@@ -144,7 +144,7 @@ def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, sk_ptr: t
     tl.store(l_ptr + here, total, mask=rg < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def join_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor, y_ptr: tl.tensor,
                 pieces: tl.tensor, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COUNT: tl.constexpr,
                 JOIN: tl.constexpr) -> None:
@@ -229,9 +229,8 @@ def paged_attention(q: torch.Tensor, pages: Pages, table: torch.Tensor, lengths:
     common = constants(h, hkv, d)
     piece_kernel[(b, hkv, pieces)](
         q, *parts, lengths if pages.positions is None else pages.positions, table, lengths,
-        lengths if query_positions is None else query_positions.to(torch.int32), partial, most, total,
-        factor,
-        window or 0, sinks, MAGIC[q.dtype], width, pieces, HKV=hkv, CODED=pages.coded,
+        lengths if query_positions is None else query_positions.to(torch.int32).contiguous(),
+        partial, most, total, factor, window or 0, sinks, MAGIC[q.dtype], width, pieces, HKV=hkv, CODED=pages.coded,
         LIMITED=window is not None, PLACED=pages.positions is not None, **common,
         **options(family_of(q.device)))
     join_kernel[(b * hkv, h // hkv)](partial, most, total, lengths, y, pieces, JOIN=JOIN, **common)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST = 65536
+LONGEST = 32768
 """Numbers in a row: a row is one program's, in registers."""
 
 
@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
     """``h = x + residual``, ``y = h / sqrt(mean(h²) + eps) * weight``.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; n at most 65536.
+        x: ``[..., n]``, bfloat16, float16 or float32; n at most 32768.
         weight: ``[n]``.
         eps: added to the mean square.
         residual: like x; ``None``: h is x itself.
