@@ -19,7 +19,7 @@ demo: $(VENV)/.core $(VENV)/.smollm2  ## quantize a real small model three ways 
 test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and those for a GPU
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test
+test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
 	$(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.dev  ## run the kernels' tests on this machine's GPU

@@ -230,8 +230,8 @@ def paged_attention(q: torch.Tensor, pages: Pages, table: torch.Tensor, lengths:
     piece_kernel[(b, hkv, pieces)](
         q, *parts, lengths if pages.positions is None else pages.positions, table, lengths,
         lengths if query_positions is None else query_positions.to(torch.int32).contiguous(),
-        partial, most, total, factor, window or 0, sinks, MAGIC[q.dtype], width, pieces, HKV=hkv, CODED=pages.coded,
-        LIMITED=window is not None, PLACED=pages.positions is not None, **common,
+        partial, most, total, factor, window or 0, sinks, MAGIC[q.dtype], width, pieces,
+        HKV=hkv, CODED=pages.coded, LIMITED=window is not None, PLACED=pages.positions is not None, **common,
         **options(family_of(q.device)))
     join_kernel[(b * hkv, h // hkv)](partial, most, total, lengths, y, pieces, JOIN=JOIN, **common)
     return y
