@@ -63,9 +63,10 @@ def peak_bytes() -> int:
     Linux's ``ru_maxrss`` survives ``exec`` and so begins at what the *parent* had at its peak; the
     kernel's own high-water mark of this program's memory doesn't.
     """
-    import torch
-
-    return _resident() + (torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0)
+    torch = sys.modules.get("torch")  # importing it would be measured too
+    if torch is None or not torch.cuda.is_initialized():
+        return _resident()
+    return _resident() + int(torch.cuda.max_memory_allocated())
 
 
 def _resident() -> int:
