@@ -1,7 +1,8 @@
 """lm-eval's own ``hf`` model beside our runtime on the same items: how often do they choose the same?
 
 ``python evals/peers/lm_eval_hf.py --task-data DIR [--tasks arc_easy,piqa] [--limit 200]``. Needs the extras
-``lm-eval`` and ``oracle``; takes about half an hour on two cores, most of it theirs.
+``lm-eval`` and ``oracle``; two tasks of 200 items take ``hf`` ten minutes in bfloat16 on two
+cores.
 """
 
 from __future__ import annotations

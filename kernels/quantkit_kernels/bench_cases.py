@@ -143,9 +143,15 @@ def _products(shapes: Shapes, linear: tuple[str, int, int], make: Callable[..., 
             continue
         x = torch.randn(m, k, dtype=dtype, device=device)
         moved = _size(x) + m * n * x.element_size()
-        yield Case(kernel, f"{name} m{m}", lambda at, x=x: run(x, packs[at]),  # type: ignore[misc]
-                   lambda at, x=x: F.linear(x, denses[at]), "matmul",  # type: ignore[misc]
-                   packed.nbytes + moved, _size(dense) + moved, 2 * m * n * k, len(packs), len(denses), 0.02)
+
+        def ours(at: int, x: torch.Tensor = x) -> torch.Tensor:
+            return run(x, packs[at])
+
+        def theirs(at: int, x: torch.Tensor = x) -> torch.Tensor:
+            return F.linear(x, denses[at])
+
+        yield Case(kernel, f"{name} m{m}", ours, theirs, "matmul", packed.nbytes + moved,
+                   _size(dense) + moved, 2 * m * n * k, len(packs), len(denses), 0.02)
 
 
 def _norm(shapes: Shapes, n: int, device: torch.device, dtype: torch.dtype) -> Case:
@@ -222,8 +228,9 @@ def _attention(shapes: Shapes, batch: int, length: int, coded: bool, device: tor
     lengths = torch.full((batch, hkv), length, dtype=torch.int32, device=device)
     slot = 2 * (d + 2 if coded else d * k.element_size())
     size = batch * hkv * length * slot
-    held = [pages] + [Pages(*(None if t is None else t.clone() for t in
-                              (pages.k, pages.v, pages.k_scale, pages.v_scale)))  # type: ignore[arg-type]
+    scales = (pages.k_scale, pages.v_scale)
+    held = [pages] + [Pages(pages.k.clone(), pages.v.clone(),
+                            *(None if scale is None else scale.clone() for scale in scales))
                       for _ in range(_copies(shapes, size) - 1)]
     theirs = [(k, v)] + [(k.clone(), v.clone()) for _ in range(_copies(shapes, _size(k, v)) - 1)]
 

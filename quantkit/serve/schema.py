@@ -91,7 +91,8 @@ class Request(Body):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_N)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = ()  # type: ignore[assignment]
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
+        default_factory=list)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -188,9 +189,8 @@ class CompletionRequest(Request):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if not prompt or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return list(prompt)
+        ids = [one for one in prompt if isinstance(one, int)]
+        return [ids] if len(ids) == len(prompt) else [one for one in prompt if not isinstance(one, int)]
 
 
 def _printable(name: str) -> str:

@@ -79,3 +79,19 @@ def randn() -> Callable[..., torch.Tensor]:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(on[1]).to(on[0])
 
     return make
+
+
+@pytest.fixture
+def rows_stand_alone() -> Callable[..., None]:
+    """``rows_stand_alone(multiply, packed, x [16, k])``: each row's bits, alone and beside a spoiled one."""
+    def check(multiply: Callable[..., torch.Tensor], packed: object, x: torch.Tensor) -> None:
+        whole = multiply(x, packed)
+        for row in (0, 7, 15):
+            assert torch.equal(multiply(x[row:row + 1], packed)[0], whole[row])
+        kept = [row for row in range(16) if row != 3]
+        for ruin in (float("nan"), float("inf")):
+            spoiled = x.clone()
+            spoiled[3] = ruin
+            assert torch.equal(multiply(spoiled, packed)[kept], whole[kept])
+
+    return check

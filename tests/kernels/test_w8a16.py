@@ -61,16 +61,9 @@ def test_rows_without_a_scale_and_outliers(on, randn, check):
     assert (check(x, codes, scale)[:, 3] == 0).all()
 
 
-def test_a_row_does_not_depend_on_the_others(on, randn):
+def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone):
     packed = pack(*(part.to(on[0]) for part in weight(150, 1088)))
-    x = randn(16, 1088, on=on)
-    whole = w8a16(x, packed)
-    for row in (0, 7, 15):
-        assert torch.equal(w8a16(x[row:row + 1], packed)[0], whole[row])
-    spoiled = x.clone()
-    spoiled[3] = float("nan")
-    kept = [row for row in range(16) if row != 3]
-    assert torch.equal(w8a16(spoiled, packed)[kept], whole[kept])
+    rows_stand_alone(w8a16, packed, randn(16, 1088, on=on))
 
 
 @pytest.mark.gpu

@@ -181,13 +181,13 @@ def rope_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor
     if n == 0:
         return out
     q, k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (q, k, v))
-    codes = pages.k_scale is not None and pages.v_scale is not None
-    scales = ((pages.k_scale.view(torch.int16), pages.v_scale.view(torch.int16))  # type: ignore[union-attr]
-              if codes else (pages.k, pages.v))
+    scales = (pages.k, pages.v)
+    if pages.k_scale is not None and pages.v_scale is not None:
+        scales = (pages.k_scale.view(torch.int16), pages.v_scale.view(torch.int16))
     common = constants(n, h, hkv, d)
     rope_kv_kernel[(-(-n // common["BT"]), h + 2 * hkv)](
         q, k, v, cos.contiguous(), sin.contiguous(), slots if rows is None else rows.contiguous(), out,
         pages.k, pages.v, *scales, slots if pages.positions is None else pages.positions, slots.contiguous(),
         slots if positions is None else positions.contiguous(), n, q.stride(0), k.stride(0), v.stride(0),
-        CODED=codes, INDEXED=rows is not None, PLACED=positions is not None, **common)
+        CODED=pages.coded, INDEXED=rows is not None, PLACED=positions is not None, **common)
     return out

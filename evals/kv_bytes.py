@@ -1,0 +1,44 @@
+"""Bytes that the KV cache holds after prompts of growing length: ``python evals/kv_bytes.py [MODEL]``.
+
+A prompt goes in by chunks of 512 tokens, then 64 are decoded. They are random: bytes don't depend on them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
+from quantkit.runtime.loader import load
+
+LENGTHS, CHUNK, DECODED = (576, 1024, 2048, 4096, 8000), 512, 64
+SETTINGS = ("none", "window(512, sinks=4)", "window(512, sinks=4)+int8")
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints a line a setting."""
+    loaded = load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    model, last = loaded.model, torch.zeros(1, dtype=torch.int64)
+    print(f"{'tokens':<28}" + "".join(f"{length:>9}   " for length in LENGTHS))
+    for kv in SETTINGS:
+        held = []
+        for length in LENGTHS:
+            cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype, model.device)
+            row, prompt = cache.add(), length - DECODED
+            ids = torch.randint(0, loaded.config.vocab_size, (1, length))
+            for start in range(0, prompt, CHUNK):
+                stop = min(start + CHUNK, prompt)
+                batch = cache.batch([row], "prefill_end" if stop == prompt else "prefill")
+                model(ids[:, start:stop], batch.next_positions(stop - start), batch, last)
+            for at in range(prompt, length):
+                batch = cache.batch([row], "decode")
+                model(ids[:, at:at + 1], batch.next_positions(), batch)
+            held.append(cache.allocated_bytes)
+        print(f"{kv:<28}" + "".join(f"{count / 1e6:>9.2f} MB" for count in held), flush=True)
+
+
+if __name__ == "__main__":
+    main()
