@@ -39,6 +39,8 @@ def register_formats(register: Register) -> None:
 def register_kernels(register: Register) -> None:
     for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
+    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF")):
+        register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
     register("aten-int8", "quantkit.ops.aten:INT8")
     register("aten-int4", "quantkit.ops.aten:INT4")
     register("reference", "quantkit.ops.reference:REFERENCE")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quantkit.kv import fused
 from quantkit.kv.base import Held, Layout, Phase
 from quantkit.kv.build import build_codec, build_policy
+from quantkit.kv.held import HeldLayer, HeldSequence
 from quantkit.kv.pages import PAGE, Pages, slots_of
 from quantkit.kv.read import Rows, attend
 from quantkit.models.config import ModelConfig
@@ -17,27 +20,6 @@ from quantkit.models.layers import Step
 from quantkit.ops.attention import attention_weights
 from quantkit.ops.rope import rotate
 from quantkit.spec import KVSpec
-
-
-class Sequence_:
-    """What the cache knows of one sequence in one layer.
-
-    Attributes:
-        pages: of each key head, in the order of its slots.
-        lengths: slots that each head holds.
-        seen: tokens that it had, dropped ones included: the next one's position.
-        steps: decode steps so far.
-        queries: the last rotated queries, ``[H, w, D]``, if the policy wants any.
-    """
-
-    __slots__ = ("lengths", "pages", "queries", "seen", "steps", "table")
-
-    def __init__(self, heads: int) -> None:
-        self.pages: list[list[int]] = [[] for _ in range(heads)]
-        self.lengths = [0] * heads
-        self.seen = self.steps = 0
-        self.queries: torch.Tensor | None = None
-        self.table: torch.Tensor | None = None
 
 
 class KVCache:
@@ -69,7 +51,7 @@ class KVCache:
         if not self.policy.keeps_all:  # else a slot's number is its position
             layout["positions"] = ((), torch.int32)
         self.pages = [Pages(layout, self._device) for _ in range(self._layers)]
-        self._sequences: dict[int, list[Sequence_]] = {}
+        self._sequences: dict[int, HeldSequence] = {}
         self._ids = itertools.count()
 
     @property
@@ -85,7 +67,7 @@ class KVCache:
     def add(self) -> int:
         """Begin a sequence; returns its id."""
         number = next(self._ids)
-        self._sequences[number] = [Sequence_(self.heads) for _ in range(self._layers)]
+        self._sequences[number] = HeldSequence(self._layers, self.heads)
         return number
 
     def fork(self, number: int) -> int:
@@ -98,19 +80,19 @@ class KVCache:
             KeyError: ``number`` is unknown.
         """
         old, copy = self._sequences[number], self.add()
-        for pages, held, own in zip(self.pages, old, self._sequences[copy]):
+        for pages, held, own in zip(self.pages, old.layers, self._sequences[copy].layers):
             own.pages = [pages.take(len(one)) for one in held.pages]
             source, target = ([page for one in side.pages for page in one] for side in (held, own))
             for part in pages.parts.values():
                 part[target] = part[source]
-            own.lengths, own.seen, own.steps = list(held.lengths), held.seen, held.steps
+            own.lengths[:], own.seen, own.steps = held.lengths, held.seen, held.steps
             own.queries = held.queries  # replaced by every step, never written to
         return copy
 
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
         for number in ids:
-            for pages, held in zip(self.pages, self._sequences.pop(number)):
+            for pages, held in zip(self.pages, self._sequences.pop(number).layers):
                 for own in held.pages:
                     pages.give(own)
         for layer in range(self._layers):
@@ -127,31 +109,46 @@ class KVCache:
 
     def seen(self, number: int) -> int:
         """Tokens that a sequence had: the position of its next one."""
-        return self._sequences[number][-1].seen
+        return self._sequences[number].layers[-1].seen
 
     def held(self, number: int) -> list[tuple[int, ...]]:
         """Slots that each layer's heads hold of a sequence."""
-        return [tuple(held.lengths) for held in self._sequences[number]]
+        return [tuple(row) for row in self._sequences[number].lengths.tolist()]
 
     def positions(self, number: int, layer: int) -> torch.Tensor:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
-        return self._positions(layer, self._sequences[number][layer])
+        return self._positions(layer, self._sequences[number].layers[layer])
+
+    @property
+    def version(self) -> int:
+        """Changes whenever pages lie elsewhere."""
+        return sum(pages.version for pages in self.pages)
+
+    def reserve(self, held: HeldSequence, count: int) -> npt.NDArray[np.int32]:
+        """Pages for so many more tokens in every layer; the table of all."""
+        if held.table is None or held.room < count:
+            for index, layer in enumerate(held.layers):
+                self._reserve(index, layer, count)
+        return held.lay_out()
 
     def _allocate(self, layer: int, rows: Rows) -> list[int]:
         """Slots for the step's tokens, padding left out: by row, then head, then token."""
-        pages = self.pages[layer]
         slots: list[int] = []
         for held, count in rows:
-            for head, own in enumerate(held.pages):
-                length = held.lengths[head]
-                missing = -(-(length + count) // PAGE) - len(own)
-                if missing > 0:
-                    own += pages.take(missing)
-                    held.table = None
+            self._reserve(layer, held, count)
+            for own, length in zip(held.pages, held.lengths.tolist()):
                 slots += slots_of(own, length, count)
-                held.lengths[head] = length + count
+            held.lengths += count
             held.seen += count
         return slots
+
+    def _reserve(self, layer: int, held: HeldLayer, count: int) -> None:
+        """Pages for so many more tokens."""
+        for own, length in zip(held.pages, held.lengths.tolist()):
+            missing = -(-(length + count) // PAGE) - len(own)
+            if missing > 0:
+                own += self.pages[layer].take(missing)
+                held.moved()
 
     def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
                positions: torch.Tensor) -> None:
@@ -167,38 +164,39 @@ class KVCache:
             values["positions"] = rows.flat(spread)[:, 0].to(torch.int32)
         self.pages[layer].write(where, values)
 
-    def _table(self, held: Sequence_) -> torch.Tensor:
+    def _table(self, held: HeldLayer) -> torch.Tensor:
         if held.table is None:
             most = max(map(len, held.pages))
             held.table = torch.tensor([own + [0] * (most - len(own)) for own in held.pages],
                                       dtype=torch.int64, device=self._device)
         return held.table
 
-    def _read(self, layer: int, held: Sequence_, side: str) -> torch.Tensor:
+    def _read(self, layer: int, held: HeldLayer, side: str) -> torch.Tensor:
         """``[Hkv, S, D]``, decoded."""
-        pages, table, most = self.pages[layer], self._table(held), max(held.lengths)
+        pages, table, most = self.pages[layer], self._table(held), int(held.lengths.max())
         return self.codec.decode({name.removeprefix(f"{side}."): pages.read(name, table)[:, :most]
                                   for name in pages.parts if name.startswith(f"{side}.")})
 
-    def _positions(self, layer: int, held: Sequence_) -> torch.Tensor:
-        most = max(held.lengths)
+    def _positions(self, layer: int, held: HeldLayer) -> torch.Tensor:
+        most = int(held.lengths.max())
         slots = torch.arange(most, dtype=torch.int32, device=self._device).expand(self.heads, -1)
         found = slots if self.policy.keeps_all else self.pages[layer].read(
             "positions", self._table(held))[:, :most]
-        if min(held.lengths) == most:
+        if int(held.lengths.min()) == most:
             return found
-        ends = torch.tensor(held.lengths, device=self._device)
+        ends = torch.tensor(held.lengths.tolist(), device=self._device)
         return torch.where(slots < ends[:, None], found, -1)
 
-    def _act(self, layer: int, held: Sequence_) -> None:
+    def _act(self, layer: int, held: HeldLayer) -> None:
         """Let the policy drop what it will, and give back the pages."""
         def weights() -> torch.Tensor:
             assert held.queries is not None
             return attention_weights(held.queries, self._read(layer, held, "k"),
                                      self._positions(layer, held), held.seen)
 
-        kept = self.policy.keep(Held(tuple(held.lengths), held.seen, lambda: self._positions(layer, held),
-                                     lambda: self._read(layer, held, "k"), weights))
+        kept = self.policy.keep(Held(
+            tuple(held.lengths.tolist()), held.seen, lambda: self._positions(layer, held),
+            lambda: self._read(layer, held, "k"), weights))
         if kept is None:
             return
         pages, table = self.pages[layer], self._table(held)
@@ -213,33 +211,34 @@ class KVCache:
             pages.give(spare)
             slots += slots_of(own, 0, count)
         pages.write(torch.tensor(slots, dtype=torch.int64, device=self._device), values)
-        held.lengths, held.table = [count] * self.heads, None
+        held.lengths[:] = count
+        held.moved()
         self._shrink(layer)
 
     def _shrink(self, layer: int) -> None:
         moved = self.pages[layer].shrink()
         if moved is None:
             return
-        for layers in self._sequences.values():
-            held = layers[layer]
+        for sequence in self._sequences.values():
+            held = sequence.layers[layer]
             held.pages = [[moved.get(page, page) for page in own] for own in held.pages]
-            held.table = None
+            held.moved()
 
 
 class Batch:
     """Sequences of a cache as the rows of one step; see
     :class:`~quantkit.models.decoder.KVCacheProtocol`."""
 
-    def __init__(self, cache: KVCache, rows: list[list[Sequence_]], phase: Phase) -> None:
-        self._cache, self._rows, self._phase = cache, rows, phase
+    def __init__(self, cache: KVCache, rows: list[HeldSequence], phase: Phase) -> None:
+        self.cache, self.sequences, self.phase = cache, rows, phase
         self._counts: list[int] | None = None
-        self._starts = [layers[-1].seen for layers in rows]
+        self._starts = [sequence.layers[-1].seen for sequence in rows]
         self._shared: dict[object, object] = {}
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence had."""
-        starts = torch.tensor(self._starts, dtype=torch.int64, device=self._cache._device)
-        return starts[:, None] + torch.arange(count, device=self._cache._device)
+        starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache._device)
+        return starts[:, None] + torch.arange(count, device=self.cache._device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:
@@ -249,9 +248,9 @@ class Batch:
             ValueError: the batch differs, or positions aren't those that follow.
         """
         if self._counts is None:
-            self._counts = self._count(step.positions)
-        cache = self._cache
-        rows = Rows([layers[layer] for layers in self._rows], self._counts)
+            self._counts = self.counts(step.positions)
+        cache = self.cache
+        rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
         if (on_gpu := fused.fits(cache, q)):
             q = fused.rotate_and_store(cache, layer, rows, q, k, v, step)
         else:
@@ -262,28 +261,41 @@ class Batch:
         else:
             out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         for row, (held, count) in enumerate(rows):
-            self._end(layer, held, q[row, :, :count])
+            self._end(layer, held, q[row, :, :count], count)
         return out
 
-    def _end(self, layer: int, held: Sequence_, q: torch.Tensor) -> None:
-        policy, count = self._cache.policy, q.shape[1]
+    def _end(self, layer: int, held: HeldLayer, q: torch.Tensor | None, count: int) -> None:
+        policy = self.cache.policy
         if not count:
             return
-        if self._phase == "decode" and policy.every is None:
+        if self.phase == "decode" and policy.every is None:
             held.queries = None  # it doesn't act before another prompt, whose queries it will ask
-        elif policy.queries:
+        elif policy.queries and q is not None:
             last = q if held.queries is None else torch.cat((held.queries, q), 1)
             held.queries = last[:, -policy.queries:].clone()
-        acts = policy.acts(self._phase)
-        if self._phase == "decode" and policy.every is not None:
+        acts = policy.acts(self.phase)
+        if self.phase == "decode" and policy.every is not None:
             before, held.steps = held.steps, held.steps + count
             acts = held.steps // policy.every > before // policy.every
         if acts:
-            self._cache._act(layer, held)
+            self.cache._act(layer, held)
 
-    def _count(self, positions: torch.Tensor) -> list[int]:
-        if positions.shape[0] != len(self._rows):
-            raise ValueError(f"{positions.shape[0]} rows for {len(self._rows)} sequences")
+    def finish(self, counts: Sequence[int]) -> None:
+        """Let the policy act on sequences that got so many tokens, in all layers."""
+        if self.cache.policy.keeps_all:
+            return
+        for held, count in zip(self.sequences, counts, strict=True):
+            for index, layer in enumerate(held.layers):
+                self._end(index, layer, None, count)
+
+    def counts(self, positions: torch.Tensor) -> list[int]:
+        """Tokens of each row of ``positions`` int64 ``[B, T]``, where −1 is padding.
+
+        Raises:
+            ValueError: they aren't those that follow.
+        """
+        if positions.shape[0] != len(self.sequences):
+            raise ValueError(f"{positions.shape[0]} rows for {len(self.sequences)} sequences")
         valid = positions >= 0
         counts: list[int] = valid.sum(1).tolist()
         expected = self.next_positions(positions.shape[1])
@@ -301,4 +313,4 @@ def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:
     return size
 
 
-__all__ = ["Batch", "KVCache", "Layout", "Sequence_"]
+__all__ = ["Batch", "HeldLayer", "KVCache", "Layout"]

@@ -9,7 +9,8 @@ import torch
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
-    from quantkit.kv.cache import KVCache, Sequence_
+    from quantkit.kv.cache import KVCache
+    from quantkit.kv.held import HeldLayer
     from quantkit.kv.read import Rows
     from quantkit.models.layers import Step
     from quantkit_kernels.triton.rope_kv import Pages
@@ -60,7 +61,7 @@ def decode_attention(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor,
 
     held = [one for one, _ in rows]
     window, sinks = cache.policy.visible or (None, 0)
-    lengths = torch.tensor([one.lengths for one in held], dtype=torch.int32).to(q.device)
+    lengths = torch.tensor([one.lengths.tolist() for one in held], dtype=torch.int32).to(q.device)
     out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, held), lengths, window=window,
                           sinks=sinks, query_positions=positions[:, 0])
     return out[:, :, None]
@@ -75,7 +76,7 @@ def _pages(cache: KVCache, layer: int) -> Pages:
                  parts.get("positions"))
 
 
-def _tables(cache: KVCache, held: list[Sequence_]) -> torch.Tensor:
+def _tables(cache: KVCache, held: list[HeldLayer]) -> torch.Tensor:
     """int32 ``[B, Hkv, W]``, filled up with page 0."""
     tables = [cache._table(one) for one in held]
     most = max(table.shape[1] for table in tables)

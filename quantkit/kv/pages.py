@@ -26,13 +26,14 @@ class Pages:
 
     Attributes:
         parts: by name, ``[pages, PAGE, *shape]``; another object after any growth or shrinking.
+        version: of ``parts``.
     """
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
         self.parts = {name: torch.zeros(0, PAGE, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in layout.items()}
         self._free: list[int] = []  # highest first, so that the lowest is taken
-        self._total = 0
+        self._total = self.version = 0
 
     @property
     def used(self) -> int:
@@ -69,6 +70,7 @@ class Pages:
         if len(self._free) * 4 <= self._total:
             return None
         size = self.used
+        self.version += 1
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
         for name, part in self.parts.items():
@@ -96,6 +98,7 @@ class Pages:
         return found.view(table.shape[0], -1, *part.shape[2:])
 
     def _resize(self, total: int) -> None:
+        self.version += 1
         for name, part in self.parts.items():
             block = part.new_zeros(total, *part.shape[1:])
             block[:self._total] = part

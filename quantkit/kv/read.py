@@ -10,16 +10,17 @@ import torch
 from quantkit.ops.attention import Visibility, attention
 
 if TYPE_CHECKING:
-    from quantkit.kv.cache import KVCache, Sequence_
+    from quantkit.kv.cache import KVCache
+    from quantkit.kv.held import HeldLayer
 
 
 class Rows:
     """The rows of a step in one layer: what each sequence holds, and how many tokens it adds."""
 
-    def __init__(self, held: list[Sequence_], counts: list[int]) -> None:
+    def __init__(self, held: list[HeldLayer], counts: list[int]) -> None:
         self._held, self._counts = held, counts
 
-    def __iter__(self) -> Iterator[tuple[Sequence_, int]]:
+    def __iter__(self) -> Iterator[tuple[HeldLayer, int]]:
         return zip(self._held, self._counts, strict=True)
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
             continue
         keys, values = cache._read(layer, held, "k"), cache._read(layer, held, "v")
         query = q[row, :, :count]
-        heads = held.lengths
+        heads = held.lengths.tolist()
         if (_same(cache) or window is None) and min(heads) == max(heads):
             seen = _seen(cache, layer, row, positions[row, :count], held, window, shared)
             got = attention(query[None].to(keys.dtype), keys[None], values[None], seen)
@@ -74,18 +75,18 @@ def _same(cache: KVCache) -> bool:
     return cache.policy.keeps_all or cache.policy.visible is not None
 
 
-def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, held: Sequence_,
+def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, held: HeldLayer,
           window: int | None, shared: dict[object, object]) -> Visibility:
     """All heads hold equally many, and the same positions unless the model has no window: the answer is
     then worked out once a step."""
-    key = (row, window, held.lengths[0])
+    key = (row, window, int(held.lengths[0]))
     found = shared.get(key)
     if not isinstance(found, Visibility):
         if _same(cache):
             stored = cache._positions(layer, held)[:1].long()
         else:  # dropped or not, all that stands before this step's own tokens is earlier than they are
-            stored = torch.arange(held.lengths[0], device=positions.device)[None]
-            positions = stored[0, held.lengths[0] - positions.shape[0]:]
+            stored = torch.arange(int(held.lengths[0]), device=positions.device)[None]
+            positions = stored[0, int(held.lengths[0]) - positions.shape[0]:]
         found = shared[key] = _visibility(cache, positions[None], stored, window)
     return found
 

@@ -43,9 +43,9 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         name = f"model.layers.{index}"
         self._config = config
-        self._before_attention = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps,
+        self.before_attention = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps,
                                          weights)
-        self._before_mlp = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size,
+        self.before_mlp = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size,
                                    config.rms_norm_eps, weights)
         self.self_attn = Attention(config, index, weights)
         self.mlp = MLP(config, index, weights)
@@ -58,8 +58,8 @@ class DecoderLayer:
         """
         if step is None:
             step = Step(self._config, positions, x.dtype)
-        x = x + self.self_attn(self._before_attention(x), step, cache)
-        return x + self.mlp(self._before_mlp(x))
+        x = x + self.self_attn(self.before_attention(x), step, cache)
+        return x + self.mlp(self.before_mlp(x))
 
     def linears(self) -> dict[str, Linear]:
         """The layer's seven Linears by full name, in the model's order."""
@@ -75,30 +75,30 @@ class CausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self._embedding = weights.tensor("model.embed_tokens.weight")
-        check_shape("model.embed_tokens.weight", self._embedding, (config.vocab_size, config.hidden_size))
+        self.embedding = weights.tensor("model.embed_tokens.weight")
+        check_shape("model.embed_tokens.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
-        self._norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
-        self._head = Linear("lm_head", self._embedding) if config.tie_word_embeddings else linear(
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
+        self.head = Linear("lm_head", self.embedding) if config.tie_word_embeddings else linear(
             weights, "lm_head", (config.vocab_size, config.hidden_size), False)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of hidden states and logits."""
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self._embedding.device
+        return self.embedding.device
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, T]`` → ``[B, T, hidden]``."""
-        return F.embedding(ids, self._embedding)
+        return F.embedding(ids, self.embedding)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""
-        return self._head(self._norm(x))
+        return self.head(self.norm(x))
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,4 +131,4 @@ class CausalLM:
     def linears(self) -> dict[str, Linear]:
         """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
         found = {name: one for layer in self.layers for name, one in layer.linears().items()}
-        return found if self.config.tie_word_embeddings else found | {"lm_head": self._head}
+        return found if self.config.tie_word_embeddings else found | {"lm_head": self.head}

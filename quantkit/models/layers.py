@@ -69,18 +69,18 @@ class Attention:
         self.k_proj = linear(weights, f"{name}.k_proj", (kv, hidden), config.qkv_bias)
         self.v_proj = linear(weights, f"{name}.v_proj", (kv, hidden), config.qkv_bias)
         self.o_proj = linear(weights, f"{name}.o_proj", (hidden, q), config.o_bias)
-        self._q_norm = self._k_norm = None
+        self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self._q_norm = RMSNorm(f"{name}.q_norm", dim, config.rms_norm_eps, weights)
-            self._k_norm = RMSNorm(f"{name}.k_norm", dim, config.rms_norm_eps, weights)
+            self.q_norm = RMSNorm(f"{name}.q_norm", dim, config.rms_norm_eps, weights)
+            self.k_norm = RMSNorm(f"{name}.k_norm", dim, config.rms_norm_eps, weights)
 
     def __call__(self, x: torch.Tensor, step: Step, cache: KVCacheProtocol | None) -> torch.Tensor:
         """``x [B, T, hidden]`` → ``[B, T, hidden]``; keys and values of this step go into ``cache``."""
         batch, length, _ = x.shape
         q, k, v = (proj(x).view(batch, length, -1, self._dim)
                    for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = self._q_norm(q), self._k_norm(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             out = cache.attend(self._index, q, k, v, step, self._window)

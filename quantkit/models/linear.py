@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.linear import linear
 
 
@@ -19,7 +20,7 @@ class Linear:
 
     __slots__ = ("bias", "name", "observer", "weight")
 
-    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor,
+    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed,
                  bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
         self.observer: Callable[[torch.Tensor], None] | None = None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
+from quantkit.ops.cpu_linear import Packed, multiply
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
 
 BLOCK_ELEMENTS = 2**20
@@ -23,15 +24,18 @@ def query_for(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device,
                        weight.format, weight.spec, phase)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor,
+def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
            bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply ``x [..., in]`` by a weight ``[out, in]``; returns ``[..., out]`` in x's dtype."""
     if isinstance(weight, torch.Tensor):
         return dense(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     phase: Phase = "decode" if rows.shape[0] <= DECODE_ROWS else "prefill"
-    kernel, prepared = _prepared(weight, x, phase)
-    y = kernel.run(rows, prepared)
+    if isinstance(weight, Packed):
+        y = multiply(rows, weight)
+    else:
+        kernel, prepared = _prepared(weight, x, phase)
+        y = kernel.run(rows, prepared)
     if bias is not None:
         y = y + bias
     return y.reshape(*x.shape[:-1], weight.shape[0])

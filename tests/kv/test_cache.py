@@ -236,7 +236,7 @@ def test_snapkv_asks_nothing_of_decoding_and_keeps_no_queries_for_it(feeder):
     number = one.cache.add()
     one.feed([number], [100], "prefill_end")
     one.feed([number], [1], "decode")
-    assert all(held.queries is None for held in one.cache._sequences[number])
+    assert all(held.queries is None for held in one.cache._sequences[number].layers)
     one.feed([number], [50], "prefill_end")
     assert set(one.cache.held(number)) == {(20, 20)}
 
@@ -263,7 +263,7 @@ def test_chunks_make_no_difference_to_what_is_held(feeder, codec, policy):
             outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
             start = stop
         results.append((torch.cat(outs, 3), [one.cache.positions(number, i) for i in range(one.layers)],
-                        [one.cache._read(i, one.cache._sequences[number][i], side)
+                        [one.cache._read(i, one.cache._sequences[number].layers[i], side)
                          for i in range(one.layers) for side in "kv"]))
     first = results[0]
     for other in results[1:]:

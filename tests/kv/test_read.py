@@ -120,7 +120,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
         for layer in range(2):
             random = torch.Generator().manual_seed(1000 * layer + start)
             q, k, v = (torch.randn(1, h, stop - start, 32, generator=random) for h in (4, 2, 2))
-            own = cache._sequences[number][layer]
+            own = cache._sequences[number].layers[layer]
             old = [cache._read(layer, own, side) for side in "kv"] if start else []
             out = batch.attend(layer, q, k, v, step, 40)
             if phase != "decode":

@@ -1,0 +1,153 @@
+"""From emitted modules to machine code, kept on disk: a kernel is compiled once per machine and version."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.isa import Isa, host_features
+
+DIGEST = 32
+_libraries: list[Any] = []
+_numbers = itertools.count()
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder."""
+    if named := os.environ.get("QUANTKIT_CACHE"):
+        return Path(named) / "cpu"
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "quantkit" / "cpu"
+
+
+def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:
+    """The address of a compiled function; its code is in memory until the process ends.
+
+    Args:
+        name: of the function; it must say everything that ``emit`` depends on besides the instruction set.
+        isa: what it was written for.
+        emit: writes the function ``name`` into a module. Called only if the machine code isn't on disk.
+
+    Raises:
+        RuntimeError: LLVM refuses the module: a defect of the kernel.
+    """
+    path = cache_folder() / f"{_key(name, isa)}.o"
+    code = _read(path)
+    if code is None:
+        module = ir.Module(name)
+        module.triple = _llvm().get_default_triple()
+        emit(module)
+        code = _compile(module)
+        _write(path, code)
+    return _load(code, name)
+
+
+def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, features: str = "") -> str:
+    """What a CPU would run: its assembly, whether or not this machine has such a CPU."""
+    module = ir.Module(name)
+    module.triple = _llvm().get_default_triple()
+    emit(module)
+    parsed, machine = _optimized(module, cpu, features)
+    text: str = machine.emit_assembly(parsed)
+    return text
+
+
+def _key(name: str, isa: Isa) -> str:
+    llvm = _llvm()
+    parts = (name, isa.name, str(isa.lanes), _sources(), repr(llvm.llvm_version_info), llvm.get_default_triple(),
+             llvm.get_host_cpu_name(), ",".join(sorted(k for k, v in host_features().items() if v)))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of this package: another version compiles anew."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """The code, if it is there and whole."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    code = data[DIGEST:]
+    return code if data[:DIGEST] == hashlib.sha256(code).digest() else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Into place at once, so that another process sees all of it or nothing. A cache that can't be
+    written costs time, not a result."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            Path(made).replace(path)
+        except OSError:
+            Path(made).unlink(missing_ok=True)
+            raise
+
+
+def _compile(module: ir.Module) -> bytes:
+    llvm = _llvm()
+    features = ",".join(("+" if on else "-") + name for name, on in sorted(host_features().items()))
+    parsed, machine = _optimized(module, llvm.get_host_cpu_name(), features)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
+def _optimized(module: ir.Module, cpu: str, features: str) -> tuple[Any, Any]:
+    llvm = _llvm()
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="default")
+    # loops are unrolled and vectors formed where a kernel says so, and nowhere else
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(parsed, builder)
+    return parsed, machine
+
+
+def _load(code: bytes, name: str) -> int:
+    llvm = _llvm()
+    linker = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(name)
+    library = linker.link(_jit(), f"{name}-{next(_numbers)}")
+    _libraries.append(library)
+    found: int = library[name]
+    return found
+
+
+@functools.cache
+def _jit() -> Any:
+    llvm = _llvm()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_lljit_compiler(machine)
+
+
+@functools.cache
+def _llvm() -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm

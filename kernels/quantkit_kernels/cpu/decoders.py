@@ -1,0 +1,68 @@
+"""The formats of weights: how a subgroup of 32 values of each lane's row lies, and how it is unpacked.
+
+:mod:`~quantkit_kernels.cpu.pack` brings weights into these orders.
+"""
+
+from __future__ import annotations
+
+from quantkit_kernels.cpu.emit import F32, I8, I16, I32, Emitter, Value, vec
+from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.matmul import SUB, Decoder
+
+NF4_LEVELS = 8191
+"""NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
+
+
+def _int4(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+    """Byte j of a lane's run of four: value j of eight in its low half, j + 4 in its high half."""
+    found, wide = [], vec(I8, 4 * isa.lanes)
+    for i in range(SUB // 8):
+        pair = e.load(source, wide, i * 4 * isa.lanes)
+        found += [pair & 15, pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15]
+    return found
+
+
+def _int8(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+    """Two neighbours of each lane's row side by side."""
+    wide = vec(I8, 2 * isa.lanes)
+    return [e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes)) for i in range(SUB // 2)]
+
+
+def _bf16(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+    """Two neighbours of each lane's row side by side: one is the high half of the lane, one is shifted there."""
+    found, real = [], vec(F32, isa.lanes)
+    for i in range(SUB // 2):
+        pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
+        found += [(pair << 16).bits(real), (pair & -65536).bits(real)]
+    return found
+
+
+def nf4(table: tuple[float, ...]) -> Decoder:
+    """4-bit codes into a table of 16 numbers in [−1, 1].
+
+    A run of 16 bytes is a 128-bit quarter or half of a vector: value 2 i and 2 i + 1 of a lane lie where
+    interleaving the table's low and high bytes leaves them.
+    """
+    words = [round(value * NF4_LEVELS) & 0xFFFF for value in table]
+    low, high = (tuple(word >> shift & 255 for word in words) for shift in (0, 8))
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+        found, wide = [], vec(I8, 4 * isa.lanes)
+        count = 4 * isa.lanes
+        halves = [[at + 16 * run for run in range(count // 16) for at in part]
+                  for part in (range(8), range(8, 16))]
+        for i in range(SUB // 8):
+            pair = e.load(source, wide, i * count)
+            for codes in (pair & 15, pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15):
+                least, most = isa.lookup(e, low, codes), isa.lookup(e, high, codes)
+                for half in halves:
+                    order = [place for at in half for place in (at, at + count)]
+                    found.append(least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes)))
+        return found
+
+    return Decoder("nf4", "words", SUB // 2, unpack)
+
+
+INT4 = Decoder("int4", "bytes", SUB // 2, _int4)
+INT8 = Decoder("int8", "words", SUB, _int8)
+BF16 = Decoder("bf16", "floats", 2 * SUB, _bf16)

@@ -1,0 +1,147 @@
+"""Runs a program, a list of operations, on all threads at once: claims units, meets at barriers.
+
+An operation is a record of :data:`RECORD` bytes; every kernel is ``void kernel(record *, i64 unit, i64 thread)``.
+Threads claim units until none is left, so that one which lost its core delays its own unit only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.emit import I32, I64, PTR, Emitter, Value
+
+RECORD = 384
+KERNEL, UNITS, FLAGS, CLAIMED, ARGUMENTS = 0, 8, 16, 64, 128
+"""Offsets in a record. ``CLAIMED`` has a cache line to itself: every thread writes there."""
+NO_BARRIER, EACH = 1, 2
+"""Flags: the next operation doesn't need this one's results; every thread does all units for itself."""
+SLOTS = (RECORD - ARGUMENTS) // 8
+"""Arguments, 8 bytes each: a pointer or an int64."""
+ARRIVED, PASSED, JOB, PROGRAM, LENGTH, THREADS, YIELD, PARKED = 0, 64, 128, 192, 200, 208, 216, 256
+"""Offsets in what threads share; ``PARKED`` is an int64 for each thread, a cache line apart."""
+SPINS, YIELDS, PATIENCE = 2000, 64, 600
+"""Looks at a barrier before the core is offered to others; further ones before parking."""
+
+
+def arguments(e: Emitter, names: Sequence[str]) -> SimpleNamespace:
+    """A kernel's arguments by name, in the record's order; ``*name`` is a pointer."""
+    record, found = e.arguments[0], SimpleNamespace()
+    assert len(names) <= SLOTS
+    for i, name in enumerate(names):
+        setattr(found, name.lstrip("*"), e.load(record, PTR if name.startswith("*") else I64, 8 * i))
+    return found
+
+
+def emit_run(module: ir.Module) -> None:
+    """``void run(shared *, i64 thread)``: this thread's part of the program."""
+    e = Emitter(module, "run", [PTR, I64])
+    _run(e, *e.arguments)
+    e.ret()
+
+
+def emit_start(module: ir.Module) -> None:
+    """``i64 start(shared *)``: let the others begin; a bit is set for each that must be woken."""
+    e = Emitter(module, "start", [PTR], I64)
+    (shared,) = e.arguments
+    atomic(e, "add", shared + JOB, e.const(I64, 1))
+    asleep = e.var(e.const(I64, 0))
+    with e.loop(1, e.load(shared, I64, THREADS)) as thread:
+        was = atomic(e, "xchg", shared + PARKED + thread * 64, e.const(I64, 0))
+        asleep.set(asleep.get() | (was << thread))
+    e.ret(asleep.get())
+
+
+def emit_work(module: ir.Module) -> None:
+    """``i64 work(shared *, i64 thread, i64 done)``: run jobs after number ``done`` until none has come for
+    a while; the number of the last. The thread is marked as parked then."""
+    e = Emitter(module, "work", [PTR, I64, I64], I64)
+    shared, thread, first = e.arguments
+    done, waits = e.var(first), e.var(e.const(I64, 0))
+    parked = shared + PARKED + thread * 64
+    with e.forever() as leave:
+        job = atomic_load(e, shared + JOB)
+        with e.either(job.differs(done.get())) as otherwise:
+            done.set(job)
+            waits.set(0)
+            with e.when(thread < e.load(shared, I64, THREADS)):
+                _run(e, shared, thread)
+            otherwise()
+            waits.set(waits.get() + 1)
+            _breathe(e, shared, waits.get())
+        left = e.var(e.const(I64, 0))
+        with e.when(waits.get() > SPINS + PATIENCE):
+            atomic(e, "xchg", parked, e.const(I64, 1))
+            # a job that came before that mark was seen has nobody to wake this thread
+            with e.either(atomic_load(e, shared + JOB).equals(done.get())) as otherwise:
+                left.set(1)
+                otherwise()
+                atomic(e, "xchg", parked, e.const(I64, 0))
+        leave(left.get().equals(1))
+    e.ret(done.get())
+
+
+def _run(e: Emitter, shared: Value, thread: Value) -> None:
+    program, length = e.load(shared, PTR, PROGRAM), e.load(shared, I64, LENGTH)
+    threads = e.load(shared, I64, THREADS)
+    open_ = e.var(e.const(I64, 0))  # the first operation whose units are not reset yet
+    with e.loop(0, length) as index:
+        record = program + index * RECORD
+        kernel, units = e.load(record, PTR, KERNEL), e.load(record, I64, UNITS)
+        flags = e.load(record, I64, FLAGS)
+        with e.when(units > 0):
+            with e.either((flags & EACH).differs(0)) as otherwise:
+                with e.loop(0, units) as unit:
+                    e.call(kernel, record + ARGUMENTS, unit, thread)
+                otherwise()
+                with e.forever() as leave:
+                    unit = atomic(e, "add", record + CLAIMED, e.const(I64, 1))
+                    leave(unit >= units)
+                    e.call(kernel, record + ARGUMENTS, unit, thread)
+            with e.when((flags & NO_BARRIER).equals(0)):
+                _barrier(e, shared, threads, program, open_.get(), index)
+                open_.set(index + 1)
+    # nobody may look at the program after its owner has it back
+    _barrier(e, shared, threads, program, open_.get(), length - 1)
+
+
+def _barrier(e: Emitter, shared: Value, threads: Value, program: Value, first: Value, last: Value) -> None:
+    now = atomic_load(e, shared + PASSED)
+    arrived = atomic(e, "add", shared + ARRIVED, e.const(I64, 1))
+    with e.either((arrived + 1).equals(threads)) as otherwise:
+        e.store(shared, e.const(I64, 0), ARRIVED)
+        with e.loop(first, last + 1) as index:
+            e.store(program + index * RECORD, e.const(I64, 0), CLAIMED)
+        atomic(e, "add", shared + PASSED, e.const(I64, 1))
+        otherwise()
+        waits = e.var(e.const(I64, 0))
+        with e.forever() as leave:
+            leave(atomic_load(e, shared + PASSED).differs(now))
+            waits.set(waits.get() + 1)
+            _breathe(e, shared, waits.get())
+
+
+def _breathe(e: Emitter, shared: Value, waits: Value) -> None:
+    """Wait a moment: first in place, then by offering the core to whoever wants it."""
+    with e.either(waits < SPINS) as otherwise:
+        pause(e)
+        otherwise()
+        e.call(e.load(shared, PTR, YIELD), result=I32)
+
+
+def pause(e: Emitter) -> None:
+    """Tell the CPU that this is a spin loop, where it can be told."""
+    if e.module.triple.startswith("x86_64"):
+        e.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
+
+
+def atomic(e: Emitter, op: str, where: Value, value: Value) -> Value:
+    """``add`` or ``xchg``, sequentially consistent; what was there before."""
+    return Value(e, e.b.atomic_rmw(op, where.ir, value.ir, "seq_cst"))
+
+
+def atomic_load(e: Emitter, where: Value) -> Value:
+    """int64, sequentially consistent."""
+    return Value(e, e.b.load_atomic(where.ir, "seq_cst", 8, typ=I64))

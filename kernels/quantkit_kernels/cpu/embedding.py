@@ -1,0 +1,49 @@
+"""Rows of an embedding: from a plain table, or from the blocks that the head multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.emit import F32, I16, I32, I64, PTR, Emitter, vec
+from quantkit_kernels.cpu.matmul import SUB
+
+ARGUMENTS = ("*ids", "*table", "*out", "size", "out_stride")
+"""``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole subgroups in blocks."""
+
+
+@dataclass(frozen=True)
+class Embed:
+    """A unit is a token: its row as float32.
+
+    Attributes:
+        lanes: rows in a block of the packed bfloat16 weight; 0: a plain table ``[vocab, size]``.
+    """
+
+    lanes: int
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return f"embed_{'blocks' if self.lanes else 'table'}"
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e = Emitter(module, self.name, [PTR, I64, I64])
+        a = arguments(e, ARGUMENTS)
+        unit = e.arguments[1]
+        token = e.load(a.ids, I64, unit * 8)
+        out = a.out + unit * a.out_stride
+        if self.lanes:
+            row = a.table + token // self.lanes * a.size * (2 * self.lanes) + token % self.lanes * 4
+            with e.loop(0, a.size, SUB) as k:
+                for i in range(0, SUB, 2):
+                    pair = e.load(row + (k + i) * (2 * self.lanes), vec(I16, 2))
+                    e.store(out + (k + i) * 4, e.widened(pair))
+        else:
+            row = a.table + token * a.size * 2
+            with e.loop(0, a.size) as k:
+                e.store(out + k * 4, (e.load(row, I16, k * 2).zext(I32) << 16).bits(F32))
+        e.ret()

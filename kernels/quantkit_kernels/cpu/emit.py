@@ -1,0 +1,436 @@
+"""A small language for vector kernels: Python runs while the kernel is written, ``Value``\\ s when it runs.
+
+A Python ``for`` unrolls; :meth:`Emitter.loop` loops. Arithmetic on values emits LLVM instructions, one to
+one: nothing is reassociated and nothing fused unless :meth:`Emitter.fma` says so, so a kernel gives the same
+bits whatever instruction set it was compiled for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+PTR = ir.PointerType()
+Type = ir.Type
+
+
+def vec(element: Type, lanes: int) -> ir.VectorType:
+    """A vector type."""
+    return ir.VectorType(element, lanes)
+
+
+class Value:
+    """A number, vector or pointer that the kernel computes. Integers are signed unless a name says otherwise.
+
+    ``pointer + n`` moves by n bytes. A Python number beside a value takes its type.
+    """
+
+    __slots__ = ("e", "ir")
+
+    def __init__(self, e: Emitter, value: ir.Value) -> None:
+        self.e, self.ir = e, value
+
+    @property
+    def type(self) -> Type:
+        return self.ir.type
+
+    @property
+    def _float(self) -> bool:
+        return getattr(self.type, "element", self.type) == F32
+
+    def _other(self, other: Any) -> ir.Value:
+        if isinstance(other, Var):
+            other = other.get()
+        return other.ir if isinstance(other, Value) else self.e.const(self.type, other).ir
+
+    def _two(self, other: Any, whole: str, real: str) -> Value:
+        name = real if self._float else whole
+        return Value(self.e, getattr(self.e.b, name)(self.ir, self._other(other)))
+
+    def __add__(self, other: Any) -> Value:
+        if self.type == PTR:
+            offset = other.get() if isinstance(other, Var) else other
+            offset = offset.ir if isinstance(offset, Value) else I64(offset)
+            return Value(self.e, self.e.b.gep(self.ir, [offset], inbounds=True, source_etype=I8))
+        return self._two(other, "add", "fadd")
+
+    def __sub__(self, other: Any) -> Value:
+        return self._two(other, "sub", "fsub")
+
+    def __mul__(self, other: Any) -> Value:
+        return self._two(other, "mul", "fmul")
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._two(other, "", "fdiv")
+
+    def __floordiv__(self, other: Any) -> Value:
+        return self._two(other, "sdiv", "")
+
+    def __mod__(self, other: Any) -> Value:
+        return self._two(other, "srem", "")
+
+    def __and__(self, other: Any) -> Value:
+        return self._two(other, "and_", "")
+
+    def __or__(self, other: Any) -> Value:
+        return self._two(other, "or_", "")
+
+    def __xor__(self, other: Any) -> Value:
+        return self._two(other, "xor", "")
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._two(other, "shl", "")
+
+    def __rshift__(self, other: Any) -> Value:
+        return self._two(other, "ashr", "")
+
+    def shr(self, other: Any) -> Value:
+        """Logical shift right."""
+        return self._two(other, "lshr", "")
+
+    def __neg__(self) -> Value:
+        return Value(self.e, self.e.b.fneg(self.ir)) if self._float else self.e.const(self.type, 0) - self
+
+    def _compare(self, sign: str, other: Any) -> Value:
+        make = self.e.b.fcmp_ordered if self._float else self.e.b.icmp_signed
+        return Value(self.e, make(sign, self.ir, self._other(other)))
+
+    def __lt__(self, other: Any) -> Value:
+        return self._compare("<", other)
+
+    def __le__(self, other: Any) -> Value:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self._compare(">=", other)
+
+    def equals(self, other: Any) -> Value:
+        """``==``, which Python needs for itself."""
+        return self._compare("==", other)
+
+    def differs(self, other: Any) -> Value:
+        """``!=``."""
+        return self._compare("!=", other)
+
+    def _cast(self, name: str, to: Type) -> Value:
+        return Value(self.e, getattr(self.e.b, name)(self.ir, to))
+
+    def sext(self, to: Type) -> Value:
+        """Widen a signed integer."""
+        return self._cast("sext", to)
+
+    def zext(self, to: Type) -> Value:
+        """Widen an unsigned integer."""
+        return self._cast("zext", to)
+
+    def trunc(self, to: Type) -> Value:
+        """Drop an integer's high bits."""
+        return self._cast("trunc", to)
+
+    def bits(self, to: Type) -> Value:
+        """The same bits as another type."""
+        return self._cast("bitcast", to)
+
+    def real(self) -> Value:
+        """Signed integer → float32, lane by lane."""
+        return self._cast("sitofp", vec(F32, self.type.count) if self.lanes > 1 else F32)
+
+    @property
+    def lanes(self) -> int:
+        """Of a vector; 1 for anything else."""
+        return self.type.count if isinstance(self.type, ir.VectorType) else 1
+
+    def lane(self, index: int) -> Value:
+        """One lane."""
+        return Value(self.e, self.e.b.extract_element(self.ir, I32(index)))
+
+    def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
+        """Lanes of this vector, then of ``other``, in this order."""
+        second = other.ir if other is not None else ir.Constant(self.type, ir.Undefined)
+        mask = ir.Constant(vec(I32, len(order)), list(order))
+        return Value(self.e, self.e.b.shuffle_vector(self.ir, second, mask))
+
+    def spread(self, lanes: int) -> Value:
+        """A scalar in every lane."""
+        return self.e.splat(self, lanes)
+
+
+class Var:
+    """A variable; LLVM makes a register of it."""
+
+    __slots__ = ("_slot", "e", "type")
+
+    def __init__(self, e: Emitter, kind: Type) -> None:
+        self.e, self.type = e, kind
+        with e.b.goto_entry_block():
+            self._slot = e.b.alloca(kind)
+
+    def get(self) -> Value:
+        """What it holds now."""
+        return Value(self.e, self.e.b.load(self._slot, typ=self.type))
+
+    def set(self, value: Any) -> None:
+        """Assign."""
+        value = value if isinstance(value, Value) else self.e.const(self.type, value)
+        self.e.b.store(value.ir, self._slot)
+
+
+class Emitter:
+    """Writes one function of a module.
+
+    Args:
+        module: where it goes.
+        name: of the function.
+        arguments: their types.
+        result: type of what it returns; ``None``: nothing.
+    """
+
+    def __init__(self, module: ir.Module, name: str, arguments: Sequence[Type],
+                 result: Type | None = None) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(result or ir.VoidType(), arguments), name)
+        self.function.attributes.add("nounwind")
+        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.arguments = [Value(self, argument) for argument in self.function.args]
+
+    def const(self, kind: Type, value: Any) -> Value:
+        """A number, in every lane of a vector type; a sequence gives the lanes."""
+        if isinstance(kind, ir.VectorType) and not isinstance(value, list | tuple):
+            value = [value] * kind.count
+        return Value(self, ir.Constant(kind, list(value) if isinstance(value, tuple) else value))
+
+    def var(self, init: Value) -> Var:
+        """A variable that begins as ``init``."""
+        made = Var(self, init.type)
+        made.set(init)
+        return made
+
+    def room(self, size: int) -> Value:
+        """So many bytes that belong to this call."""
+        with self.b.goto_entry_block():
+            made = self.b.alloca(ir.ArrayType(I8, size))
+        made.align, made.type = 8, PTR
+        return Value(self, made)
+
+    def splat(self, value: Value, lanes: int) -> Value:
+        """A scalar in every lane."""
+        kind = vec(value.type, lanes)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), value.ir, I32(0))
+        return Value(self, self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined),
+                                                 ir.Constant(vec(I32, lanes), [0] * lanes)))
+
+    def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
+        """Read, at any alignment."""
+        where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
+        made = self.b.load(where.ir, typ=kind)
+        made.align = 8 if kind in (I64, PTR) else 4 if kind in (I32, F32) else 1
+        return Value(self, made)
+
+    def store(self, pointer: Value, value: Value, offset: Any = 0) -> None:
+        """Write, at any alignment."""
+        where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
+        made = self.b.store(value.ir, where.ir)
+        made.align = 8 if value.type in (I64, PTR) else 4 if value.type in (I32, F32) else 1
+
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
+        """``for i in range(start, stop, step)`` over int64, at run time."""
+        index = self.var(self._i64(start))
+        end = self._i64(stop)
+        head, body, done = (self.function.append_basic_block(name) for name in ("head", "body", "done"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        now = index.get()
+        self.b.cbranch((now < end).ir, body, done)
+        self.b.position_at_end(body)
+        yield now
+        index.set(now + step)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def forever(self) -> Iterator[Any]:
+        """An endless loop; what it yields leaves it: ``stop(condition)``."""
+        body, done = (self.function.append_basic_block(name) for name in ("forever", "left"))
+        self.b.branch(body)
+        self.b.position_at_end(body)
+
+        def stop(condition: Value) -> None:
+            on = self.function.append_basic_block("on")
+            self.b.cbranch(condition.ir, done, on)
+            self.b.position_at_end(on)
+
+        yield stop
+        self.b.branch(body)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """``if condition:``."""
+        then, done = (self.function.append_basic_block(name) for name in ("then", "endif"))
+        self.b.cbranch(condition.ir, then, done)
+        self.b.position_at_end(then)
+        yield
+        if not self.b.block.is_terminated:
+            self.b.branch(done)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def either(self, condition: Value) -> Iterator[Any]:
+        """``if condition: … else: …``; calling what it yields begins the else."""
+        then, other, done = (self.function.append_basic_block(name) for name in ("then", "else", "endif"))
+        self.b.cbranch(condition.ir, then, other)
+        self.b.position_at_end(then)
+
+        def otherwise() -> None:
+            self.b.branch(done)
+            self.b.position_at_end(other)
+
+        yield otherwise
+        self.b.branch(done)
+        self.b.position_at_end(done)
+
+    def select(self, condition: Value, yes: Value, no: Value) -> Value:
+        """``yes if condition else no``, lane by lane."""
+        return Value(self, self.b.select(condition.ir, yes.ir, no.ir))
+
+    def intrinsic(self, name: str, result: Type, *arguments: Value) -> Value:
+        """Call a named function of LLVM's or of the process."""
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        found = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return Value(self, self.b.call(found, [a.ir for a in arguments]))
+
+    def call(self, pointer: Value, *arguments: Value, result: Type | None = None) -> Value:
+        """Call a function by its address."""
+        kind = ir.FunctionType(result or ir.VoidType(), [a.type for a in arguments])
+        return Value(self, self.b.call(_Callee(pointer.ir, kind), [a.ir for a in arguments]))
+
+    def present(self, pointer: Value) -> Value:
+        """Whether a pointer isn't null."""
+        return Value(self, self.b.icmp_unsigned("!=", pointer.ir, ir.Constant(PTR, None)))
+
+    def prefetch(self, pointer: Value) -> None:
+        """Begin to fetch a cache line, which may lie anywhere."""
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), pointer, *(self.const(I32, n) for n in (0, 3, 1)))
+
+    def widened(self, a: Value) -> Value:
+        """bfloat16, as int16 lanes → float32."""
+        return (a.zext(vec(I32, a.lanes)) << 16).bits(vec(F32, a.lanes))
+
+    def pinned(self, a: Value) -> Value:
+        """A vector register of x86 that the optimizer must not look into. Sums would else become trees,
+        which need more registers than there are."""
+        kind = ir.FunctionType(a.type, [a.type])
+        return Value(self, self.b.asm(kind, "", "=x,0", [a.ir], False))
+
+    def narrowed(self, a: Value) -> Value:
+        """float32 → bfloat16 as int16, half to even."""
+        words = a.bits(vec(I32, a.lanes) if a.lanes > 1 else I32)
+        rounded = words + 0x7FFF + (words.shr(16) & 1)
+        return rounded.shr(16).trunc(vec(I16, a.lanes) if a.lanes > 1 else I16)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """``a · b + c``, rounded once."""
+        return self.intrinsic(f"llvm.fma.{_suffix(a.type)}", a.type, a, b, c)
+
+    def max(self, a: Value, b: Value) -> Value:
+        """The larger, lane by lane; no NaN may come in."""
+        return self.select(a > b, a, b)
+
+    def min(self, a: Value, b: Value) -> Value:
+        """The smaller, lane by lane; no NaN may come in."""
+        return self.select(a < b, a, b)
+
+    def abs(self, a: Value) -> Value:
+        """Without its sign."""
+        return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
+
+    def sqrt(self, a: Value) -> Value:
+        """Correctly rounded square root."""
+        return self.intrinsic(f"llvm.sqrt.{_suffix(a.type)}", a.type, a)
+
+    def round(self, a: Value) -> Value:
+        """To the nearest whole number, half to even; still float32."""
+        return self.intrinsic(f"llvm.nearbyint.{_suffix(a.type)}", a.type, a)
+
+    def whole(self, a: Value) -> Value:
+        """A whole float32 within int32's range → int32."""
+        return a._cast("fptosi", vec(I32, a.lanes) if a.lanes > 1 else I32)
+
+    def sum(self, a: Value) -> Value:
+        """All lanes of a vector, halves first: one order on every machine."""
+        while a.lanes > 1:
+            half = a.lanes // 2
+            low, high = a.shuffle(range(half)), a.shuffle(range(half, a.lanes))
+            a = low + high
+        return a.lane(0)
+
+    def highest(self, a: Value) -> Value:
+        """The largest lane."""
+        while a.lanes > 1:
+            half = a.lanes // 2
+            a = self.max(a.shuffle(range(half)), a.shuffle(range(half, a.lanes)))
+        return a.lane(0)
+
+    def highest_abs(self, values: Sequence[Value]) -> Value:
+        """The largest magnitude in some vectors."""
+        most = self.abs(values[0])
+        for value in values[1:]:
+            most = self.max(most, self.abs(value))
+        return self.highest(most)
+
+    def sums(self, vectors: Sequence[Value]) -> Value:
+        """Each vector's sum, as the lanes of one; eight vectors, by pairs: fewer steps than one by one."""
+        count = vectors[0].lanes
+        while count > 8:
+            count //= 2
+            vectors = [v.shuffle(range(count)) + v.shuffle(range(count, 2 * count)) for v in vectors]
+        if count < 8:
+            found = Value(self, ir.Constant(vec(F32, 8), ir.Undefined))
+            for i, v in enumerate(vectors):
+                found = Value(self, self.b.insert_element(found.ir, self.sum(v).ir, I32(i)))
+            return found
+        # within halves of a register first: that is what x86 shuffles
+        pairs = [_across(a, b, (0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15))
+                 for a, b in zip(vectors[::2], vectors[1::2])]
+        fours = [_across(a, b, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15))
+                 for a, b in zip(pairs[::2], pairs[1::2])]
+        return _across(fours[0], fours[1], (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+
+    def ret(self, value: Value | None = None) -> None:
+        """Return."""
+        if value is None:
+            self.b.ret_void()
+        else:
+            self.b.ret(value.ir)
+
+    def _i64(self, value: Any) -> Value:
+        if isinstance(value, Var):
+            value = value.get()
+        return value if isinstance(value, Value) else self.const(I64, value)
+
+
+def _across(a: Value, b: Value, first: Sequence[int], second: Sequence[int]) -> Value:
+    return a.shuffle(first, b) + a.shuffle(second, b)
+
+
+class _Callee(ir.Value):
+    """An address and the type of the function there, which an opaque pointer doesn't know."""
+
+    def __init__(self, pointer: ir.Value, kind: ir.FunctionType) -> None:
+        self.pointer, self.type, self.function_type = pointer, PTR, kind
+
+    def get_reference(self) -> str:
+        return str(self.pointer.get_reference())
+
+
+def _suffix(kind: Type) -> str:
+    return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"

@@ -1,0 +1,113 @@
+"""Instruction sets: how many lanes a vector has, and how small integers are multiplied.
+
+Products of integers are exact and everything else goes through :mod:`emit`, so all of them give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit_kernels.cpu.emit import I8, I16, I32, Emitter, Value, vec
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An instruction set.
+
+    Attributes:
+        name: as it is shown, and as ``QUANTKIT_ISA`` names it.
+        lanes: of 32 bits in a vector: rows of a weight that are multiplied at once.
+        needs: features of the CPU, as LLVM names them.
+    """
+
+    name: str
+    lanes: int
+    needs: tuple[str, ...] = ()
+
+    def nothing(self, e: Emitter) -> Value:
+        """A sum of :meth:`bytes_dot` that holds nothing yet."""
+        return e.const(vec(I16, 2 * self.lanes) if self.name == "avx2" else vec(I32, self.lanes), 0)
+
+    def bytes_dot(self, e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
+        """``total + Σ unsigned · signed`` over each lane's four bytes.
+
+        Args:
+            e: the kernel.
+            total: from :meth:`nothing` or this; at most eight additions before :meth:`finished`, which is as
+                many as 16 bits hold of 15 · 127.
+            unsigned: uint8 ``[4 · lanes]``, at most 15.
+            signed: int8 ``[4 · lanes]``, at least −127.
+        """
+        if self.name == "avx512-vnni":
+            kind = vec(I32, self.lanes)
+            return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", kind, total, unsigned, signed)
+        if self.name == "avx2":
+            return e.pinned(total + e.intrinsic("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * self.lanes),
+                                                unsigned, signed))
+        wide = vec(I32, 4 * self.lanes)
+        return total + _fold(unsigned.zext(wide) * signed.sext(wide), 4)
+
+    def finished(self, e: Emitter, total: Value) -> Value:
+        """A sum of :meth:`bytes_dot` as int32 ``[lanes]``."""
+        if self.name == "avx2":
+            return self._pairs(e, total, e.const(total.type, 1))
+        return total
+
+    def words_dot(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
+        """``total + Σ a · b`` over each lane's two 16-bit integers; total is int32 ``[lanes]``."""
+        if self.name == "avx512-vnni":
+            return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total,
+                               a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
+        return total + self._pairs(e, a, b)
+
+    def _pairs(self, e: Emitter, a: Value, b: Value) -> Value:
+        if self.name == "avx2":
+            return e.intrinsic("llvm.x86.avx2.pmadd.wd", vec(I32, self.lanes), a, b)
+        wide = vec(I32, a.lanes)
+        return _fold(a.sext(wide) * b.sext(wide), 2)
+
+    def lookup(self, e: Emitter, table: tuple[int, ...], index: Value) -> Value:
+        """Bytes of a table of 16 by ``index`` uint8 ``[n]``, at most 15."""
+        if self.name == "plain":
+            found = e.const(index.type, table[0])
+            for code in range(1, 16):
+                found = e.select(index.equals(code), e.const(index.type, table[code]), found)
+            return found
+        width = 32 if self.name == "avx2" else 64
+        name = {32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[width]
+        kind = vec(I8, width)
+        held = e.const(kind, list(table) * (width // 16))
+        return e.intrinsic(name, kind, held, index)
+
+
+PLAIN = Isa("plain", 8)
+AVX2 = Isa("avx2", 8, ("avx2", "fma"))
+VNNI = Isa("avx512-vnni", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "fma"))
+ALL = (VNNI, AVX2, PLAIN)
+"""Best first."""
+
+
+def _fold(x: Value, count: int) -> Value:
+    """Neighbours added: ``[n]`` → ``[n / count]``."""
+    total = x.shuffle(range(0, x.lanes, count))
+    for i in range(1, count):
+        total = total + x.shuffle(range(i, x.lanes, count))
+    return total
+
+
+def missing(isa: Isa, features: Mapping[str, bool]) -> list[str]:
+    """What a CPU with these features lacks for it."""
+    return [name for name in isa.needs if not features.get(name)]
+
+
+@functools.cache
+def host_features() -> dict[str, bool]:
+    """Of this machine's CPU, as LLVM names them; empty where LLVM can't tell."""
+    import llvmlite.binding as llvm
+
+    try:
+        return dict(llvm.get_host_cpu_features())
+    except RuntimeError:
+        return {}

@@ -1,0 +1,251 @@
+"""``y = x Wᵀ``: one loop for all formats; a decoder says how a format's weights are unpacked.
+
+Weights lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32 values of a
+row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or, for
+floating-point weights, a chain of fused multiply-adds over k): the same bits for one row of activations or
+many, for any number of threads and any instruction set.
+
+One row is multiplied while its weights are unpacked in registers. For more rows a block is unpacked once
+into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Emitter, Type, Value, Var, vec
+from quantkit_kernels.cpu.isa import Isa
+
+SUB = 32
+"""Values of a row in a subgroup: what shares one scale of the activations."""
+STRIPE = 32
+"""Rows of a weight are padded to a multiple of this, and units are made of so many."""
+AHEAD = 1024
+"""Bytes by which weights are fetched before they are needed."""
+ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias", "*scratch", "add",
+             "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows", "rows_a_unit", "x_private",
+             "scratch_private")
+"""Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike. ``x_private`` and
+``scratch_private`` are those from thread to thread."""
+Family = Literal["bytes", "words", "floats"]
+"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32."""
+WIDTH = {"bytes": 1, "words": 2, "floats": 4}
+"""Bytes of an activation, and of an unpacked weight."""
+STEP = {"bytes": 4, "words": 2, "floats": 1}
+"""Values of a row that one multiplication takes."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A format of weights.
+
+    Attributes:
+        name: of the format.
+        family: what its unpacked values are multiplied with.
+        bytes: that a subgroup of one row takes.
+        unpack: ``(e, isa, pointer to a block's subgroup)`` → vectors of ``lanes · STEP`` values, in order of k.
+    """
+
+    name: str
+    family: Family
+    bytes: int
+    unpack: Callable[[Emitter, Isa, Value], list[Value]]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A kernel: a format and how it is scaled.
+
+    Attributes:
+        decoder: the format.
+        group: values that share a scale: a multiple of 32; 0: a whole row; ``None``: there are no scales.
+        scale: how scales are stored, ``bf16`` or ``f32``.
+        zeros: whether each group has a zero point, uint8. Without, codes of the family ``bytes`` have 8.
+    """
+
+    decoder: Decoder
+    group: int | None
+    scale: Literal["bf16", "f32"] = "f32"
+    zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the function: it says all that the code depends on."""
+        group = {None: "", 0: "_channel"}.get(self.group, f"_g{self.group}")
+        return f"matmul_{self.decoder.name}{group}_{self.scale}{'_zp' if self.zeros else ''}"
+
+    def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
+        """What writes the kernel into a module."""
+        return lambda module: _Writer(Emitter(module, self.name, [PTR, I64, I64]), isa, self).write()
+
+
+def tile(isa: Isa) -> tuple[int, int]:
+    """Blocks and rows of activations that are multiplied at once from scratch memory."""
+    return 2, isa.lanes // 2
+
+
+def scratch_bytes(matmul: Matmul, isa: Isa, subgroups: int) -> int:
+    """Scratch memory that a thread needs."""
+    return tile(isa)[0] * subgroups * SUB * isa.lanes * WIDTH[matmul.decoder.family]
+
+
+class _Writer:
+    def __init__(self, e: Emitter, isa: Isa, spec: Matmul) -> None:
+        self.e, self.isa, self.spec = e, isa, spec
+        self.decoder, self.family = spec.decoder, spec.decoder.family
+        self.lanes, self.reals = isa.lanes, vec(F32, isa.lanes)
+        self.a = a = arguments(e, ARGUMENTS)
+        thread = e.arguments[2]
+        a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
+        a.scratch = a.scratch + thread * a.scratch_private
+        self.block_bytes = self.a.subgroups * (self.decoder.bytes * self.lanes)
+
+    def write(self) -> None:
+        e, a, lanes = self.e, self.a, self.lanes
+        blocks, rows = tile(self.isa)
+        unit = e.arguments[1]
+        across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
+        first = unit % across * a.stripes_a_unit
+        per = STRIPE // lanes
+        begin, end = first * per, e.min(first + a.stripes_a_unit, a.stripes) * per
+        top = unit // across * a.rows_a_unit
+        bottom = e.min(top + a.rows_a_unit, a.rows)
+        alone = 4 if self.family == "floats" and lanes == 8 else 1
+        with e.either(bottom - top < rows) as otherwise:
+            with e.loop(begin, end, alone) as block, e.loop(top, bottom) as row:
+                self._multiply(block, row, alone, 1, False)
+            otherwise()
+            with e.loop(begin, end, blocks) as block:
+                self._unpack(block, blocks)
+                whole = (bottom - top) // rows * rows + top
+                with e.loop(top, whole, rows) as row:
+                    self._multiply(block, row, blocks, rows, True)
+                with e.loop(whole, bottom) as row:
+                    self._multiply(block, row, blocks, 1, True)
+        e.ret()
+
+    def _scratch(self, block: int, subgroup: Value) -> Value:
+        """Where a block's unpacked subgroup lies."""
+        size = SUB * self.lanes * WIDTH[self.family]
+        return self.a.scratch + (self.a.subgroups * block + subgroup) * size
+
+    def _packed(self, block: Value, subgroup: Value) -> Value:
+        return self.a.weights + block * self.block_bytes + subgroup * (self.decoder.bytes * self.lanes)
+
+    def _unpack(self, block: Value, count: int) -> None:
+        e = self.e
+        with e.loop(0, self.a.subgroups) as s:
+            for b in range(count):
+                where = self._scratch(b, s)
+                for i, value in enumerate(self.decoder.unpack(e, self.isa, self._packed(block + b, s))):
+                    e.store(where, value, i * self.lanes * 4)
+
+    def _multiply(self, block: Value, row: Value, blocks: int, rows: int, unpacked: bool) -> None:
+        """A tile: ``blocks`` blocks of weights by ``rows`` rows of activations."""
+        e, a = self.e, self.a
+        x = [a.x + (row + m) * a.x_stride for m in range(rows)]
+        totals = [[e.var(e.const(self.reals, 0.0)) for _ in range(rows)] for _ in range(blocks)]
+
+        def subgroup(s: Value, scales: Sequence[Value] | None, zeros: Sequence[Value] | None) -> None:
+            sources = [self._scratch(b, s) if unpacked else self._packed(block + b, s) for b in range(blocks)]
+            if not unpacked:
+                for source in sources:
+                    for line in range(0, self.decoder.bytes * self.lanes, 64):
+                        e.prefetch(source + (AHEAD + line))
+            kind = {"bytes": vec(I8, 4 * self.lanes), "words": vec(I16, 2 * self.lanes), "floats": self.reals}
+            steps = SUB // STEP[self.family]
+            values = [[e.load(source, kind[self.family], i * self.lanes * 4) for i in range(steps)]
+                      if unpacked else self.decoder.unpack(e, self.isa, source) for source in sources]
+            sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
+            for i in range(steps):
+                for m in range(rows):
+                    factor = self._factor(x[m], s, i)
+                    for b in range(blocks):
+                        if self.family == "floats":
+                            totals[b][m].set(e.fma(values[b][i], factor, totals[b][m].get()))
+                        else:
+                            sums[b][m] = self._add(sums[b][m], values[b][i], factor)
+            if self.family != "floats":
+                for m in range(rows):
+                    self._scale([(totals[b][m], sums[b][m]) for b in range(blocks)], row + m, s, scales, zeros)
+
+        if self.spec.group:
+            per = self.spec.group // SUB
+            with e.loop(0, a.subgroups // per) as group:
+                scales = [self._scales(block + b, group, a.subgroups // per) for b in range(blocks)]
+                zeros = [self._zeros(block + b, group, a.subgroups // per)
+                         for b in range(blocks)] if self.spec.zeros else None
+                if per <= 4 and not unpacked:
+                    for i in range(per):
+                        subgroup(group * per + i, scales, zeros)
+                else:
+                    with e.loop(0, per) as i:
+                        subgroup(group * per + i, scales, zeros)
+        else:
+            with e.loop(0, a.subgroups) as s:
+                subgroup(s, None, None)
+        for b in range(blocks):
+            scale = self._scales(block + b, e.const(I64, 0), e.const(I64, 1)) if self.spec.group == 0 else None
+            for m in range(rows):
+                self._finish(block + b, row + m, totals[b][m].get(), scale)
+
+    def _nothing(self) -> Value:
+        return self.isa.nothing(self.e) if self.family == "bytes" else self.e.const(vec(I32, self.lanes), 0)
+
+    def _factor(self, x: Value, s: Value, step: int) -> Value:
+        """The step's values of a row of activations, in every lane."""
+        kind: Type = F32 if self.family == "floats" else I32
+        one = self.e.load(x, kind, s * (SUB * WIDTH[self.family]) + step * 4).spread(self.lanes)
+        return {"bytes": lambda: one.bits(vec(I8, 4 * self.lanes)),
+                "words": lambda: one.bits(vec(I16, 2 * self.lanes)), "floats": lambda: one}[self.family]()
+
+    def _add(self, total: Value, weight: Value, x: Value) -> Value:
+        add = self.isa.bytes_dot if self.family == "bytes" else self.isa.words_dot
+        return add(self.e, total, weight, x)
+
+    def _scale(self, pairs: Sequence[tuple[Var, Value]], row: Value, s: Value, scales: Sequence[Value] | None,
+               zeros: Sequence[Value] | None) -> None:
+        """Add a subgroup's integer sums to the totals."""
+        e, a = self.e, self.a
+        at = row * a.x_stride + s * 4
+        scale = e.load(a.x_scales, F32, at).spread(self.lanes)
+        offset = None
+        if self.family == "bytes":
+            offset = e.load(a.x_sums, I32, at).spread(self.lanes)
+        for b, (total, found) in enumerate(pairs):
+            if offset is not None:
+                found = self.isa.finished(e, found)
+                found = found - (offset * zeros[b] if zeros is not None else offset << 3)
+            if scales is None:
+                total.set(e.fma(found.real(), scale, total.get()))
+            else:
+                total.set(e.fma(found.real() * scale, scales[b], total.get()))
+
+    def _scales(self, block: Value, group: Value, groups: Value) -> Value:
+        e, width = self.e, 2 if self.spec.scale == "bf16" else 4
+        where = self.a.scales + (block * groups + group) * (self.lanes * width)
+        if width == 4:
+            return e.load(where, self.reals)
+        return e.widened(e.load(where, vec(I16, self.lanes)))
+
+    def _zeros(self, block: Value, group: Value, groups: Value) -> Value:
+        where = self.a.zeros + (block * groups + group) * self.lanes
+        return self.e.load(where, vec(I8, self.lanes)).zext(vec(I32, self.lanes))
+
+    def _finish(self, block: Value, row: Value, total: Value, scale: Value | None) -> None:
+        e, a = self.e, self.a
+        if scale is not None:
+            total = total * scale
+        column = block * (self.lanes * 4)
+        where = a.out + row * a.out_stride + column
+        held = e.var(total)
+        with e.when(e.present(a.bias)):
+            held.set(held.get() + e.load(a.bias + column, self.reals))
+        with e.when(a.add.differs(0)):
+            held.set(e.load(where, self.reals) + held.get())
+        e.store(where, held.get())

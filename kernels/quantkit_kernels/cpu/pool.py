@@ -1,0 +1,124 @@
+"""The threads that run programs. They wait in machine code for a moment, then in Python, asleep."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit_kernels.cpu import driver
+from quantkit_kernels.cpu.compiled import address
+from quantkit_kernels.cpu.isa import PLAIN
+
+MOST = 64
+"""Threads: a bit of one word for each."""
+
+
+class Pool:
+    """Runs programs on ``threads`` threads, the caller's among them.
+
+    One program runs at a time; :meth:`run` may be called from any thread.
+
+    Args:
+        threads: at most; 0: one a core that this process may use.
+
+    Attributes:
+        threads: that it has.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self.threads = min(threads or cores(), MOST)
+        self._lock = threading.Lock()
+        self._pid = 0
+
+    def run(self, program: npt.NDArray[np.int64], threads: int = 0) -> None:
+        """Run all operations; returns when they are done.
+
+        Args:
+            program: int64 ``[operations, RECORD / 8]``, as :mod:`~quantkit_kernels.cpu.driver` describes.
+            threads: so many of them; 0: all.
+        """
+        with self._lock:
+            if self._pid != os.getpid():  # also after a fork, which copies no threads
+                self._begin()
+            shared = self._shared
+            shared[driver.PROGRAM // 8] = program.ctypes.data
+            shared[driver.LENGTH // 8] = len(program)
+            shared[driver.THREADS // 8] = count = min(threads or self.threads, self.threads)
+            if count > 1:
+                asleep = self._start(self._where)
+                for thread in range(1, count):
+                    if asleep >> thread & 1:
+                        self._wake[thread].release()
+            self._run(self._where, 0)
+
+    def close(self) -> None:
+        """End the threads; the next :meth:`run` begins new ones."""
+        with self._lock:
+            if self._pid == os.getpid():
+                self._closing = True
+                for one in self._wake:
+                    one.release()
+                for thread in self._members:
+                    thread.join()
+            self._pid = 0
+
+    def _begin(self) -> None:
+        functions = [address(name, PLAIN, emit) for name, emit in (
+            ("run", driver.emit_run), ("start", driver.emit_start), ("work", driver.emit_work))]
+        kind = ctypes.CFUNCTYPE
+        self._run = kind(None, ctypes.c_void_p, ctypes.c_int64)(functions[0])
+        self._start = kind(ctypes.c_int64, ctypes.c_void_p)(functions[1])
+        work = kind(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(functions[2])
+        room = np.zeros((driver.PARKED + 64 * MOST + 64) // 8, np.int64)
+        self._room, self._shared = room, room[(-room.ctypes.data % 64) // 8:]
+        self._where: int = self._shared.ctypes.data
+        self._shared[driver.YIELD // 8] = _yield_address()
+        self._wake = [threading.Semaphore(0) for _ in range(self.threads)]
+        self._closing = False
+        self._members = [threading.Thread(target=self._member, args=(work, thread), daemon=True,
+                                          name=f"quantkit-cpu-{thread}") for thread in range(1, self.threads)]
+        for member in self._members:
+            member.start()
+        if self._pid == 0:
+            atexit.register(self.close)
+        self._pid = os.getpid()
+
+    def _member(self, work: Callable[[int, int, int], int], thread: int) -> None:
+        done = 0
+        while not self._closing:
+            done = work(self._where, thread, done)
+            self._wake[thread].acquire()
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, its control group's quota, one for two hyperthreads."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0)
+    whole = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            whole.add(siblings.read_text())
+        except OSError:
+            whole.add(str(cpu))
+    found = len(whole)
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        found = min(found, max(1, int(quota) // int(period)))
+    return found
+
+
+def _yield_address() -> int:
+    library = ctypes.CDLL("kernel32" if sys.platform == "win32" else None)
+    function = library.SwitchToThread if sys.platform == "win32" else library.sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,107 @@
+"""What happens to a row of activations between two multiplications: norm, SiLU, quantization.
+
+A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``) and leaves it as a multiplication
+wants it: float32, int16 or int8 with a scale for each subgroup of 32. A unit is a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Emitter, Value, vec
+from quantkit_kernels.cpu.exp import exp
+from quantkit_kernels.cpu.matmul import SUB, Family
+
+LANES = 16
+"""Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
+LEVELS = {"bytes": 127, "words": 8191}
+"""Largest codes. A subgroup's 32 products of 8191 · 8191 just fit an int32."""
+SMALLEST = 2.0**-100
+"""A subgroup's largest value is taken to be at least this: its inverse stays finite."""
+ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
+             "subgroups", "out_stride", "out_private", "eps")
+"""Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
+scales and of sums; ``out_private``: between threads. ``eps``: the bits of a float32."""
+Source = Literal["plain", "norm", "silu"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row operation.
+
+    Attributes:
+        source: ``plain`` takes ``x``; ``norm`` is ``x / sqrt(mean(x²) + eps) · weight``,
+            https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``, https://arxiv.org/abs/2002.05202.
+        family: how the row is left.
+    """
+
+    source: Source
+    family: Family
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return f"rows_{self.source}_{self.family}"
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e = Emitter(module, self.name, [PTR, I64, I64])
+        a = arguments(e, ARGUMENTS)
+        _, unit, thread = e.arguments
+        row = e.var(unit)
+        with e.when(e.present(a.picked)):
+            row.set(e.load(a.picked, I64, unit * 8))
+        x, second = a.x + row.get() * a.x_stride, a.second + row.get() * a.x_stride
+        factor = _norm_factor(e, x, a.size, a.eps) if self.source == "norm" else None
+        shift = unit * a.out_stride + thread * a.out_private
+        out, scales, sums = (p + shift for p in (a.out, a.scales, a.sums))
+        wide = vec(F32, LANES)
+        with e.loop(0, a.subgroups) as s:
+            values = []
+            for half in range(SUB // LANES):
+                at = s * (SUB * 4) + half * LANES * 4
+                value = e.load(x, wide, at)
+                if factor is not None:
+                    value = value * factor.spread(LANES) * e.load(a.weight, wide, at)
+                if self.source == "silu":
+                    value = value / (exp(e, -value) + 1.0) * e.load(second, wide, at)
+                values.append(value)
+            _leave(e, self.family, values, out, scales, sums, s)
+        e.ret()
+
+
+def _norm_factor(e: Emitter, x: Value, size: Value, eps: Value) -> Value:
+    """``1 / sqrt(mean(x²) + eps)``; what pads a row is 0."""
+    wide = vec(F32, LANES)
+    total = e.var(e.const(wide, 0.0))
+    with e.loop(0, size, LANES) as i:
+        value = e.load(x, wide, i * 4)
+        total.set(e.fma(value, value, total.get()))
+    mean = e.sum(total.get()) / size.real()
+    return e.const(F32, 1.0) / e.sqrt(mean + eps.trunc(I32).bits(F32))
+
+
+def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: Value, sums: Value,
+           index: Value) -> None:
+    """Store the subgroup ``index`` of a row."""
+    if family == "floats":
+        for half, value in enumerate(values):
+            e.store(out + index * (SUB * 4), value, half * LANES * 4)
+        return
+    levels, width = LEVELS[family], 1 if family == "bytes" else 2
+    most = e.max(e.abs(values[0]), e.abs(values[1]))
+    top = e.max(e.highest(most), e.const(F32, SMALLEST))
+    inverse = (e.const(F32, float(levels)) / top).spread(LANES)
+    total = e.const(vec(I32, LANES), 0)
+    for half, value in enumerate(values):
+        code = e.whole(e.round(value * inverse))
+        total = total + code
+        e.store(out + index * (SUB * width), code.trunc(vec(I8 if width == 1 else I16, LANES)),
+                half * LANES * width)
+    e.store(scales, top / float(levels), index * 4)
+    if family == "bytes":
+        e.store(sums, e.sum(total), index * 4)

@@ -1,0 +1,70 @@
+"""What the cache knows of a sequence: its pages, and how many slots of them it has filled."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quantkit.kv.pages import PAGE
+
+
+class HeldLayer:
+    """What the cache knows of one sequence in one layer.
+
+    Attributes:
+        pages: of each key head, in the order of its slots.
+        lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own.
+        seen: tokens that it had, dropped ones included: the next one's position.
+        steps: decode steps so far.
+        queries: the last rotated queries, ``[H, w, D]``, if the policy wants any.
+    """
+
+    __slots__ = ("_owner", "lengths", "pages", "queries", "seen", "steps", "table")
+
+    def __init__(self, owner: HeldSequence, lengths: npt.NDArray[np.int32]) -> None:
+        self._owner, self.lengths = owner, lengths
+        self.pages: list[list[int]] = [[] for _ in lengths]
+        self.seen = self.steps = 0
+        self.queries: torch.Tensor | None = None
+        self.table: torch.Tensor | None = None
+
+    def moved(self) -> None:
+        """Its pages are others now."""
+        self.table = self._owner.table = None
+
+
+class HeldSequence:
+    """A sequence in all layers.
+
+    Attributes:
+        layers: one by one.
+        lengths: int32 ``[layers, Hkv]``.
+        table: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
+        room: tokens that fit before a page is missing, where there is a table.
+    """
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.lengths = np.zeros((layers, heads), np.int32)
+        self.layers = [HeldLayer(self, row) for row in self.lengths]
+        self.table: npt.NDArray[np.int32] | None = None
+        self.room = 0
+
+    def lay_out(self) -> npt.NDArray[np.int32]:
+        """The table, made if there is none."""
+        if self.table is None:
+            width = max(len(pages) for layer in self.layers for pages in layer.pages)
+            self.table = np.zeros((*self.lengths.shape, width), np.int32)
+            for rows, layer in zip(self.table, self.layers):
+                for row, pages in zip(rows, layer.pages):
+                    row[:len(pages)] = pages
+            held = np.array([[len(pages) for pages in layer.pages] for layer in self.layers]) * PAGE
+            self.room = int((held - self.lengths).min())
+        return self.table
+
+    def advance(self, count: int) -> None:
+        """So many tokens are in its pages now."""
+        self.lengths += count
+        self.room -= count
+        for layer in self.layers:
+            layer.seen += count

@@ -1,0 +1,311 @@
+"""Matrix products on the CPU by kernels of our own, straight from packed codes.
+
+A weight is packed once, when a model is loaded. The kernels are in ``quantkit_kernels.cpu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.errors import UsageError, did_you_mean
+from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.nf4_table import codebook
+from quantkit.ops.dispatch import KernelQuery, codes_of
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.isa import Isa
+    from quantkit_kernels.cpu.matmul import Matmul
+    from quantkit_kernels.cpu.pool import Pool
+
+ROWS = 128
+"""Rows of activations in a unit: their codes stay in a core's own cache."""
+UNITS = 8
+"""Units that a thread has in a product with few rows."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as a kernel reads it.
+
+    Attributes:
+        name: of the kernel, as it is shown.
+        kernel: which multiplies by it.
+        shape: logical ``(out, in)``.
+        columns: padded to whole groups; activations must have as many.
+        weights, scales, zeros: as ``quantkit_kernels.cpu.matmul`` wants them.
+    """
+
+    name: str
+    kernel: Matmul
+    shape: tuple[int, int]
+    columns: int
+    weights: torch.Tensor
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, all of which a product reads."""
+        return sum(t.numel() * t.element_size() for t in (self.weights, self.scales, self.zeros)
+                   if t is not None)
+
+    @property
+    def stripes(self) -> int:
+        """Padded rows, in units of the kernel's stripe."""
+        from quantkit_kernels.cpu.matmul import STRIPE
+
+        return -(-self.shape[0] // STRIPE)
+
+    @property
+    def arguments(self) -> dict[str, torch.Tensor | int | None]:
+        """What a program's operation needs to know of it."""
+        from quantkit_kernels.cpu.matmul import SUB
+
+        return {"weights": self.weights, "scales": self.scales, "zeros": self.zeros, "stripes": self.stripes,
+                "subgroups": self.columns // SUB}
+
+    def units(self, rows: int, threads: int) -> tuple[int, int, int]:
+        """How a product is cut: units, stripes in each, rows in each."""
+        wide = rows if rows <= 16 else ROWS
+        wanted = UNITS * threads if rows <= 16 else 4 * threads
+        each = max(1, -(-self.stripes // wanted))
+        return -(-self.stripes // each) * -(-rows // wide), each, wide
+
+
+class Activations:
+    """Room for rows of activations as a product reads them: codes, scales and sums, row after row.
+
+    Args:
+        packed: a weight; all of its family and width take the same.
+        rows: of activations.
+
+    Attributes:
+        stride: bytes from row to row.
+    """
+
+    def __init__(self, packed: Packed, rows: int) -> None:
+        from quantkit_kernels.cpu.matmul import SUB, WIDTH
+
+        width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
+        self.stride = -(-(width + 8 * subgroups) // 64) * 64
+        self._room = torch.zeros(rows * self.stride + 64, dtype=torch.uint8)
+        base = -self._room.data_ptr() % 64
+        self._parts = [self._room[base + offset:] for offset in (0, width, width + 4 * subgroups)]
+
+    @property
+    def written(self) -> dict[str, torch.Tensor | int]:
+        """Arguments of the row operation."""
+        return dict(zip(("out", "scales", "sums"), self._parts)) | {"out_stride": self.stride}
+
+    @property
+    def read(self) -> dict[str, torch.Tensor | int]:
+        """Arguments of the product."""
+        return dict(zip(("x", "x_scales", "x_sums"), self._parts)) | {"x_stride": self.stride}
+
+
+@functools.cache
+def isa() -> Isa:
+    """The best instruction set of this machine, or the one that ``QUANTKIT_ISA`` names.
+
+    Raises:
+        UsageError: it names one that is unknown, or that this CPU doesn't have.
+    """
+    from quantkit_kernels.cpu.isa import ALL, host_features, missing
+
+    features = host_features()
+    named = os.environ.get("QUANTKIT_ISA")
+    if named is None:
+        return next(one for one in ALL if not missing(one, features))
+    table = {one.name: one for one in ALL}
+    if named not in table:
+        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=did_you_mean(named, table))
+    if lacking := missing(table[named], features):
+        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=f"this CPU lacks {', '.join(lacking)}",
+                         next="unset QUANTKIT_ISA")
+    return table[named]
+
+
+@functools.cache
+def pool() -> Pool:
+    """The threads that all models of this process share."""
+    from quantkit_kernels.cpu.pool import Pool
+
+    return Pool()
+
+
+def unavailable() -> str | None:
+    """Why there are no CPU kernels here; ``None`` if there are."""
+    import importlib.util
+
+    return None if importlib.util.find_spec("llvmlite") else "llvmlite is not installed"
+
+
+def pack_plain(weight: torch.Tensor) -> Packed:
+    """A bfloat16 weight ``[out, in]``."""
+    from quantkit_kernels.cpu import decoders, matmul, pack
+
+    shape = (weight.shape[0], weight.shape[1])
+    return Packed("cpu-bf16", matmul.Matmul(decoders.BF16, None), shape, _padded(shape[1], matmul.SUB),
+                  pack.bf16(weight, isa().lanes))
+
+
+def _padded(columns: int, group: int) -> int:
+    return -(-columns // group) * group
+
+
+class CpuKernel:
+    """What the kernels have in common."""
+
+    name = ""
+    order = 40
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but the weights that it has a decoder for, on a CPU."""
+        if query.op != "linear":
+            return f"implements linear, not {query.op}"
+        if query.device != "cpu":
+            return f"runs on cpu, not {query.device}"
+        if query.dtype != torch.bfloat16:
+            return f"takes bfloat16 activations, not {str(query.dtype).removeprefix('torch.')}"
+        return unavailable() or self._declines(query)
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        raise NotImplementedError
+
+    def prepare(self, weight: QuantizedTensor) -> Packed:
+        """Codes in the kernel's order."""
+        return self._pack(codes_of(weight), weight)
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+        raise NotImplementedError
+
+    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        return multiply(x, prepared)
+
+
+class Int8(CpuKernel):
+    """8-bit symmetric integers, activations as 14-bit integers with a scale for each 32."""
+
+    name = "cpu-int8"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        spec = query.spec
+        if spec.kind != "int" or spec.bits not in (5, 6, 7, 8):
+            return f"multiplies 8-bit integers, not {spec.kind}{spec.bits}"
+        if not spec.symmetric:
+            return "has no zero point"
+        return _group_declines(query)
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+        from quantkit_kernels.cpu import decoders, matmul, pack
+
+        group = codes.spec.granularity.size or 0
+        signed = (codes.codes.to(torch.int16) - 2 ** (codes.spec.bits - 1)).to(torch.int8)
+        kind, scale = _scale(codes, weight)
+        return Packed(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
+                      _padded(weight.shape[1], max(group, matmul.SUB)),
+                      pack.int8(signed, isa().lanes, max(group, matmul.SUB)), pack.scales(scale, isa().lanes))
+
+
+class Int4(CpuKernel):
+    """Integers of up to 4 bits, with or without zero points, activations as int8 with a scale for each 32."""
+
+    name = "cpu-int4"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        spec = query.spec
+        if spec.kind != "int" or spec.bits > 4:
+            return f"multiplies integers of at most 4 bits, not {spec.kind}{spec.bits}"
+        return _group_declines(query)
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+        from quantkit_kernels.cpu import decoders, matmul, pack
+
+        group = codes.spec.granularity.size or 0
+        kind, scale = _scale(codes, weight)
+        level, zeros = codes.codes, None
+        if codes.zero is None:
+            level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
+        else:
+            zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
+        return Packed(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,
+                      _padded(weight.shape[1], max(group, matmul.SUB)),
+                      pack.int4(level, isa().lanes, max(group, matmul.SUB)),
+                      pack.scales(scale, isa().lanes), zeros)
+
+
+class NF4(CpuKernel):
+    """NF4 in blocks that don't cross rows, activations as 14-bit integers with a scale for each 32."""
+
+    name = "cpu-nf4"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        if query.spec.kind != "nf":
+            return f"multiplies nf, not {query.spec.kind}"
+        size = query.spec.granularity.size or 0
+        if query.k % size:
+            return f"needs in_features divisible by the block of {size}, not {query.k}"
+        return _group_declines(query)
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+        from quantkit_kernels.cpu import decoders, matmul, pack
+
+        group = codes.spec.granularity.size or 0
+        table = tuple(codebook().tolist())
+        scale = codes.scale.reshape(weight.shape[0], -1) / decoders.NF4_LEVELS
+        return Packed(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
+                      _padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
+                      pack.scales(scale, isa().lanes))
+
+
+def _group_declines(query: KernelQuery) -> str | None:
+    from quantkit_kernels.cpu.matmul import SUB
+
+    granularity = query.spec.granularity
+    if granularity.size is not None and granularity.size % SUB:
+        return f"takes groups of a multiple of {SUB}, not {granularity}"
+    return None
+
+
+def _scale(codes: Codes, weight: QuantizedTensor) -> tuple[str, torch.Tensor]:
+    """Scales ``[n, groups]`` as they are stored: 16 bits if nothing is lost by it."""
+    scale = codes.scale.expand(weight.shape[0], -1) if codes.scale.dim() == 2 else codes.scale.expand(
+        weight.shape[0]).unsqueeze(1)
+    if codes.spec.scale_dtype == "bfloat16":
+        return "bf16", scale.to(torch.bfloat16)
+    return "f32", scale.float()
+
+
+def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """``x [m, k]`` by a packed weight → ``[m, n]`` in x's dtype."""
+    from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
+    from quantkit_kernels.cpu.program import Program
+    from quantkit_kernels.cpu.rows import Rows
+
+    threads = pool()
+    rows, padded = x.shape[0], packed.stripes * STRIPE
+    wide = torch.zeros(rows, packed.columns)
+    wide[:, :packed.shape[1]] = x
+    subgroups = packed.columns // SUB
+    codes = Activations(packed, rows)
+    out = torch.empty(rows, padded)
+    scratch = torch.empty(threads.threads, scratch_bytes(packed.kernel, isa(), subgroups) + 64, dtype=torch.uint8)
+    units, stripes, each = packed.units(rows, threads.threads)
+    program = Program(isa())
+    program.add(Rows("plain", packed.kernel.decoder.family), rows, x=wide, x_stride=packed.columns * 4,
+                size=packed.columns, subgroups=subgroups, **codes.written)
+    program.add(packed.kernel, units, **packed.arguments, **codes.read, out=out, scratch=scratch,
+                out_stride=padded * 4, stripes_a_unit=stripes, rows=rows, rows_a_unit=each,
+                scratch_private=scratch.shape[1])
+    program.finish()
+    threads.run(program.records)
+    return out[:, :packed.shape[0]].to(x.dtype)
+
+
+INT8, INT4, NF = Int8(), Int4(), NF4()
