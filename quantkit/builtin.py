@@ -41,8 +41,6 @@ def register_kernels(register: Register) -> None:
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
-    register("aten-int8", "quantkit.ops.aten:INT8")
-    register("aten-int4", "quantkit.ops.aten:INT4")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 
@@ -86,6 +84,7 @@ def register_commands(register: Register) -> None:
         ("verify", "Reread a checkpoint and check every hash and value."),
         ("recipes", "List and show recipes."),
         ("plugins", "List plugins and what they register."),
+        ("bench", "Measure the CPU kernels, or how fast a model runs here."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):
         register(name, f"quantkit.cli.{name.replace('-', '_')}:command", help=line)

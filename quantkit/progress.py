@@ -20,3 +20,13 @@ Listener = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """A listener that doesn't listen."""
+
+
+compiling: list[Listener] = []
+"""Who hears of kernels that are compiled; the command line is, a program that imports quantkit may be."""
+
+
+def tell_compiling(done: int, total: int, label: str) -> None:
+    """Tell them."""
+    for listener in compiling:
+        listener(Event(done, total, label))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.metadata
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["QUANTKIT_PLUGINS"] = ""
 os.environ.pop("QUANTKIT_DEBUG", None)
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does: threads that don't spin for long
+# machine code of the kernels is compiled once for all tests, in a folder of their own
+os.environ["QUANTKIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"quantkit-tests-{getpass.getuser()}")
 _PATHS = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 

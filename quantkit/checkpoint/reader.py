@@ -154,6 +154,11 @@ class Checkpoint:
                         f"has {dtype} {list(shape)} there")
         return layout
 
+    def release(self) -> None:
+        """What was read of the files needn't stay in memory; it is read again when it is needed."""
+        if "_tensors" in self.__dict__:
+            self._tensors.release()
+
     def close(self) -> None:
         """Release files and memory maps."""
         if "_tensors" in self.__dict__:

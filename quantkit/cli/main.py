@@ -21,6 +21,7 @@ from quantkit import __version__
 from quantkit.cli.present import show_error, show_warning
 from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
 from quantkit.plugins import registry
+from quantkit.progress import Event, Listener, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
 
@@ -68,7 +69,7 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
     # costs a factor of twenty. This long is enough to bridge two operations, and as fast on idle cores;
     # not to spin at all halves decode there. Read when torch is imported, and by the processes started here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    with one_line_warnings():
+    with one_line_warnings(), told_of_compiling():
         try:
             code = run()
             sys.stdout.flush()
@@ -153,6 +154,25 @@ def one_line_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: show_warning(str(message))
         yield
+
+
+@contextmanager
+def told_of_compiling() -> Iterator[None]:
+    """Kernels that must be compiled first are no silent wait."""
+    told: list[Listener] = []
+
+    def tell(event: Event) -> None:
+        if not told:  # imported when there is something to say
+            from quantkit.cli.progress import Compiling
+
+            told.append(Compiling())
+        told[0](event)
+
+    compiling.append(tell)
+    try:
+        yield
+    finally:
+        compiling.remove(tell)
 
 
 _debug = False

@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
+class Compiling:
+    """Says once that kernels are compiled for this machine, and now and then how long that will take."""
+
+    def __init__(self) -> None:
+        self._begun = self._said = 0.0
+
+    def __call__(self, step: Event) -> None:
+        """Take in one report."""
+        now = time.monotonic()
+        if step.done == 0:
+            self._begun = self._said = now
+            note(f"compiling {step.total} kernels for this CPU; the next time they are there")
+        elif step.done < step.total and now - self._said > 1:
+            self._said = now
+            left = (now - self._begun) * (step.total - step.done) / step.done
+            note(f"compiling: {step.done} of {step.total}, about {left:.0f} s left")
+
+
 class Progress:
     """Give it to long work as its callback; use it in a ``with``.
 

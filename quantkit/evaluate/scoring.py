@@ -15,7 +15,6 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
-from quantkit.models.layers import Step
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
@@ -157,12 +156,7 @@ class Scorer:
 
     def _hidden(self, inputs: Sequence[Tokens]) -> torch.Tensor:
         """The last layer's ``[B, T, hidden]``; the head is then asked for the scored positions only."""
-        model, ids, positions = self.loaded.model, *self._padded(inputs, [0] * len(inputs))
-        x = model.embed(ids)
-        step = Step(self.loaded.config, positions, x.dtype)
-        for layer in model.layers:
-            x = layer(x, positions, None, step)
-        return x
+        return self.loaded.model.hidden(*self._padded(inputs, [0] * len(inputs)))
 
     def _padded(self, rows: Sequence[Tokens], starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions, int64 ``[B, T]``; padding on the right has position −1."""

@@ -85,6 +85,7 @@ def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
     import torch
 
+    from quantkit.ops.cpu_linear import Packed
     from quantkit.ops.dispatch import Phase, choose
     from quantkit.ops.linear import query_for
 
@@ -93,6 +94,7 @@ def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     for phase in phases:
         names = Counter(
             "torch" if isinstance(one.weight, torch.Tensor) else
+            one.weight.name if isinstance(one.weight, Packed) else
             choose(query_for(one.weight, loaded.dtype, loaded.model.device, phase)).kernel.name
             for one in loaded.model.linears().values())
         found[phase] = dict(names)

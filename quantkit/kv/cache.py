@@ -21,6 +21,8 @@ from quantkit.ops.attention import attention_weights
 from quantkit.ops.rope import rotate
 from quantkit.spec import KVSpec
 
+_numbers = itertools.count()
+
 
 class KVCache:
     """Keys and values of any number of sequences of any lengths.
@@ -51,6 +53,7 @@ class KVCache:
         if not self.policy.keeps_all:  # else a slot's number is its position
             layout["positions"] = ((), torch.int32)
         self.pages = [Pages(layout, self._device) for _ in range(self._layers)]
+        self.number = next(_numbers)
         self._sequences: dict[int, HeldSequence] = {}
         self._ids = itertools.count()
 
@@ -296,6 +299,8 @@ class Batch:
         """
         if positions.shape[0] != len(self.sequences):
             raise ValueError(f"{positions.shape[0]} rows for {len(self.sequences)} sequences")
+        if positions.shape[1] == 1 and positions[:, 0].tolist() == self._starts:  # decoding, at every token
+            return [1] * len(self._starts)
         valid = positions >= 0
         counts: list[int] = valid.sum(1).tolist()
         expected = self.next_positions(positions.shape[1])

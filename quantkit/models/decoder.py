@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from quantkit.models.config import ModelConfig
 from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, linear
 from quantkit.models.linear import Linear, Weights
+from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.embedding import embed
 
 
 class KVCacheProtocol(Protocol):
@@ -66,8 +67,41 @@ class DecoderLayer:
         return {one.name: one for one in (*self.self_attn.linears(), *self.mlp.linears())}
 
 
+class LanguageModel(Protocol):
+    """What engines and evaluations call: a :class:`CausalLM`, or something that does the same faster.
+
+    Attributes:
+        config: its shape.
+        dtype, device: of its plain weights.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.__call__`."""
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: KVCacheProtocol | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.hidden`."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`CausalLM.logits`."""
+
+    def linears(self) -> dict[str, Linear]:
+        """See :meth:`CausalLM.linears`."""
+
+
 class CausalLM:
     """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
+
+    Attributes:
+        config: its shape.
+        dtype: of plain weights, hidden states and logits.
+        device: where it computes.
+        embedding: ``[vocab, hidden]``; where it is also the head, it may be packed as one.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
@@ -75,26 +109,30 @@ class CausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.embedding: torch.Tensor | Packed = weights.tensor("model.embed_tokens.weight")
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
         check_shape("model.embed_tokens.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
         self.head = Linear("lm_head", self.embedding) if config.tie_word_embeddings else linear(
             weights, "lm_head", (config.vocab_size, config.hidden_size), False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states and logits."""
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.embedding.device
-
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, T]`` → ``[B, T, hidden]``."""
-        return F.embedding(ids, self.embedding)
+        return embed(ids, self.embedding, self.config.hidden_size)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: KVCacheProtocol | None = None) -> torch.Tensor:
+        """What the last layer leaves, ``[B, T, hidden]``; arguments and errors as for the whole."""
+        if positions is None:
+            if cache is not None:
+                raise ValueError("with a cache, give the positions of ids")
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        x = self.embed(ids)
+        step = Step(self.config, positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, positions, cache, step)
+        return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""
@@ -116,14 +154,7 @@ class CausalLM:
         Raises:
             ValueError: a cache without positions: where it ends is not for the model to guess.
         """
-        if positions is None:
-            if cache is not None:
-                raise ValueError("with a cache, give the positions of ids")
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        x = self.embed(ids)
-        step = Step(self.config, positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, positions, cache, step)
+        x = self.hidden(ids, positions, cache)
         if last is not None:
             x = x[torch.arange(x.shape[0], device=x.device), last]
         return self.logits(x)

@@ -45,12 +45,14 @@ class Weights:
         quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
         has: whether a tensor exists.
         device: where tensors are put.
+        pack: makes of a Linear's weight what is kept of it.
     """
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
-                 device: torch.device | str = "cpu") -> None:
-        self._tensor, self.has, self._quantized = tensor, has, quantized
+                 device: torch.device | str = "cpu",
+                 pack: Callable[[torch.Tensor | QuantizedTensor], Packed] | None = None) -> None:
+        self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
         self.dtype, self.device = dtype, torch.device(device)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -59,6 +61,7 @@ class Weights:
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""
-        weight = self._quantized(name)
-        return Linear(name, self.tensor(f"{name}.weight") if weight is None else weight,
+        found = self._quantized(name)
+        weight = self.tensor(f"{name}.weight") if found is None else found
+        return Linear(name, weight if self._pack is None else self._pack(weight),
                       self.tensor(f"{name}.bias") if bias else None)

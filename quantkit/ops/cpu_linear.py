@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from quantkit.errors import UsageError, did_you_mean
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.nf4_table import codebook
 from quantkit.ops.dispatch import KernelQuery, codes_of
+from quantkit.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.isa import Isa
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 ROWS = 128
 """Rows of activations in a unit: their codes stay in a core's own cache."""
-UNITS = 8
-"""Units that a thread has in a product with few rows."""
+UNITS = 32
+"""Units that a thread has in a product with few rows, at most: the last even out what a busy core lost."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Packed:
         return -(-self.shape[0] // STRIPE)
 
     @property
-    def arguments(self) -> dict[str, torch.Tensor | int | None]:
+    def arguments(self) -> dict[str, Any]:
         """What a program's operation needs to know of it."""
         from quantkit_kernels.cpu.matmul import SUB
 
@@ -98,12 +100,12 @@ class Activations:
         self._parts = [self._room[base + offset:] for offset in (0, width, width + 4 * subgroups)]
 
     @property
-    def written(self) -> dict[str, torch.Tensor | int]:
+    def written(self) -> dict[str, Any]:
         """Arguments of the row operation."""
         return dict(zip(("out", "scales", "sums"), self._parts)) | {"out_stride": self.stride}
 
     @property
-    def read(self) -> dict[str, torch.Tensor | int]:
+    def read(self) -> dict[str, Any]:
         """Arguments of the product."""
         return dict(zip(("x", "x_scales", "x_sums"), self._parts)) | {"x_stride": self.stride}
 
@@ -132,10 +134,10 @@ def isa() -> Isa:
 
 @functools.cache
 def pool() -> Pool:
-    """The threads that all models of this process share."""
+    """The threads that all models of this process share: as many as torch had when the first was loaded."""
     from quantkit_kernels.cpu.pool import Pool
 
-    return Pool()
+    return Pool(torch.get_num_threads())
 
 
 def unavailable() -> str | None:
@@ -145,13 +147,13 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("llvmlite") else "llvmlite is not installed"
 
 
-def pack_plain(weight: torch.Tensor) -> Packed:
-    """A bfloat16 weight ``[out, in]``."""
+def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) -> Packed:
+    """A bfloat16 weight ``[out, in]``; ``read`` is called now and then, when some of it was read."""
     from quantkit_kernels.cpu import decoders, matmul, pack
 
     shape = (weight.shape[0], weight.shape[1])
     return Packed("cpu-bf16", matmul.Matmul(decoders.BF16, None), shape, _padded(shape[1], matmul.SUB),
-                  pack.bf16(weight, isa().lanes))
+                  pack.bf16(weight, isa().lanes, read))
 
 
 def _padded(columns: int, group: int) -> int:
@@ -273,7 +275,7 @@ def _group_declines(query: KernelQuery) -> str | None:
     return None
 
 
-def _scale(codes: Codes, weight: QuantizedTensor) -> tuple[str, torch.Tensor]:
+def _scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16', 'f32'], torch.Tensor]:
     """Scales ``[n, groups]`` as they are stored: 16 bits if nothing is lost by it."""
     scale = codes.scale.expand(weight.shape[0], -1) if codes.scale.dim() == 2 else codes.scale.expand(
         weight.shape[0]).unsqueeze(1)
@@ -282,30 +284,51 @@ def _scale(codes: Codes, weight: QuantizedTensor) -> tuple[str, torch.Tensor]:
     return "f32", scale.float()
 
 
+class Product:
+    """A product with a packed weight, ready to be run again and again.
+
+    Args:
+        packed: the weight.
+        rows: of activations.
+    """
+
+    def __init__(self, packed: Packed, rows: int) -> None:
+        from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
+        from quantkit_kernels.cpu.program import Program
+        from quantkit_kernels.cpu.rows import Rows
+
+        threads, subgroups, padded = pool().threads, packed.columns // SUB, packed.stripes * STRIPE
+        self._packed, self._x = packed, torch.zeros(rows, packed.columns)
+        self._out = torch.empty(rows, padded)
+        codes, each_row = Activations(packed, max(rows, threads)), int(rows == 1)
+        scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa(), subgroups), dtype=torch.uint8)
+        units, stripes, each = packed.units(rows, threads)
+        self._program = Program(isa())
+        self._program.add(Rows("plain", packed.kernel.decoder.family), rows, each=bool(each_row), x=self._x,
+                          x_stride=packed.columns * 4, size=packed.columns, subgroups=subgroups,
+                          out_private=codes.stride * each_row, **codes.written)
+        self._program.add(packed.kernel, units, **packed.arguments, **codes.read, out=self._out,
+                          scratch=scratch, out_stride=padded * 4, stripes_a_unit=stripes, rows=rows,
+                          rows_a_unit=each, x_private=codes.stride * each_row,
+                          scratch_private=scratch.shape[1])
+        self._program.finish(tell_compiling)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [rows, k]`` → float32 ``[rows, n]``, valid until the next call."""
+        self._x[:, :self._packed.shape[1]] = x
+        self.run()
+        return self._out[:, :self._packed.shape[0]]
+
+    def run(self) -> None:
+        """The same again."""
+        pool().run(self._program.records)
+
+
 def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """``x [m, k]`` by a packed weight → ``[m, n]`` in x's dtype."""
-    from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
-    from quantkit_kernels.cpu.program import Program
-    from quantkit_kernels.cpu.rows import Rows
-
-    threads = pool()
-    rows, padded = x.shape[0], packed.stripes * STRIPE
-    wide = torch.zeros(rows, packed.columns)
-    wide[:, :packed.shape[1]] = x
-    subgroups = packed.columns // SUB
-    codes = Activations(packed, rows)
-    out = torch.empty(rows, padded)
-    scratch = torch.empty(threads.threads, scratch_bytes(packed.kernel, isa(), subgroups) + 64, dtype=torch.uint8)
-    units, stripes, each = packed.units(rows, threads.threads)
-    program = Program(isa())
-    program.add(Rows("plain", packed.kernel.decoder.family), rows, x=wide, x_stride=packed.columns * 4,
-                size=packed.columns, subgroups=subgroups, **codes.written)
-    program.add(packed.kernel, units, **packed.arguments, **codes.read, out=out, scratch=scratch,
-                out_stride=padded * 4, stripes_a_unit=stripes, rows=rows, rows_a_unit=each,
-                scratch_private=scratch.shape[1])
-    program.finish()
-    threads.run(program.records)
-    return out[:, :packed.shape[0]].to(x.dtype)
+    if not len(x):
+        return x.new_empty(0, packed.shape[0])
+    return Product(packed, len(x))(x).to(x.dtype)
 
 
 INT8, INT4, NF = Int8(), Int4(), NF4()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,19 @@ from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageEr
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
+from quantkit.ops.cpu_linear import Packed
+from quantkit.runtime.fused import FusedModel, declines, pack
+from quantkit.runtime.memory import trim
 from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.sources.base import ModelSource, open_source
 from quantkit.spec import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+TRIM_EVERY = 1 << 24
+"""Bytes of weights after which freed memory goes back to the system."""
 DERIVED = (".rotary_emb.inv_freq",)
 """Ends of names that old checkpoints store and that follow from the config."""
 
@@ -34,7 +39,7 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: the network.
+        model: the network; on a CPU, where its kernels are there, as one program.
         config: its shape.
         tokenizer: text ⇄ ids.
         uri: what was loaded.
@@ -45,9 +50,10 @@ class LoadedModel:
             norms are not counted.
         weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
             pages that are mapped count.
+        unfused: why it isn't run as one program; ``None`` if it is.
     """
 
-    model: CausalLM
+    model: LanguageModel
     config: ModelConfig
     tokenizer: Tokenizer
     uri: str
@@ -56,6 +62,7 @@ class LoadedModel:
     file_bytes: int
     bits_per_weight: float
     weight_bytes: int
+    unfused: str | None = None
 
     @property
     def kv(self) -> KVSpec:
@@ -117,13 +124,13 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
     needed = tensor_shapes(config)
     _strict(uri, needed, infos, config, SourceError)
     tokenizer = Tokenizer(source.side_files(), hf)
-    model = CausalLM(config, Weights(source.tensor, infos.__contains__, kind, device=device))
+    model, reason = _model(config, source, infos.__contains__, kind, {}, device)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
     stored = {i.dtype for i in slots}
     label = SHORT.get(stored.pop(), "mixed") if len(stored) == 1 else "mixed"
     return LoadedModel(model, config, tokenizer, uri, label, None, sum(i.nbytes for i in infos.values()),
-                       bits, kind.itemsize * sum(map(math.prod, needed.values())))
+                       bits, kind.itemsize * sum(map(math.prod, needed.values())), reason)
 
 
 def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
@@ -141,12 +148,39 @@ def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.devi
     parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}
     _strict(uri, {*plain, *parts}, checkpoint.infos, config, CheckpointError)
     tokenizer = Tokenizer(checkpoint.side_files(), hf)
-    model = CausalLM(config, Weights(checkpoint.tensor, checkpoint.has, kind, packed.get, device))
+    model, reason = _model(config, checkpoint, checkpoint.has, kind, packed, device)
     resident = kind.itemsize * sum(map(math.prod, plain.values())) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, tokenizer, uri, manifest_label(checkpoint.manifest),
                        checkpoint.manifest, checkpoint.file_bytes, checkpoint.manifest.bits_per_weight,
-                       resident)
+                       resident, reason)
+
+
+def _model(config: ModelConfig, files: ModelSource | Checkpoint, has: Callable[[str], bool],
+           kind: torch.dtype, packed: Mapping[str, QuantizedTensor],
+           device: torch.device) -> tuple[LanguageModel, str | None]:
+    """The network, as one program if this device and these weights have kernels for it; else why not."""
+    reason = declines(config, kind, device, packed)
+    if reason is not None:
+        return CausalLM(config, Weights(files.tensor, has, kind, packed.get, device)), reason
+    release = getattr(files, "release", lambda: None)
+    passed = 0
+
+    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed:
+        nonlocal passed
+        made = pack(weight, release)
+        release()  # what was read of the file: it would be in memory twice
+        passed += made.nbytes
+        if passed > TRIM_EVERY:
+            passed = 0
+            trim()
+        return made
+
+    weights = Weights(files.tensor, has, kind, packed.get, device, pack_and_release)
+    model = FusedModel(CausalLM(config, weights), release)
+    release()
+    trim()
+    return model, None
 
 
 def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,

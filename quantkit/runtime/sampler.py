@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.ops.sampling import greedy, one_thread
 
 MAX_TOKENS = 2**31
 MIN_TEMPERATURE = 1e-4
@@ -96,15 +97,18 @@ class Sampler:
         Raises:
             QuantkitError: the logits hold NaN or infinity: the model is broken, or its dtype too narrow.
         """
-        scores = logits.float().cpu()
-        if not bool(torch.isfinite(scores).all()):
+        best = greedy(logits)
+        if best is None:
             raise QuantkitError("the model's output is not finite",
                                 why="its weights are damaged, or its activations outgrow its dtype",
                                 next="quantkit verify DIR, or --dtype float32")
-        scores = adjust(scores, history, self.sampling)
-        if self.sampling.greedy:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        if self.sampling.greedy and self.sampling.repetition_penalty == 1:
+            return best
+        with one_thread():
+            scores = adjust(logits.float().cpu(), history, self.sampling)
+            if self.sampling.greedy:
+                return int(scores.argmax())
+            return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

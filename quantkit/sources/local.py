@@ -85,6 +85,10 @@ class LocalSource:
         return SourceIdentity(known.kind, known.uri, known.revision,
                               {name: sha256_file(self.folder / name) for name in names}, known.pinned)
 
+    def release(self) -> None:
+        """What was read of the files needn't stay in memory."""
+        self._tensors.release()
+
     def close(self) -> None:
         """Close the weight files."""
         self._tensors.close()

@@ -96,6 +96,11 @@ class SafetensorsFile:
                 flat = torch.frombuffer(bytearray(self._map[offset:self._start + end]), dtype=info.dtype)
         return flat.reshape(info.shape)
 
+    def release(self) -> None:
+        """What was read needn't stay in memory: it comes back from the file when it is needed again."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let go of the map; views that are still alive keep it open."""
         self._map, self._closed = None, True
@@ -208,6 +213,11 @@ class ShardedTensors:
         if name not in self._where:
             raise SourceError(f"{self.folder} has no tensor {name[:120]!r}")
         return self._where[name].tensor(name)
+
+    def release(self) -> None:
+        """As for each file."""
+        for file in self.files.values():
+            file.release()
 
     def close(self) -> None:
         """Close every file."""

@@ -61,6 +61,12 @@ def test_a_window_longer_than_the_context(loaded):
     assert "512" in caught.value.why
 
 
+@pytest.fixture
+def plain(loaded):
+    """The same in float32 arithmetic: its weights are tensors that a test can change."""
+    return load(loaded.uri, dtype="float32")
+
+
 def perturbed(loaded, by):
     other = copy.copy(loaded)
     other.model = copy.deepcopy(loaded.model)
@@ -72,21 +78,21 @@ def perturbed(loaded, by):
     return other
 
 
-def test_the_reference_against_itself_and_more_damage_is_more_kl(loaded):
-    tokens = windows_of(loaded, TEXT, 32, 3)
-    others = [loaded, perturbed(loaded, 0.05), perturbed(loaded, 0.5)]
-    same, slight, heavy = compare([loaded, *others], tokens)[1:]
+def test_the_reference_against_itself_and_more_damage_is_more_kl(plain):
+    tokens = windows_of(plain, TEXT, 32, 3)
+    others = [plain, perturbed(plain, 0.05), perturbed(plain, 0.5)]
+    same, slight, heavy = compare([plain, *others], tokens)[1:]
     assert same["kl_mean"].value == 0 and same["top1"].value == 1
     assert 0 < slight["kl_mean"].value < heavy["kl_mean"].value
     assert slight["top1"].value > heavy["top1"].value
 
 
-def test_perplexity_and_kl_equal_a_direct_computation(loaded):
-    other = perturbed(loaded, 0.3)
-    tokens = windows_of(loaded, TEXT, 150, 2)  # more positions than are scored at once
-    found = compare([loaded, other], tokens)
+def test_perplexity_and_kl_equal_a_direct_computation(plain):
+    other = perturbed(plain, 0.3)
+    tokens = windows_of(plain, TEXT, 150, 2)  # more positions than are scored at once
+    found = compare([plain, other], tokens)
     logs = [[one.model(window[None])[0, :-1].double().log_softmax(-1) for window in tokens]
-            for one in (loaded, other)]
+            for one in (plain, other)]
     nll = torch.stack([-q.gather(-1, w[1:, None]).mean() for q, w in zip(logs[1], tokens)]).mean()
     assert found[1]["perplexity"].value == pytest.approx(math.exp(nll), rel=1e-5)
     kl = torch.stack([(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(*logs)]).mean().item()
@@ -107,27 +113,27 @@ def test_different_vocabularies(loaded, tmp_path):
         compare([loaded, other], windows_of(loaded, TEXT, 8, 1))
 
 
-def test_logits_that_are_not_finite_are_an_error_that_names_the_model(loaded):
-    ruined = perturbed(loaded, 0.0)
+def test_logits_that_are_not_finite_are_an_error_that_names_the_model(plain):
+    ruined = perturbed(plain, 0.0)
     linear = next(iter(ruined.model.linears().values()))
     linear.weight = torch.full_like(linear.weight, math.nan)
     with pytest.raises(QuantkitError, match="not finite") as caught:
-        compare([loaded, ruined], windows_of(loaded, TEXT, 8, 1))
+        compare([plain, ruined], windows_of(plain, TEXT, 8, 1))
     assert caught.value.why and caught.value.next
 
 
-def test_the_reference_runs_once_a_window(loaded, monkeypatch):
-    other, calls = perturbed(loaded, 0.3), []
-    run = type(loaded.model).__call__
-    monkeypatch.setattr(type(loaded.model), "__call__",
+def test_the_reference_runs_once_a_window(plain, monkeypatch):
+    other, calls = perturbed(plain, 0.3), []
+    run = type(plain.model).__call__
+    monkeypatch.setattr(type(plain.model), "__call__",
                         lambda self, *a, **k: calls.append(self) or run(self, *a, **k))
-    compare([loaded, other], windows_of(loaded, TEXT, 20, 3))
-    assert [self is loaded.model for self in calls] == [True, False] * 3
+    compare([plain, other], windows_of(plain, TEXT, 20, 3))
+    assert [self is plain.model for self in calls] == [True, False] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 7, 19, 1000])
-def test_how_many_positions_are_scored_at_once_changes_nothing(loaded, monkeypatch, rows):
-    models, tokens = [loaded, perturbed(loaded, 0.3)], windows_of(loaded, TEXT, 20, 2)
+def test_how_many_positions_are_scored_at_once_changes_nothing(plain, monkeypatch, rows):
+    models, tokens = [plain, perturbed(plain, 0.3)], windows_of(plain, TEXT, 20, 2)
     usual = compare(models, tokens)
     monkeypatch.setattr(quality, "ROWS", rows)
     for one, found in zip(usual, compare(models, tokens)):
@@ -135,9 +141,9 @@ def test_how_many_positions_are_scored_at_once_changes_nothing(loaded, monkeypat
             assert found[name].value == pytest.approx(one[name].value, rel=1e-5, abs=1e-7)
 
 
-def test_windows_start_afresh(loaded):
+def test_windows_start_afresh(plain):
     """A window's numbers don't depend on the one before it."""
-    models, tokens = [loaded, perturbed(loaded, 0.3)], windows_of(loaded, TEXT, 20, 2)
+    models, tokens = [plain, perturbed(plain, 0.3)], windows_of(plain, TEXT, 20, 2)
     alone = [compare(models, window[None])[1]["kl_mean"].value for window in tokens]
     assert compare(models, tokens)[1]["kl_mean"].value == pytest.approx(sum(alone) / 2, rel=1e-6)
 

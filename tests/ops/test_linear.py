@@ -33,7 +33,7 @@ def test_leading_dimensions_and_bias_survive(make_weight):
 
 
 def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, monkeypatch):
-    from quantkit.ops.aten import Int4
+    from quantkit.ops.cpu_linear import Int4
 
     calls = []
     prepare = Int4.prepare

@@ -14,6 +14,7 @@ from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.sequence import ContextLengthError, TokenInfo
+from quantkit.runtime.step import StepProgram
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 
@@ -183,15 +184,15 @@ def test_output_that_is_not_finite_ends_one_request(small, monkeypatch, prompt_o
     good, _ = submit(engine, 7, sampling, seed=2)
     for _ in range(3):
         engine.step()
-    logits = type(small.model).logits
+    logits = StepProgram.logits
 
-    def damaged(self, x):
-        out = logits(self, x)
-        out[0] = float("nan")
+    def damaged(self, *args):
+        out = logits(self, *args)
+        out[0][:] = float("nan")
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(small.model), "logits", damaged)
+        patch.setattr(StepProgram, "logits", damaged)
         engine.step()
     assert bad.done and "not finite" in str(errors[0]) and not good.done
     while engine.step():
@@ -205,11 +206,11 @@ def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch, sub
     for _ in range(2):
         engine.step()
 
-    def fails(self, x):
+    def fails(self, *args):
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(small.model), "logits", fails)
+        patch.setattr(StepProgram, "logits", fails)
         engine.step()
     assert all(ticket.done for ticket in running) and len(errors) == 2
     assert engine.cache.allocated_bytes == 0

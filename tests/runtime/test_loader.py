@@ -15,6 +15,7 @@ from quantkit.models.linear import Weights
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
+from quantkit.runtime.step import packed_of
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 
@@ -57,15 +58,15 @@ def test_every_family_runs(family, tied, tmp_path):
 
 def test_the_weights_are_the_files(bf16):
     stored = load_file(bf16 / "model.safetensors")
-    for name, linear in load(str(bf16)).model.linears().items():
-        assert torch.equal(linear.weight, stored[f"{name}.weight"])
+    for name, linear in load(str(bf16), dtype="float32").model.linears().items():
+        assert torch.equal(linear.weight, stored[f"{name}.weight"].float())
 
 
 @pytest.mark.parametrize(("asked", "expected", "factor"), [
     ("auto", torch.bfloat16, 1), ("float32", torch.float32, 2), ("float16", torch.float16, 1)])
 def test_dtype(bf16, asked, expected, factor):
     loaded = load(str(bf16), dtype=asked)
-    assert loaded.dtype == expected == loaded.model(IDS).dtype
+    assert loaded.dtype == expected and loaded.model(IDS).isfinite().all()
     assert loaded.weight_bytes == factor * loaded.file_bytes
 
 
@@ -153,7 +154,10 @@ def test_a_checkpoint_knows_what_it_is(checkpoint):
     assert loaded.file_bytes == sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
     stored = load_file(checkpoint / "model.safetensors")
     assert loaded.weight_bytes <= sum(t.nbytes for t in stored.values()) <= loaded.weight_bytes + 4096
-    assert all(isinstance(one.weight, QuantizedTensor) for one in loaded.model.linears().values())
+    kernel = {"int8": "cpu-int8", "int4": "cpu-int4", "nf4": "cpu-nf4"}[name]
+    assert {packed_of(one).name for one in loaded.model.linears().values()} == {kernel}
+    plain = load(str(checkpoint), dtype="float32")
+    assert all(isinstance(one.weight, QuantizedTensor) for one in plain.model.linears().values())
     assert loaded.tokenizer.has_chat
 
 

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import F32, I32, I64, PTR, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
 from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, lanes
+from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
 
 SPLIT = 256
 """Slots whose scores share a maximum."""
@@ -24,19 +25,20 @@ WIDE = 16
 """Scores handled at once in a softmax."""
 NOTHING = -1e30
 """A maximum over no scores."""
-CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*positions", "*rows", "*sequences", "layer",
-         "heads")
-"""Arguments that say where keys and values lie: the layer's pages; ``rows`` int64 ``[M, 3]``: sequence, place
-in this step, position; ``sequences`` int64 ``[B, 3]``: pointer to page numbers int32 ``[layers, heads, width]``,
-width, pointer to slots held before this step int32 ``[layers, heads]``; ``positions``: null if a slot's number is
-its position; ``heads``: of keys."""
-ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "q_stride", "kv_stride", "group",
-                  "eps")
-"""``cos`` and ``sin``: float32 ``[positions, D / 2]``; norms: float32 ``[D]`` or null; ``eps``: a float32's bits."""
+CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*positions", "*rows", "*sequences",
+         "layer", "heads")
+"""Arguments that say where keys and values lie: the layer's pages; ``rows`` int64 ``[M, 3]``: sequence,
+place in this step, position; ``sequences`` int64 ``[B, 3]``: pointer to page numbers int32 ``[layers, heads,
+width]``, width, pointer to slots held before this step int32 ``[layers, heads]``; ``positions``: null if a
+slot's number is its position; ``heads``: of keys."""
+ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "q_stride", "kv_stride",
+                  "group", "eps")
+"""``cos`` and ``sin``: float32 ``[positions, D / 2]``; norms: float32 ``[D]`` or null; ``eps``: a float32's
+bits."""
 ATTEND_ARGUMENTS = (*CACHE, "*q", "*out", "*tiles", "*scratch", "*partial", "q_stride", "out_stride", "group",
                     "window", "limit", "sinks", "splits", "scratch_private")
-"""``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of its
-splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more."""
+"""``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of
+its splits are one unit; ``partial``: float32 ``[rows, query heads, splits, D + 2]`` if there are more."""
 COMBINE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
 
 
@@ -55,7 +57,8 @@ def _slot(e: Emitter, a: SimpleNamespace, sequence: Value, head: Value) -> tuple
 
 def _parts(e: Emitter, a: SimpleNamespace, codec: str, dim: int, side: str, slot: Value) -> dict[str, Value]:
     """Pointers to what a slot holds."""
-    return {name: getattr(a, f"{side}_{name}") + slot * size for name, size in CODECS[codec].bytes(dim).items()}
+    sizes = CODECS[codec].bytes(dim)
+    return {name: getattr(a, f"{side}_{name}") + slot * size for name, size in sizes.items()}
 
 
 def _place(e: Emitter, table: Value, index: Value) -> Value:
@@ -164,7 +167,7 @@ class _Attend:
         self.most = self.running + self.queries * size
         self.least_place = e.load(a.rows, I64, self.first * 24 + 8)
         self.held = held
-        end = held + e.load(a.rows, I64, (self.first + count - 1) * 24 + 8) + 1
+        self.limit = end = held + e.load(a.rows, I64, (self.first + count - 1) * 24 + 8) + 1
         with e.either(a.splits.equals(1)) as otherwise:
             with e.loop(0, self.queries) as q:
                 for at in range(0, self.dim, self.width):
@@ -233,8 +236,14 @@ class _Attend:
         """The slots of a page as float32 in the tile; on the way also their positions."""
         e, a = self.e, self.a
         base = _place(e, self.table, at)
+        if side == "k":
+            self.next_page = _place(e, self.table, e.min(at + PAGE, self.limit - 1) & -PAGE)
         with e.loop(0, count) as i:
             parts = _parts(e, a, self.codec, self.dim, side, base + i)
+            if side == "k":  # values of the same page come next, and pages lie anywhere
+                self._fetch("v", base + i)
+                with e.when(at + i + PAGE < self.limit):
+                    self._fetch("k", self.next_page + i)
             for j, value in enumerate(CODECS[self.codec].load(e, parts, self.dim)):
                 e.store(self.tile + i * (self.dim * 4), value, j * self.width * 4)
         if places:
@@ -247,8 +256,13 @@ class _Attend:
                 with e.loop(0, PAGE, WIDE) as i:
                     e.store(where + i * 4, (at + i).trunc(I32).spread(WIDE) + steps)
 
+    def _fetch(self, side: str, slot: Value) -> None:
+        for name, pointer in _parts(self.e, self.a, self.codec, self.dim, side, slot).items():
+            for line in range(0, CODECS[self.codec].bytes(self.dim)[name], 64):
+                self.e.prefetch(pointer + line)
+
     def _score(self, q: Value, out: Value, count: Value) -> None:
-        """A query's products with the tile's keys, eight at a time; what lies behind the last is never seen."""
+        """A query's products with the tile's keys, eight at a time; none behind the last is ever seen."""
         e, kind = self.e, vec(F32, self.width)
         query = self._query(q)
         parts = [e.load(query, kind, at * 4) for at in range(0, self.dim, self.width)]

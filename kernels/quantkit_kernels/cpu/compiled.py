@@ -55,10 +55,24 @@ def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:
     return _load(code, name)
 
 
-def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, features: str = "") -> str:
-    """What a CPU would run: its assembly, whether or not this machine has such a CPU."""
+def on_disk(name: str, isa: Isa) -> bool:
+    """Whether :meth:`address` has nothing to compile."""
+    return _read(cache_folder() / f"{_key(name, isa)}.o") is not None
+
+
+def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, features: str = "", *,
+             triple: str = "") -> str:
+    """What a CPU would run: its assembly, whether or not this machine has such a CPU.
+
+    Args:
+        name, isa, emit: as for :func:`address`.
+        cpu, features: as LLVM names them.
+        triple: of the machine; this one's by default.
+    """
+    _llvm().initialize_all_targets()
+    _llvm().initialize_all_asmprinters()
     module = ir.Module(name)
-    module.triple = _llvm().get_default_triple()
+    module.triple = triple or _llvm().get_default_triple()
     emit(module)
     parsed, machine = _optimized(module, cpu, features)
     text: str = machine.emit_assembly(parsed)
@@ -67,8 +81,9 @@ def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, f
 
 def _key(name: str, isa: Isa) -> str:
     llvm = _llvm()
-    parts = (name, isa.name, str(isa.lanes), _sources(), repr(llvm.llvm_version_info), llvm.get_default_triple(),
-             llvm.get_host_cpu_name(), ",".join(sorted(k for k, v in host_features().items() if v)))
+    parts = (name, isa.name, str(isa.lanes), _sources(), repr(llvm.llvm_version_info),
+             llvm.get_default_triple(), llvm.get_host_cpu_name(),
+             ",".join(sorted(name for name, there in host_features().items() if there)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 

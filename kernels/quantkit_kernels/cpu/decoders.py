@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from quantkit_kernels.cpu.emit import F32, I8, I16, I32, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.matmul import SUB, Decoder
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
 
 NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
@@ -29,7 +30,7 @@ def _int8(e: Emitter, isa: Isa, source: Value) -> list[Value]:
 
 
 def _bf16(e: Emitter, isa: Isa, source: Value) -> list[Value]:
-    """Two neighbours of each lane's row side by side: one is the high half of the lane, one is shifted there."""
+    """Two neighbours of each lane's row side by side: one is a lane's high half, one is shifted there."""
     found, real = [], vec(F32, isa.lanes)
     for i in range(SUB // 2):
         pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)

@@ -1,7 +1,9 @@
 """Runs a program, a list of operations, on all threads at once: claims units, meets at barriers.
 
-An operation is a record of :data:`RECORD` bytes; every kernel is ``void kernel(record *, i64 unit, i64 thread)``.
-Threads claim units until none is left, so that one which lost its core delays its own unit only.
+An operation is a record of :data:`RECORD` bytes; every kernel is ``void kernel(arguments *, i64 unit, i64
+thread)``.
+A thread begins with a share of the units that lie side by side, which is what memory is fastest at, and then
+helps the others with theirs: one that lost its core delays its own unit only.
 """
 
 from __future__ import annotations
@@ -11,19 +13,27 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.emit import I32, I64, PTR, Emitter, Value
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-RECORD = 384
-KERNEL, UNITS, FLAGS, CLAIMED, ARGUMENTS = 0, 8, 16, 64, 128
-"""Offsets in a record. ``CLAIMED`` has a cache line to itself: every thread writes there."""
+RECORD = 320
+KERNEL, UNITS, FLAGS, ARGUMENTS = 0, 8, 16, 64
+"""Offsets in a record."""
 NO_BARRIER, EACH = 1, 2
 """Flags: the next operation doesn't need this one's results; every thread does all units for itself."""
 SLOTS = (RECORD - ARGUMENTS) // 8
 """Arguments, 8 bytes each: a pointer or an int64."""
+MOST = 64
+"""Threads: a bit of one word for each."""
+RING = 16
+"""Operations that may follow each other without a barrier."""
 ARRIVED, PASSED, JOB, PROGRAM, LENGTH, THREADS, YIELD, PARKED = 0, 64, 128, 192, 200, 208, 216, 256
-"""Offsets in what threads share; ``PARKED`` is an int64 for each thread, a cache line apart."""
-SPINS, YIELDS, PATIENCE = 2000, 64, 600
-"""Looks at a barrier before the core is offered to others; further ones before parking."""
+CLAIMED = PARKED + 64 * MOST
+SHARED = CLAIMED + 64 * MOST * RING
+"""Offsets in what threads share, and its size. ``PARKED`` is an int64 for each thread, ``CLAIMED`` one for
+each operation and thread: units taken of that thread's share. All are a cache line apart."""
+SPINS, PATIENCE = 2000, 4000
+"""Looks before the core is offered to others between them; further ones, some milliseconds, before sleep."""
 
 
 def arguments(e: Emitter, names: Sequence[str]) -> SimpleNamespace:
@@ -86,7 +96,8 @@ def emit_work(module: ir.Module) -> None:
 def _run(e: Emitter, shared: Value, thread: Value) -> None:
     program, length = e.load(shared, PTR, PROGRAM), e.load(shared, I64, LENGTH)
     threads = e.load(shared, I64, THREADS)
-    open_ = e.var(e.const(I64, 0))  # the first operation whose units are not reset yet
+    place = e.var(e.const(I64, 0))  # in the ring
+    first = e.var(e.const(I64, 0))  # the first place that isn't reset yet
     with e.loop(0, length) as index:
         record = program + index * RECORD
         kernel, units = e.load(record, PTR, KERNEL), e.load(record, I64, UNITS)
@@ -96,24 +107,34 @@ def _run(e: Emitter, shared: Value, thread: Value) -> None:
                 with e.loop(0, units) as unit:
                     e.call(kernel, record + ARGUMENTS, unit, thread)
                 otherwise()
-                with e.forever() as leave:
-                    unit = atomic(e, "add", record + CLAIMED, e.const(I64, 1))
-                    leave(unit >= units)
-                    e.call(kernel, record + ARGUMENTS, unit, thread)
+                with e.loop(0, threads) as step:
+                    whose = (thread + step) % threads
+                    begin, end = units * whose // threads, units * (whose + 1) // threads
+                    claimed = _claimed(shared, place.get(), whose)
+                    with e.forever() as leave:
+                        unit = begin + atomic(e, "add", claimed, e.const(I64, 1))
+                        leave(unit >= end)
+                        e.call(kernel, record + ARGUMENTS, unit, thread)
+                place.set(place.get() + 1)
             with e.when((flags & NO_BARRIER).equals(0)):
-                _barrier(e, shared, threads, program, open_.get(), index)
-                open_.set(index + 1)
+                _barrier(e, shared, threads, first.get(), place.get())
+                first.set(place.get())
     # nobody may look at the program after its owner has it back
-    _barrier(e, shared, threads, program, open_.get(), length - 1)
+    _barrier(e, shared, threads, first.get(), place.get())
 
 
-def _barrier(e: Emitter, shared: Value, threads: Value, program: Value, first: Value, last: Value) -> None:
+def _claimed(shared: Value, place: Value, thread: Value) -> Value:
+    return shared + CLAIMED + ((place & (RING - 1)) * MOST + thread) * 64
+
+
+def _barrier(e: Emitter, shared: Value, threads: Value, first: Value, end: Value) -> None:
+    """Wait for all; the last to come resets the places ``[first, end)`` of the ring."""
     now = atomic_load(e, shared + PASSED)
     arrived = atomic(e, "add", shared + ARRIVED, e.const(I64, 1))
     with e.either((arrived + 1).equals(threads)) as otherwise:
         e.store(shared, e.const(I64, 0), ARRIVED)
-        with e.loop(first, last + 1) as index:
-            e.store(program + index * RECORD, e.const(I64, 0), CLAIMED)
+        with e.loop(first, end) as place, e.loop(0, threads) as thread:
+            e.store(_claimed(shared, place, thread), e.const(I64, 0))
         atomic(e, "add", shared + PASSED, e.const(I64, 1))
         otherwise()
         waits = e.var(e.const(I64, 0))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import F32, I16, I32, I64, PTR, Emitter, vec
+from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.matmul import SUB
+from quantkit_kernels.cpu.values import F32, I16, I32, I64, PTR, vec
 
 ARGUMENTS = ("*ids", "*table", "*out", "size", "out_stride")
 """``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole subgroups in blocks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quantkit_kernels.cpu.emit import F32, I32, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import F32, I32, Value, vec
 
 LOWEST, HIGHEST = -87.0, 88.0
 """Below, the result is that of LOWEST (1.6e-38); above, that of HIGHEST (1.7e38)."""

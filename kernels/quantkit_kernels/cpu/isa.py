@@ -1,6 +1,6 @@
 """Instruction sets: how many lanes a vector has, and how small integers are multiplied.
 
-Products of integers are exact and everything else goes through :mod:`emit`, so all of them give the same bits.
+Products of integers are exact and everything else goes through :mod:`emit`: all of them give the same bits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit_kernels.cpu.emit import I8, I16, I32, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import I8, I16, I32, Value, vec
 
 
 @dataclass(frozen=True)

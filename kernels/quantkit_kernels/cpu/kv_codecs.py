@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quantkit_kernels.cpu.emit import F32, I8, I16, I32, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
 
 PAGE = 64
 """Slots in a page."""

@@ -18,8 +18,9 @@ from typing import Literal
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Emitter, Type, Value, Var, vec
+from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, PTR, Type, Value, Var, vec
 
 SUB = 32
 """Values of a row in a subgroup: what shares one scale of the activations."""
@@ -27,9 +28,9 @@ STRIPE = 32
 """Rows of a weight are padded to a multiple of this, and units are made of so many."""
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
-ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias", "*scratch", "add",
-             "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows", "rows_a_unit", "x_private",
-             "scratch_private")
+ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias", "*scratch",
+             "add", "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows",
+             "rows_a_unit", "x_private", "scratch_private")
 """Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike. ``x_private`` and
 ``scratch_private`` are those from thread to thread."""
 Family = Literal["bytes", "words", "floats"]
@@ -48,7 +49,8 @@ class Decoder:
         name: of the format.
         family: what its unpacked values are multiplied with.
         bytes: that a subgroup of one row takes.
-        unpack: ``(e, isa, pointer to a block's subgroup)`` → vectors of ``lanes · STEP`` values, in order of k.
+        unpack: ``(e, isa, pointer to a block's subgroup)`` → vectors of ``lanes · STEP`` values, in order
+            of k.
     """
 
     name: str
@@ -132,7 +134,8 @@ class _Writer:
     def _scratch(self, block: int, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
         size = SUB * self.lanes * WIDTH[self.family]
-        return self.a.scratch + (self.a.subgroups * block + subgroup) * size
+        place: Value = self.a.subgroups * block + subgroup
+        return self.a.scratch + place * size
 
     def _packed(self, block: Value, subgroup: Value) -> Value:
         return self.a.weights + block * self.block_bytes + subgroup * (self.decoder.bytes * self.lanes)
@@ -172,7 +175,8 @@ class _Writer:
                             sums[b][m] = self._add(sums[b][m], values[b][i], factor)
             if self.family != "floats":
                 for m in range(rows):
-                    self._scale([(totals[b][m], sums[b][m]) for b in range(blocks)], row + m, s, scales, zeros)
+                    pairs = [(totals[b][m], sums[b][m]) for b in range(blocks)]
+                    self._scale(pairs, row + m, s, scales, zeros)
 
         if self.spec.group:
             per = self.spec.group // SUB
@@ -184,13 +188,15 @@ class _Writer:
                     for i in range(per):
                         subgroup(group * per + i, scales, zeros)
                 else:
-                    with e.loop(0, per) as i:
-                        subgroup(group * per + i, scales, zeros)
+                    with e.loop(0, per) as step:
+                        subgroup(group * per + step, scales, zeros)
         else:
             with e.loop(0, a.subgroups) as s:
                 subgroup(s, None, None)
         for b in range(blocks):
-            scale = self._scales(block + b, e.const(I64, 0), e.const(I64, 1)) if self.spec.group == 0 else None
+            scale = None
+            if self.spec.group == 0:
+                scale = self._scales(block + b, e.const(I64, 0), e.const(I64, 1))
             for m in range(rows):
                 self._finish(block + b, row + m, totals[b][m].get(), scale)
 

@@ -6,54 +6,84 @@ a multiple of 32 and columns to whole subgroups (or groups, if there are any), w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quantkit_kernels.cpu.matmul import STRIPE, SUB
 
+AT_ONCE = 1 << 19
+"""Weights that are reordered at a time: more would be in memory twice."""
 
-def bf16(weight: torch.Tensor, lanes: int) -> torch.Tensor:
-    """bfloat16 ``[n, k]`` → uint8."""
-    blocks = _blocks(weight.view(torch.int16), lanes, SUB, 0)
-    return _flat(blocks.unflatten(-1, (-1, 2)).transpose(2, 3))
+
+def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """bfloat16 ``[n, k]`` → uint8; ``read`` is called whenever some of the weight isn't needed any more."""
+    return _packed(weight.view(torch.int16), lanes, SUB, 0, _pairs, read)
 
 
 def int8(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Signed codes int8 ``[n, k]`` → uint8."""
-    blocks = _blocks(codes, lanes, group, 0)
-    return _flat(blocks.unflatten(-1, (-1, 2)).transpose(2, 3))
+    return _packed(codes, lanes, group, 0, _pairs)
 
 
 def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8."""
-    runs = _blocks(codes, lanes, group, 0).unflatten(-1, (-1, 2, 4))  # [blocks, sub, lanes, 4, 2, 4]
-    return _flat((runs[..., 0, :] | runs[..., 1, :] << 4).transpose(2, 3))
+    def runs(blocks: torch.Tensor) -> torch.Tensor:
+        parts = blocks.unflatten(-1, (-1, 2, 4))  # [blocks, sub, lanes, 4, 2, 4]
+        return (parts[..., 0, :] | parts[..., 1, :] << 4).transpose(2, 3)
+
+    return _packed(codes, lanes, group, 0, runs)
 
 
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8. The table's zero is code 7, which pads."""
-    # k within a subgroup is [load, nibble, half, parity]; a word's place is 2 · lane + parity = 8 · run + at
-    parts = _blocks(codes, lanes, group, 7).unflatten(-1, (4, 2, 2, 2))
-    words = parts.permute(0, 1, 3, 4, 5, 2, 6).flatten(-2).unflatten(-1, (-1, 8))  # [.., load, nib, half, run, at]
-    places = words.transpose(-3, -2)  # a run of 16 bytes: half, then at
-    return _flat(places[:, :, :, 0] | places[:, :, :, 1] << 4)
+    def runs(blocks: torch.Tensor) -> torch.Tensor:
+        # k in a subgroup is [load, nibble, half, parity]; a word's place is 2 · lane + parity = 8 · run + at
+        parts = blocks.unflatten(-1, (4, 2, 2, 2))
+        words = parts.permute(0, 1, 3, 4, 5, 2, 6).flatten(-2).unflatten(-1, (-1, 8))
+        places = words.transpose(-3, -2)  # [..., load, nibble, run, half, at]: a run is 16 bytes
+        return places[:, :, :, 0] | places[:, :, :, 1] << 4
+
+    return _packed(codes, lanes, group, 7, runs)
 
 
 def scales(scale: torch.Tensor, lanes: int) -> torch.Tensor:
-    """``[n, groups]``, bfloat16 or float32 → the same dtype ``[blocks, groups, lanes]``; 0 pads."""
+    """``[n, groups]``, bfloat16, float32 or uint8 → the same dtype ``[blocks, groups, lanes]``; 0 pads."""
     return _rows(scale, lanes).transpose(1, 2).contiguous()
+
+
+def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
+            order: Callable[[torch.Tensor], torch.Tensor],
+            read: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """``[n, k]`` → bytes, some rows at a time; ``order`` takes ``[blocks, subgroups, lanes, 32]``."""
+    rows, columns = x.shape
+    missing = -columns % max(multiple, SUB)
+    step = max(1, AT_ONCE // (columns + missing) // STRIPE) * STRIPE
+    out: torch.Tensor | None = None
+    end = 0
+    for start in range(0, rows, step):
+        part = x[start:start + step]
+        if missing:
+            part = torch.nn.functional.pad(part, (0, missing), value=value)
+        blocks = _rows(part, lanes, value).unflatten(-1, (-1, SUB)).transpose(1, 2)
+        made = order(blocks).contiguous().view(torch.uint8).flatten()
+        if out is None:
+            out = torch.empty(made.numel() // (blocks.shape[0] * lanes) * (-(-rows // STRIPE) * STRIPE),
+                              dtype=torch.uint8)
+        out[end:end + made.numel()] = made
+        end += made.numel()
+        read()
+    return torch.empty(0, dtype=torch.uint8) if out is None else out
+
+
+def _pairs(blocks: torch.Tensor) -> torch.Tensor:
+    """Two neighbours of each lane's row side by side."""
+    return blocks.unflatten(-1, (-1, 2)).transpose(2, 3)
 
 
 def _rows(x: torch.Tensor, lanes: int, value: int = 0) -> torch.Tensor:
     """``[n, k]`` → ``[blocks, lanes, k]``."""
     missing = -x.shape[0] % STRIPE
-    return torch.nn.functional.pad(x, (0, 0, 0, missing), value=value).unflatten(0, (-1, lanes))
-
-
-def _blocks(x: torch.Tensor, lanes: int, multiple: int, value: int) -> torch.Tensor:
-    """``[n, k]`` → ``[blocks, subgroups, lanes, 32]``."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[1] % max(multiple, SUB)), value=value)
-    return _rows(x, lanes, value).unflatten(-1, (-1, SUB)).transpose(1, 2)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8).flatten()
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing), value=value)
+    return x.unflatten(0, (-1, lanes))

@@ -18,9 +18,6 @@ from quantkit_kernels.cpu import driver
 from quantkit_kernels.cpu.compiled import address
 from quantkit_kernels.cpu.isa import PLAIN
 
-MOST = 64
-"""Threads: a bit of one word for each."""
-
 
 class Pool:
     """Runs programs on ``threads`` threads, the caller's among them.
@@ -35,7 +32,7 @@ class Pool:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        self.threads = min(threads or cores(), MOST)
+        self.threads = min(threads or cores(), driver.MOST)
         self._lock = threading.Lock()
         self._pid = 0
 
@@ -78,7 +75,7 @@ class Pool:
         self._run = kind(None, ctypes.c_void_p, ctypes.c_int64)(functions[0])
         self._start = kind(ctypes.c_int64, ctypes.c_void_p)(functions[1])
         work = kind(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(functions[2])
-        room = np.zeros((driver.PARKED + 64 * MOST + 64) // 8, np.int64)
+        room = np.zeros((driver.SHARED + 64) // 8, np.int64)
         self._room, self._shared = room, room[(-room.ctypes.data % 64) // 8:]
         self._where: int = self._shared.ctypes.data
         self._shared[driver.YIELD // 8] = _yield_address()

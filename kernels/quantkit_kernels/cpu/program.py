@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import ir
 
-from quantkit_kernels.cpu import attention, embedding, matmul, rows
-from quantkit_kernels.cpu.compiled import address
-from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, UNITS
+from quantkit_kernels.cpu import attention, embedding, matmul, read, rows
+from quantkit_kernels.cpu.compiled import address, on_disk
+from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, UNITS
 from quantkit_kernels.cpu.isa import Isa
 
 ALIGNMENT = 64
+KERNELS: dict[type, Sequence[str]] = {
+    matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
+    attention.RopeStore: attention.ROPE_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
+    attention.Combine: attention.COMBINE_ARGUMENTS, read.Read: read.ARGUMENTS}
+"""The kernels that a program may have, and their arguments in a record's order; ``*name`` is a pointer."""
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A kernel in a program.
-
-    Attributes:
-        name: of the kernel's function.
-        emit: writes it.
-        arguments: their names, in the record's order.
-    """
-
-    name: str
-    emit: Callable[[ir.Module], None]
-    arguments: Sequence[str]
+Report = Callable[[int, int, str], None]
+"""Hears how many kernels are compiled, of how many, and which is next."""
 
 
-def operation(kernel: Any, isa: Isa) -> Operation:
-    """What a program needs to know of a kernel of this package."""
-    if isinstance(kernel, matmul.Matmul):
-        return Operation(kernel.name, kernel.emit(isa), matmul.ARGUMENTS)
-    names = {rows.Rows: rows.ARGUMENTS, attention.RopeStore: attention.ROPE_ARGUMENTS,
-             attention.Attend: attention.ATTEND_ARGUMENTS, attention.Combine: attention.COMBINE_ARGUMENTS,
-             embedding.Embed: embedding.ARGUMENTS}
-    return Operation(kernel.name, kernel.emit, names[type(kernel)])
+class Kernel(Protocol):
+    """What all of them have: the name of their function, which says all that its code depends on."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Program:
@@ -56,14 +45,14 @@ class Program:
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
-        self._operations: list[Operation] = []
+        self._kernels: list[Any] = []
         self._initial: list[dict[str, Any]] = []
         self._flags: list[int] = []
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
         self.names: list[str] = []
 
-    def add(self, kernel: Any, units: int = 1, *, barrier: bool = True, each: bool = False,
-            **values: torch.Tensor | int | None) -> int:
+    def add(self, kernel: Kernel, units: int = 1, *, barrier: bool = True, each: bool = False,
+            **values: Any) -> int:
         """Append an operation.
 
         Args:
@@ -79,34 +68,53 @@ class Program:
         Raises:
             TypeError: an argument that the kernel doesn't have.
         """
-        made = operation(kernel, self._isa)
-        known = [name.lstrip("*") for name in made.arguments]
+        known = _arguments(kernel)
         if unknown := set(values) - set(known):
-            raise TypeError(f"{made.name} has no argument {sorted(unknown)[0]!r}; it has {', '.join(known)}")
-        self._operations.append(made)
+            raise TypeError(f"{kernel.name} has no argument {min(unknown)!r}; it has {', '.join(known)}")
+        self._kernels.append(kernel)
         self._initial.append({"units": units, **values})
-        self._flags.append((0 if barrier else NO_BARRIER) | (EACH if each else 0))
-        self.names.append(made.name)
-        return len(self._operations) - 1
+        self._flags.append(EACH | NO_BARRIER if each else 0 if barrier else NO_BARRIER)
+        self.names.append(kernel.name)
+        return len(self._kernels) - 1
 
-    def finish(self) -> None:
-        """Compile what isn't compiled yet, and lay the records out; then :attr:`records` is there."""
+    def finish(self, report: Report | None = None) -> None:
+        """Compile what isn't compiled yet, and lay the records out; then :attr:`records` is there.
+
+        Args:
+            report: hears what is compiled; nothing is said if all of it is on disk.
+        """
         width = RECORD // 8
-        room = np.zeros(len(self._operations) * width + ALIGNMENT // 8, np.int64)
+        room = np.zeros(len(self._kernels) * width + ALIGNMENT // 8, np.int64)
         start = -room.ctypes.data % ALIGNMENT // 8
-        self.records: npt.NDArray[np.int64] = room[start:start + len(self._operations) * width].reshape(-1, width)
-        found: dict[str, int] = {}
+        end = start + len(self._kernels) * width
+        self.records: npt.NDArray[np.int64] = room[start:end].reshape(-1, width)
+        found = self._addresses(report)
         self._columns: list[dict[str, int]] = []
-        for i, one in enumerate(self._operations):
-            if one.name not in found:
-                found[one.name] = address(one.name, self._isa, one.emit)
+        for i, one in enumerate(self._kernels):
             self.records[i, KERNEL // 8], self.records[i, FLAGS // 8] = found[one.name], self._flags[i]
             self._columns.append({"units": UNITS // 8} | {
-                name.lstrip("*"): ARGUMENTS // 8 + j for j, name in enumerate(one.arguments)})
+                name: ARGUMENTS // 8 + j for j, name in enumerate(_arguments(one))})
             self.set(i, **self._initial[i])
         self._initial = []
+        together = 0
+        for flags in self._flags:
+            together = together + 1 if flags & NO_BARRIER else 0
+            assert together < RING, "too many operations without a barrier"
 
-    def set(self, index: int, **values: torch.Tensor | int | None) -> None:
+    def _addresses(self, report: Report | None) -> dict[str, int]:
+        kernels = {one.name: one for one in self._kernels}
+        new = [name for name in kernels if not on_disk(name, self._isa)]
+        found: dict[str, int] = {}
+        for name, one in kernels.items():
+            if report is not None and name in new:
+                report(new.index(name), len(new), name)
+            emit = one.emit(self._isa) if isinstance(one, matmul.Matmul) else one.emit
+            found[name] = address(name, self._isa, emit)
+        if report is not None and new:
+            report(len(new), len(new), "compiled")
+        return found
+
+    def set(self, index: int, **values: Any) -> None:
         """Change arguments of an operation."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -121,3 +129,7 @@ class Program:
     def alone(self, index: int, each: bool) -> None:
         """Whether every thread does all of an operation's units for itself; nobody then waits for it."""
         self.records[index, FLAGS // 8] = EACH | NO_BARRIER if each else self._flags[index]
+
+
+def _arguments(kernel: object) -> list[str]:
+    return [name.lstrip("*") for name in KERNELS[type(kernel)]]

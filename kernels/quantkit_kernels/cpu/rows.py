@@ -12,9 +12,10 @@ from typing import Literal
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Emitter, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
 from quantkit_kernels.cpu.matmul import SUB, Family
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, PTR, Value, vec
 
 LANES = 16
 """Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
@@ -35,7 +36,8 @@ class Rows:
 
     Attributes:
         source: ``plain`` takes ``x``; ``norm`` is ``x / sqrt(mean(x²) + eps) · weight``,
-            https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``, https://arxiv.org/abs/2002.05202.
+            https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``,
+            https://arxiv.org/abs/2002.05202.
         family: how the row is left.
     """
 

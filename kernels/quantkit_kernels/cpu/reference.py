@@ -1,0 +1,172 @@
+"""What the kernels compute, bit by bit, in NumPy: the same operations on float32 in the same order.
+
+Slow, and short enough to be checked by reading. ``fma`` is exact although NumPy has none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
+from quantkit_kernels.cpu.exp import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
+from quantkit_kernels.cpu.kv_codecs import lanes
+from quantkit_kernels.cpu.matmul import SUB
+from quantkit_kernels.cpu.rows import LANES, LEVELS, SMALLEST
+
+Floats = npt.NDArray[np.float32]
+Whole = npt.NDArray[np.int32]
+F = np.float32
+
+
+def fma(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> Floats:
+    """``a · b + c`` of float32 numbers, rounded once.
+
+    In float64 the product is exact; the sum is rounded to odd, so that rounding it again is harmless.
+    """
+    x = np.multiply(a, b, dtype=np.float64)
+    y = np.broadcast_to(np.asarray(c, np.float64), np.broadcast(x, c).shape)
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    bits = total.view(np.int64).copy()
+    odd = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    bits += np.where(odd, np.where((error > 0) == (total > 0), 1, -1), 0)
+    return bits.view(np.float64).astype(F)
+
+
+def halves(x: Floats) -> Floats:
+    """The sum over the last axis, whose length is a power of 2: the second half onto the first."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def exp(x: Floats) -> Floats:
+    """The kernels' exponential."""
+    x = np.maximum(np.minimum(x, F(HIGHEST)), F(LOWEST))
+    whole = np.rint(x * F(LOG2E))
+    rest = fma(whole, F(-LN2_LOW), fma(whole, F(-LN2_HIGH), x))
+    found: Floats = np.full_like(x, F(POLYNOMIAL[0]))
+    for factor in POLYNOMIAL[1:]:
+        found = fma(found, rest, F(factor))
+    found = fma(found, rest * rest, rest + F(1))
+    return (found.view(np.int32) + (whole.astype(np.int32) << 23)).view(F)
+
+
+def norm(x: Floats, weight: Floats, eps: float) -> Floats:
+    """RMSNorm of rows ``[m, n]``."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
+    total = np.zeros((len(x), LANES), F)
+    for at in range(0, padded.shape[1], LANES):
+        part = padded[:, at:at + LANES]
+        total = fma(part, part, total)
+    factor = F(1) / np.sqrt(halves(total) / F(x.shape[1]) + F(eps))
+    return x * factor[:, None] * weight
+
+
+def silu_mul(gate: Floats, up: Floats) -> Floats:
+    """``silu(gate) · up``."""
+    return gate / (exp(-gate) + F(1)) * up
+
+
+def quantize(x: Floats, family: str) -> tuple[Whole, Floats, Whole]:
+    """Rows ``[m, k]``, k a multiple of 32 → codes ``[m, k]``, scales and sums of codes ``[m, k / 32]``."""
+    parts = x.reshape(len(x), -1, SUB)
+    top = np.maximum(np.abs(parts).max(-1), F(SMALLEST))
+    inverse = F(LEVELS[family]) / top
+    codes = np.rint(parts * inverse[..., None]).astype(np.int32)
+    return codes.reshape(x.shape), top / F(LEVELS[family]), codes.sum(-1, dtype=np.int32)
+
+
+def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: int) -> Floats:
+    """Rows by integer weights.
+
+    Args:
+        x: ``[m, k]``.
+        levels: ``[n, k]``, zero point subtracted.
+        scale: ``[n, k / group]``; ``[n, 1]`` with group 0.
+        family: of the activations.
+        group: weights that share a scale; 0: a row.
+
+    Returns:
+        ``[m, n]``.
+    """
+    codes, steps, _ = quantize(x, family)
+    total = np.zeros((len(x), len(levels)), F)
+    for s in range(x.shape[1] // SUB):
+        part = slice(s * SUB, (s + 1) * SUB)
+        found = (codes[:, part].astype(np.int64) @ levels[:, part].T.astype(np.int64)).astype(np.int32)
+        step = steps[:, s, None]
+        if group:
+            total = fma(found.astype(F) * step, scale[None, :, s * SUB // group], total)
+        else:
+            total = fma(found.astype(F), step, total)
+    return total if group else total * scale[:, 0]
+
+
+def float_matmul(x: Floats, weight: Floats) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]``: one chain of fused multiply-adds over k."""
+    total = np.zeros((len(x), len(weight)), F)
+    for k in range(x.shape[1]):
+        total = fma(weight[None, :, k], x[:, k, None], total)
+    return total
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats, scale: float | None = None) -> Floats:
+    """``[..., D]`` by angles ``[..., D / 2]``."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned if scale is None else turned * F(scale)
+
+
+def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floats:
+    """One head.
+
+    Args:
+        q: ``[T, D]``, rotated and scaled.
+        k, v: ``[S, D]``, as the codec gives them back.
+        seen: ``[T, S]``.
+
+    Returns:
+        ``[T, D]``.
+    """
+    dim, width = q.shape[1], lanes(q.shape[1])
+    most = np.full(len(q), NOTHING, F)
+    weight, total = np.zeros(len(q), F), np.zeros_like(q)
+    for begin in range(0, len(k), SPLIT):
+        keys, values, visible = k[begin:begin + SPLIT], v[begin:begin + SPLIT], seen[:, begin:begin + SPLIT]
+        lane = q[:, None, :width] * keys[None, :, :width]
+        for at in range(width, dim, width):
+            lane = fma(q[:, None, at:at + width], keys[None, :, at:at + width], lane)
+        scores = np.where(visible, _score(lane), F(NOTHING))
+        top = scores.max(-1)
+        chances = np.where(scores > NOTHING, exp(scores - top[:, None]), F(0))
+        padded = np.pad(chances, ((0, 0), (0, -chances.shape[1] % WIDE)))
+        sums = np.zeros((len(q), WIDE), F)
+        for at in range(0, padded.shape[1], WIDE):
+            sums = sums + padded[:, at:at + WIDE]
+        own = np.zeros_like(q)
+        for i in range(len(keys)):
+            own = fma(chances[:, i, None], values[i], own)
+        there = top > NOTHING
+        new = np.maximum(most, top)
+        keep, take = exp(most - new), exp(top - new)
+        weight = np.where(there, fma(halves(sums), take, weight * keep), weight)
+        total = np.where(there[:, None], fma(own, take[:, None], total * keep[:, None]), total)
+        most = np.where(there, new, most)
+    return total * (F(1) / weight)[:, None]
+
+
+def _score(lane: Floats) -> Floats:
+    """The sum over lanes: halves down to eight, then neighbours at distance 2, 1 and 4."""
+    while lane.shape[-1] > 8:
+        half = lane.shape[-1] // 2
+        lane = lane[..., :half] + lane[..., half:]
+    if lane.shape[-1] < 8:
+        return halves(lane)
+    a = [lane[..., i] for i in range(8)]
+    low, high = ((a[i] + a[i + 2]) + (a[i + 1] + a[i + 3]) for i in (0, 4))
+    return low + high

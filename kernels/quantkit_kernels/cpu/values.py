@@ -1,0 +1,181 @@
+"""Types and values of kernels that are being written; see :mod:`~quantkit_kernels.cpu.emit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from llvmlite import ir
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.emit import Emitter
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+PTR = ir.PointerType()
+Type: TypeAlias = Any
+"""One of LLVM's types."""
+
+
+def vec(element: Type, lanes: int) -> ir.VectorType:
+    """A vector type."""
+    return ir.VectorType(element, lanes)
+
+
+class Value:
+    """A number, vector or pointer that the kernel computes. Integers are signed unless a name says otherwise.
+
+    ``pointer + n`` moves by n bytes. A Python number beside a value takes its type.
+    """
+
+    __slots__ = ("e", "ir")
+
+    def __init__(self, e: Emitter, value: ir.Value) -> None:
+        self.e, self.ir = e, value
+
+    @property
+    def type(self) -> Type:
+        return self.ir.type
+
+    @property
+    def _float(self) -> bool:
+        return getattr(self.type, "element", self.type) == F32
+
+    def _other(self, other: Any) -> ir.Value:
+        if isinstance(other, Var):
+            other = other.get()
+        return other.ir if isinstance(other, Value) else self.e.const(self.type, other).ir
+
+    def _two(self, other: Any, whole: str, real: str) -> Value:
+        name = real if self._float else whole
+        return Value(self.e, getattr(self.e.b, name)(self.ir, self._other(other)))
+
+    def __add__(self, other: Any) -> Value:
+        if self.type == PTR:
+            offset = other.get() if isinstance(other, Var) else other
+            offset = offset.ir if isinstance(offset, Value) else I64(offset)
+            return Value(self.e, self.e.b.gep(self.ir, [offset], inbounds=True, source_etype=I8))
+        return self._two(other, "add", "fadd")
+
+    def __sub__(self, other: Any) -> Value:
+        return self._two(other, "sub", "fsub")
+
+    def __mul__(self, other: Any) -> Value:
+        return self._two(other, "mul", "fmul")
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._two(other, "", "fdiv")
+
+    def __floordiv__(self, other: Any) -> Value:
+        return self._two(other, "sdiv", "")
+
+    def __mod__(self, other: Any) -> Value:
+        return self._two(other, "srem", "")
+
+    def __and__(self, other: Any) -> Value:
+        return self._two(other, "and_", "")
+
+    def __or__(self, other: Any) -> Value:
+        return self._two(other, "or_", "")
+
+    def __xor__(self, other: Any) -> Value:
+        return self._two(other, "xor", "")
+
+    def __lshift__(self, other: Any) -> Value:
+        return self._two(other, "shl", "")
+
+    def __rshift__(self, other: Any) -> Value:
+        return self._two(other, "ashr", "")
+
+    def shr(self, other: Any) -> Value:
+        """Logical shift right."""
+        return self._two(other, "lshr", "")
+
+    def __neg__(self) -> Value:
+        return Value(self.e, self.e.b.fneg(self.ir)) if self._float else self.e.const(self.type, 0) - self
+
+    def _compare(self, sign: str, other: Any) -> Value:
+        make = self.e.b.fcmp_ordered if self._float else self.e.b.icmp_signed
+        return Value(self.e, make(sign, self.ir, self._other(other)))
+
+    def __lt__(self, other: Any) -> Value:
+        return self._compare("<", other)
+
+    def __le__(self, other: Any) -> Value:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self._compare(">=", other)
+
+    def equals(self, other: Any) -> Value:
+        """``==``, which Python needs for itself."""
+        return self._compare("==", other)
+
+    def differs(self, other: Any) -> Value:
+        """``!=``."""
+        return self._compare("!=", other)
+
+    def _cast(self, name: str, to: Type) -> Value:
+        return Value(self.e, getattr(self.e.b, name)(self.ir, to))
+
+    def sext(self, to: Type) -> Value:
+        """Widen a signed integer."""
+        return self._cast("sext", to)
+
+    def zext(self, to: Type) -> Value:
+        """Widen an unsigned integer."""
+        return self._cast("zext", to)
+
+    def trunc(self, to: Type) -> Value:
+        """Drop an integer's high bits."""
+        return self._cast("trunc", to)
+
+    def bits(self, to: Type) -> Value:
+        """The same bits as another type."""
+        return self._cast("bitcast", to)
+
+    def real(self) -> Value:
+        """Signed integer → float32, lane by lane."""
+        return self._cast("sitofp", vec(F32, self.type.count) if self.lanes > 1 else F32)
+
+    @property
+    def lanes(self) -> int:
+        """Of a vector; 1 for anything else."""
+        return self.type.count if isinstance(self.type, ir.VectorType) else 1
+
+    def lane(self, index: int) -> Value:
+        """One lane."""
+        return Value(self.e, self.e.b.extract_element(self.ir, I32(index)))
+
+    def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
+        """Lanes of this vector, then of ``other``, in this order."""
+        second = other.ir if other is not None else ir.Constant(self.type, ir.Undefined)
+        mask = ir.Constant(vec(I32, len(order)), list(order))
+        return Value(self.e, self.e.b.shuffle_vector(self.ir, second, mask))
+
+    def spread(self, lanes: int) -> Value:
+        """A scalar in every lane."""
+        return self.e.splat(self, lanes)
+
+
+class Var:
+    """A variable; LLVM makes a register of it."""
+
+    __slots__ = ("_slot", "e", "type")
+
+    def __init__(self, e: Emitter, kind: Type) -> None:
+        self.e, self.type = e, kind
+        with e.b.goto_entry_block():
+            self._slot = e.b.alloca(kind)
+
+    def get(self) -> Value:
+        """What it holds now."""
+        return Value(self.e, self.e.b.load(self._slot, typ=self.type))
+
+    def set(self, value: Any) -> None:
+        """Assign."""
+        value = value if isinstance(value, Value) else self.e.const(self.type, value)
+        self.e.b.store(value.ir, self._slot)

@@ -1,0 +1,1 @@
+"""How fast this machine runs a model and its kernels, beside what its memory allows."""

@@ -1,0 +1,189 @@
+"""Prefill and decoding of a model by batch, context and KV setting, beside the machine's read bandwidth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from quantkit.bench.machine import machine
+from quantkit.errors import UsageError
+from quantkit.evaluate.text import load_text
+from quantkit.kv.base import Phase
+from quantkit.kv.cache import KVCache
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.sampling import greedy
+from quantkit.progress import Event, Listener, silent
+from quantkit.runtime.engine import PREFILL_CHUNK
+from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.loader import LoadedModel
+from quantkit.spec import KVSpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        batches: sequences that decode side by side.
+        contexts: tokens that each holds before.
+        kv: KV settings.
+        prompt: tokens of the prefill that is timed, from an empty cache; 0: none is.
+        tokens: decoded in a timed run.
+        repeats: timed runs; read bandwidth is measured before each.
+        fallback: whether operations that torch runs are accepted.
+    """
+
+    batches: Sequence[int] = (1,)
+    contexts: Sequence[int] = (0,)
+    kv: Sequence[KVSpec] = (KVSpec(),)
+    prompt: int = 512
+    tokens: int = 64
+    repeats: int = 3
+    fallback: bool = True
+
+
+def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = silent) -> dict[str, Any]:
+    """Measure a model.
+
+    Args:
+        loaded: the model.
+        settings: what.
+        progress: told of every run.
+
+    Returns:
+        ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear),
+        ``prefill`` and ``cases``; speeds are medians with their range.
+
+    Raises:
+        UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
+    """
+    limit = loaded.config.max_position_embeddings
+    if (most := max([*settings.contexts, settings.prompt]) + settings.tokens) > limit:
+        raise UsageError(f"a context of {most} tokens is asked for", why=f"the model was made for {limit}",
+                         next="give a smaller --context, or fewer --tokens")
+    if not settings.fallback:
+        for kv in settings.kv:
+            if (reason := _falls_back(loaded, kv)) is not None:
+                raise UsageError(f"{loaded.uri} with --kv {kv} falls back to torch", why=reason,
+                                 next="leave out --no-fallback to measure it all the same")
+    names = {name: one.weight.name if isinstance(one.weight, Packed) else "torch"
+             for name, one in loaded.model.linears().items()}
+    ids = loaded.tokenizer.encode(load_text().content[:16 * limit])[:limit]
+    runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
+    found: dict[str, Any] = {"machine": machine(), "model": loaded.uri, "label": loaded.label,
+                             "bytes": step_bytes(loaded), "kernels": names, "unfused": loaded.unfused,
+                             "prefill": [], "cases": []}
+    runner = _Runner(loaded, ids, settings, progress, runs)
+    with torch.inference_mode():
+        for kv in settings.kv:
+            if settings.prompt:
+                found["prefill"].append(runner.prefill(kv))
+            found["cases"] += [runner.decode(kv, batch, context)
+                               for context in settings.contexts for batch in settings.batches]
+    return found
+
+
+def step_bytes(loaded: LoadedModel) -> int:
+    """Bytes of weights that one decode step reads: all Linears and the head."""
+    if isinstance(loaded.model, FusedModel):
+        return loaded.model.step_bytes
+    return loaded.weight_bytes
+
+
+def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
+    if not isinstance(loaded.model, FusedModel):
+        return loaded.unfused
+    cache = KVCache(loaded.config, kv, loaded.dtype)
+    phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
+    for phase in phases:
+        if (reason := loaded.model.declines(cache.batch([], phase))) is not None:
+            return reason
+    return None
+
+
+class _Runner:
+    def __init__(self, loaded: LoadedModel, ids: list[int], settings: Settings, progress: Listener,
+                 runs: int) -> None:
+        from quantkit_kernels.cpu.read import Bandwidth
+
+        self._loaded, self._ids, self._settings = loaded, ids, settings
+        self._progress, self._runs, self._done = progress, runs, 0
+        self._memory = None
+        if cpu_linear.unavailable() is None:
+            self._memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
+
+    def prefill(self, kv: KVSpec) -> dict[str, Any]:
+        """A prompt from an empty cache, after one that nobody times."""
+        length, speeds = self._settings.prompt, []
+        for run in range(self._settings.repeats + 1):
+            cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
+            begin = time.perf_counter()
+            self._feed(cache, cache.add(), length)
+            if run:
+                speeds.append(length / (time.perf_counter() - begin))
+                self._tell(f"prefill {kv}")
+        return {"kv": str(kv), "tokens": length, "tok_s": _range(speeds)}
+
+    def decode(self, kv: KVSpec, batch: int, context: int) -> dict[str, Any]:
+        """Sequences with the same context decode greedily, each on its own."""
+        cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
+        first = cache.add()
+        token = self._feed(cache, first, max(1, context))
+        speeds, shares, reads = [], [], []
+        for run in range(self._settings.repeats + 1):
+            rows = [cache.fork(first) for _ in range(batch)]
+            reads.append(self._memory.measure() if self._memory else 0.0)
+            spent = self._steps(cache, rows, [token] * batch)
+            moved = step_bytes(self._loaded) + batch * cache.bytes_per_token * (
+                min(cache.held(rows[0])[0]) - self._settings.tokens / 2)
+            if run:
+                speeds.append(batch * self._settings.tokens / spent)
+                shares.append(moved * self._settings.tokens / spent)
+                self._tell(f"decode {kv}, batch {batch}, context {context}")
+            cache.free(rows)
+        read = median(reads)
+        return {"kv": str(kv), "batch": batch, "context": context, "tok_s": _range(speeds),
+                "bytes_s": _range(shares), "read_bytes_s": _range(reads),
+                "of_read": median(shares) / read if read else None}
+
+    def _feed(self, cache: KVCache, row: int, length: int) -> int:
+        """Read a prompt; the most likely token after it."""
+        logits = torch.empty(0)
+        for start in range(0, length, PREFILL_CHUNK):
+            chunk = self._ids[start:min(start + PREFILL_CHUNK, length)]
+            batch = cache.batch([row], "prefill_end" if start + len(chunk) == length else "prefill")
+            logits = self._loaded.model(torch.tensor([chunk]), batch.next_positions(len(chunk)), batch,
+                                        torch.tensor([len(chunk) - 1]))
+        return _best(logits[0])
+
+    def _steps(self, cache: KVCache, rows: list[int], tokens: list[int]) -> float:
+        """Seconds for the timed tokens, after two that warm up."""
+        begin = time.perf_counter()
+        for step in range(self._settings.tokens + 2):
+            if step == 2:
+                begin = time.perf_counter()
+            batch = cache.batch(rows, "decode")
+            ids = torch.tensor([[token] for token in tokens])
+            logits = self._loaded.model(ids, batch.next_positions(), batch)
+            tokens = [_best(row) for row in logits[:, -1]]
+        return time.perf_counter() - begin
+
+    def _tell(self, label: str) -> None:
+        self._done += 1
+        self._progress(Event(self._done, self._runs, label))
+
+
+def _best(logits: torch.Tensor) -> int:
+    found = greedy(logits)
+    assert found is not None, "the model's output is not finite"
+    return found
+
+
+def _range(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "low": min(values), "high": max(values)}

@@ -1,0 +1,111 @@
+"""Matrix products of the CPU kernels by format and number of rows, beside what memory allows and torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from quantkit.bench.machine import machine
+from quantkit.errors import UsageError
+from quantkit.formats.base import Codes
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import Packed, Product
+from quantkit.ops.dispatch import choose
+from quantkit.ops.linear import query_for
+from quantkit.plugins import registry
+from quantkit.progress import Event, Listener, silent
+from quantkit.spec import Granularity, QuantSpec
+
+
+def _int4(group: int, symmetric: bool = True) -> QuantSpec:
+    return QuantSpec(bits=4, symmetric=symmetric, granularity=Granularity(strategy="group", size=group),
+                     scale_dtype="bfloat16")
+
+
+SPECS = {
+    "bf16": None,
+    "int8": QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16"),
+    "int4 g32": _int4(32), "int4 g64": _int4(64), "int4 g64 asym": _int4(64, False), "int4 g128": _int4(128),
+    "nf4 b64": QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
+                         scale_dtype="float32"),
+}
+FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4"}
+BUDGET = 1 << 28
+"""Bytes of weights that a run reads, so that they come from memory and not from a cache."""
+
+
+def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeats: int = 5,
+                  progress: Listener = silent) -> dict[str, Any]:
+    """Measure every format.
+
+    Args:
+        shapes: ``(out, in)`` of weights.
+        rows: of activations.
+        repeats: timed runs; read bandwidth is measured before each.
+        progress: told of every case.
+
+    Returns:
+        ``machine`` and ``cases``: format, kernel, shape, rows, seconds, weights' bytes a second and
+        their share of the read bandwidth, multiplications a second.
+
+    Raises:
+        UsageError: there are no CPU kernels here.
+    """
+    if (reason := cpu_linear.unavailable()) is not None:
+        raise UsageError("there are no CPU kernels to measure", why=reason, next="pip install llvmlite")
+    from quantkit_kernels.cpu.read import Bandwidth
+
+    memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
+    total, found = len(shapes) * len(SPECS) * len(rows), []
+    for shape in shapes:
+        for label, spec in SPECS.items():
+            made = _weights(shape, spec)
+            for count in rows:
+                x = torch.randn(count, shape[1]).to(torch.bfloat16)
+                products = [Product(one, count) for one in made]
+                for product in products:
+                    product(x)
+                times, reads = [], []
+                for _ in range(repeats):
+                    reads.append(memory.measure())
+                    begin = time.perf_counter()
+                    for product in products:
+                        product.run()
+                    times.append((time.perf_counter() - begin) / len(made))
+                spent, read = median(times), median(reads)
+                found.append({"format": label, "kernel": made[0].name, "shape": list(shape), "rows": count,
+                              "seconds": spent, "bytes_s": made[0].nbytes / spent, "read_bytes_s": read,
+                              "of_read": made[0].nbytes / spent / read,
+                              "mac_s": count * shape[0] * shape[1] / spent})
+                progress(Event(len(found), total, f"{label}, {count} rows"))
+    return {"machine": machine(), "cases": found}
+
+
+def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[Packed]:
+    """Random weights, as many as the caches don't hold."""
+    first = _packed(shape, spec)
+    return [first, *(_packed(shape, spec) for _ in range(min(63, BUDGET // max(first.nbytes, 1))))]
+
+
+def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> Packed:
+    if spec is None:
+        return cpu_linear.pack_plain(torch.randn(shape).to(torch.bfloat16))
+    scales = spec.scale_shape(shape)
+    zero = None if spec.symmetric or spec.kind == "nf" else torch.randint(0, 16, scales, dtype=torch.uint8)
+    codes = Codes(spec, torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8),
+                  torch.rand(scales).to(torch.bfloat16).float() + 0.5, zero)
+    weight = registry("formats").get(FORMATS[spec.kind]).pack(codes, torch.bfloat16)
+    kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
+    packed: Packed = kernel.prepare(weight)
+    return packed
+
+
+def lines(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A table's rows: format, shape, rows, GB/s, share of the read bandwidth, billions of multiplications."""
+    for case in found["cases"]:
+        yield (case["format"], "x".join(map(str, case["shape"])), str(case["rows"]),
+               f"{case['bytes_s'] / 1e9:.1f}", f"{case['of_read']:.0%}", f"{case['mac_s'] / 1e9:.0f}")

@@ -1,0 +1,125 @@
+"""``quantkit bench kernels`` and ``quantkit bench decode MODEL``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, note, print_json, table
+from quantkit.cli.progress import Progress
+from quantkit.errors import UsageError
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure this machine: its kernels, or how fast it runs a model."""
+
+
+@command.command("kernels")
+@click.option("--shape", "shapes", multiple=True, metavar="OUTxIN", default=("4096x4096", "4096x14336"),
+              show_default=True, help="Of weights; may be given more than once.")
+@click.option("--rows", default="1,8,512", show_default=True, metavar="LIST", help="Rows of activations.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
+@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Also write the JSON there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def kernels(shapes: tuple[str, ...], rows: str, repeats: int, out: Path | None, quiet: bool,
+            as_json: bool) -> None:
+    """Measure the matrix products of the CPU kernels.
+
+    GB/s are those of the packed weights; `of read` is their share of the bandwidth at which all
+    threads read memory in the same minute. GMAC/s are billions of multiplications.
+    """
+    from quantkit.bench.kernels import bench_kernels, lines
+
+    with Progress("measuring", quiet) as progress:
+        found = bench_kernels([_shape(one) for one in shapes], _numbers("--rows", rows, 1), repeats, progress)
+    _show(found, table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(found)),
+                       right=(2, 3, 4, 5)), out, as_json)
+
+
+@command.command("decode")
+@click.argument("model")
+@click.option("--batch", default="1", show_default=True, metavar="LIST", help="Sequences side by side: 1,8.")
+@click.option("--context", default="0", show_default=True, metavar="LIST",
+              help="Tokens that each holds before: 0,2048.")
+@click.option("--kv", metavar="LIST", help="KV settings: none,int8,int4. (The model's own.)")
+@click.option("--prompt", type=click.IntRange(min=0), default=512, show_default=True,
+              help="Tokens of the timed prefill; 0: none.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded in a run.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
+@click.option("--no-fallback", is_flag=True, help="Refuse if torch would run anything.")
+@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Also write the JSON there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, tokens: int, repeats: int,
+           no_fallback: bool, out: Path | None, quiet: bool, as_json: bool) -> None:
+    """Measure how fast MODEL reads a prompt and decodes on this machine's CPU.
+
+    tok/s are those of all sequences together; GB/s are of the weights and the KV cache that a step
+    must read, and `of read` is their share of the bandwidth at which all threads read memory in the
+    same minute.
+    """
+    from quantkit.bench.decode import Settings, bench_decode
+    from quantkit.evaluate.forced import split_settings
+    from quantkit.kvspec import parse_kv
+    from quantkit.runtime.loader import load
+
+    loaded = load(model, device="cpu")
+    settings = Settings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
+                        [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
+                        prompt, tokens, repeats, not no_fallback)
+    with Progress("measuring", quiet) as progress:
+        found = bench_decode(loaded, settings, progress)
+    rows = [(one["kv"], f"{one['tokens']}", "", f"{one['tok_s']['median']:.0f}", "", "")
+            for one in found["prefill"]]
+    rows += [(one["kv"], f"{one['context']}", f"{one['batch']}", f"{one['tok_s']['median']:.1f}",
+              f"{one['bytes_s']['median'] / 1e9:.1f}", f"{one['of_read']:.0%}" if one["of_read"] else "")
+             for one in found["cases"]]
+    text = table(("kv", "tokens", "batch", "tok/s", "GB/s", "of read"), rows, right=(1, 2, 3, 4, 5))
+    kinds: dict[str, int] = {}
+    for name in found["kernels"].values():
+        kinds[name] = kinds.get(name, 0) + 1
+    used = ", ".join(f"{count} {name}" for name, count in kinds.items())
+    text += f"\n\n{found['label']}: {human_bytes(found['bytes'])} of weights a step"
+    text += f"\nLinears by kernel: {used}"
+    if found["unfused"]:
+        text += f"\noperation by operation, because: {found['unfused']}"
+    _show(found, text, out, as_json)
+
+
+def _show(found: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        machine = found["machine"]
+        click.echo(f"{text}\n\n{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, "
+                   f"quantkit {machine['quantkit']}, {machine['date']}")
+    if out is not None:
+        try:
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{out} can't be written", why=error.strerror or str(error)) from None
+        note(f"wrote {out}")
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [least - 1]
+    if min(found) < least:
+        raise UsageError(f"{option} is {text!r}", why=f"it must be whole numbers from {least} on: 1,8")
+    return found
+
+
+def _shape(text: str) -> tuple[int, int]:
+    out, _, columns = text.partition("x")
+    if not (out.isdecimal() and columns.isdecimal() and int(out) and int(columns)):
+        raise UsageError(f"--shape is {text!r}", why="it must be two whole numbers, as in 4096x14336")
+    return int(out), int(columns)

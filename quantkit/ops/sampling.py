@@ -1,0 +1,37 @@
+"""The most likely token, without waking any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def greedy(logits: torch.Tensor) -> int | None:
+    """Index of the largest of ``logits [vocab]``, the lowest of equals; ``None`` if not all are finite."""
+    if logits.device.type != "cpu":
+        return int(logits.argmax()) if bool(torch.isfinite(logits).all()) else None
+    from quantkit.ops import cpu_linear
+
+    if cpu_linear.unavailable() is None:
+        from quantkit_kernels.cpu.argmax import argmax
+
+        return argmax(logits.float(), cpu_linear.isa())
+    values = logits.float().numpy()
+    best = int(values.argmax())
+    return best if abs(values).max() < float("inf") else None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on the caller's thread alone. Its other threads, once woken, spin for a while on
+    cores that the next step needs."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)

@@ -1,0 +1,24 @@
+"""Gives memory that was freed back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+
+def trim() -> None:
+    """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
+    if (function := _function()) is not None:
+        function(0)
+
+
+@functools.cache
+def _function() -> Callable[[int], int] | None:
+    try:
+        found = ctypes.CDLL(None).malloc_trim  # glibc's
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = found
+    return function

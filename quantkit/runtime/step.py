@@ -1,0 +1,331 @@
+"""The program of one step: all operations of a model over the pages of one KV codec, and their memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.kv.cache import Batch, KVCache
+from quantkit.models.decoder import CausalLM, DecoderLayer
+from quantkit.models.linear import Linear
+from quantkit.models.rope_frequencies import inverse_frequencies
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import Activations, Packed
+from quantkit.progress import tell_compiling
+
+MOST_ROWS = 512
+"""Tokens that go through the program at once."""
+QUERIES = 48
+"""Queries of a key head (rows times the heads that share it) in a unit of attention."""
+ANGLES = 512
+"""Positions whose rotation is worked out at once, at least."""
+UNBOUNDED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``[start, start + count)`` of a row of the batch."""
+
+    sequence: int
+    start: int
+    count: int
+
+
+class StepProgram:
+    """A model's operations in order. Rows of activations lie one after another, sequence by sequence.
+
+    Args:
+        model: its Linears packed.
+        codec: of the pages, as ``quantkit_kernels.cpu.kv_codecs`` names it.
+
+    Attributes:
+        products: index of each matrix product in the program, by the Linear's name.
+    """
+
+    def __init__(self, model: CausalLM, codec: str) -> None:
+        from quantkit_kernels.cpu.attention import scratch_bytes
+        from quantkit_kernels.cpu.matmul import STRIPE, SUB
+        from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
+        from quantkit_kernels.cpu.program import Program
+
+        self._model, self._codec = model, codec
+        config = self._config = model.config
+        self._pool = cpu_linear.pool()
+        isa, threads = cpu_linear.isa(), self._pool.threads
+        self._group = config.num_heads // config.num_kv_heads
+        self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
+        self._tile = max(1, QUERIES // self._group)
+        packed = [packed_of(one) for one in (*model.linears().values(), model.head)]
+        room = max(scratch_bytes(config.head_dim, self._tile * self._group),
+                   *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed))
+        self._scratch = torch.empty(threads, -(-room // 64) * 64, dtype=torch.uint8)
+        self._ids = torch.zeros(MOST_ROWS, dtype=torch.int64)
+        self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
+        self._rows, self._tiles, self._sequences = (
+            torch.zeros(MOST_ROWS, 3, dtype=torch.int64) for _ in range(3))
+        self._partial = torch.empty(0)
+        self._cos = self._sin = torch.empty(0, config.head_dim // 2)
+        self._width = packed[-1].stripes * STRIPE
+        self._activations: dict[tuple[str, str, int], Activations] = {}
+        self._kept: list[torch.Tensor] = []
+        self.products: dict[str, int] = {}
+        self._packed: dict[int, tuple[Packed, int]] = {}
+        self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
+        self._program = Program(isa)
+        self._build(model)
+        self._program.finish(tell_compiling)
+        self._names = self._program.names
+        self._rows_now = self._picked_now = -1
+        self._tiles_now: tuple[int, int] = (-1, -1)
+        self._pages_now: tuple[int, int] = (-1, -1)
+
+    # -- building
+
+    def _build(self, model: CausalLM) -> None:
+        from quantkit_kernels.cpu.embedding import Embed
+
+        config, layers = self._config, model.layers
+        attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
+        gates = [one for mlp in mlps for one in (mlp.gate_proj, mlp.up_proj)]
+        downs = [mlp.down_proj for mlp in mlps]
+        outs = [one.o_proj for one in attentions]
+        ins = [one for a in attentions for one in (a.q_proj, a.k_proj, a.v_proj)]
+        self._hidden = _buffer([*outs, *downs], [*ins, *gates, model.head])
+        self._qkv = [_buffer(list(ins[i::3]), []) for i in range(3)]
+        self._mixed = _buffer([], outs, config.num_heads * config.head_dim)
+        self._gate, self._up = _buffer(gates, downs), _buffer(gates, downs)
+        table = model.embedding
+        lanes = cpu_linear.isa().lanes if isinstance(table, Packed) else 0
+        self._program.add(Embed(lanes), ids=self._ids, out=self._hidden, out_stride=_stride(self._hidden),
+                          table=table.weights if isinstance(table, Packed) else table,
+                          size=table.columns if isinstance(table, Packed) else config.hidden_size)
+        for index, layer in enumerate(layers):
+            self._layer(index, layer)
+        self._head_at = len(self._program.names)
+        self._norm(model.norm.weight, [model.head], picked=self._picked)
+        self._multiply(model.head, "hidden", None, self._width * 4)
+
+    def _layer(self, index: int, layer: DecoderLayer) -> None:
+        from quantkit_kernels.cpu.attention import Attend, Combine, RopeStore
+
+        config, program, attention, mlp = self._config, self._program, layer.self_attn, layer.mlp
+        dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
+        ins = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self._norm(layer.before_attention.weight, ins)
+        for linear, out in zip(ins, (q, k, v)):
+            self._multiply(linear, "hidden", out, barrier=out is v)
+        where: dict[str, Any] = {"rows": self._rows, "sequences": self._sequences, "layer": index,
+                                 "heads": config.num_kv_heads}
+        q_norm, k_norm = (None if one is None else self._float(one.weight)
+                          for one in (attention.q_norm, attention.k_norm))
+        window = config.sliding_windows[index]
+        self._attention.append((
+            program.add(RopeStore(self._codec, dim), **where, q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm,
+                        q_stride=_stride(q), kv_stride=_stride(k), group=self._group, eps=self._eps),
+            program.add(Attend(self._codec, dim), **where, q=q, out=mixed, tiles=self._tiles,
+                        scratch=self._scratch, q_stride=_stride(q), out_stride=_stride(mixed),
+                        group=self._group, window=UNBOUNDED if window is None else window,
+                        scratch_private=self._scratch.shape[1]),
+            program.add(Combine(dim), out=mixed, out_stride=_stride(mixed), query_heads=config.num_heads)))
+        self._prepare("plain", "mixed", mixed, [attention.o_proj])
+        self._multiply(attention.o_proj, "mixed", self._hidden, add=1)
+        self._norm(layer.before_mlp.weight, [mlp.gate_proj, mlp.up_proj])
+        self._multiply(mlp.gate_proj, "hidden", self._gate, barrier=False)
+        self._multiply(mlp.up_proj, "hidden", self._up)
+        self._prepare("silu", "gate", self._gate, [mlp.down_proj], second=self._up)
+        self._multiply(mlp.down_proj, "gate", self._hidden, add=1)
+
+    def _float(self, weight: torch.Tensor, size: int = 0) -> torch.Tensor:
+        """float32, padded with 0."""
+        wide = torch.zeros(max(weight.numel(), size))
+        wide[:weight.numel()] = weight.float()
+        return wide
+
+    def _norm(self, weight: torch.Tensor, linears: list[Linear], picked: torch.Tensor | None = None) -> None:
+        self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=picked,
+                      weight=self._float(weight, self._hidden.shape[1]), eps=self._eps)
+
+    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: list[Linear], **values: Any) -> None:
+        """Leave rows as these Linears want them, once for each way and width."""
+        from quantkit_kernels.cpu.matmul import SUB
+        from quantkit_kernels.cpu.rows import Rows
+
+        for weight in {_key(packed_of(one)): packed_of(one) for one in linears}.values():
+            family, columns = _key(weight)
+            made = self._activations.setdefault((role, family, columns),
+                                                Activations(weight, max(MOST_ROWS, self._pool.threads)))
+            self._program.add(Rows(source, family), x=x, x_stride=_stride(x), subgroups=columns // SUB,
+                              **made.written, **values)
+
+    def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
+                  barrier: bool = True) -> None:
+        from quantkit_kernels.cpu.matmul import STRIPE
+
+        weight = packed_of(linear)
+        made = self._activations[role, *_key(weight)]
+        bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
+        index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
+                                  scratch=self._scratch, out_stride=stride if out is None else _stride(out),
+                                  scratch_private=self._scratch.shape[1], barrier=barrier)
+        self.products[linear.name], self._packed[index] = index, (weight, made.stride)
+
+    # -- running
+
+    def run(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Take tokens through all layers; their keys and values are in the pages then.
+
+        Args:
+            batch: whose rows the pieces are of.
+            ids: int64 ``[B, T]``.
+            pieces: at most MOST_ROWS tokens in all; together they are the rows of the result.
+
+        Returns:
+            float32 ``[n, hidden]``, valid until the next call.
+        """
+        cache = batch.cache
+        tokens, rows, tiles, sequences = (
+            t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
+        row = tile = longest = 0
+        for piece in pieces:
+            number, start, count = piece.sequence, piece.start, piece.count
+            held = batch.sequences[number]
+            table, seen = cache.reserve(held, count), held.layers[-1].seen
+            sequences[number] = table.ctypes.data, table.shape[2], held.lengths.ctypes.data
+            tokens[row:row + count] = ids[number, start:start + count].numpy()
+            if count == 1:
+                rows[row] = number, 0, seen
+            else:
+                rows[row:row + count, 0] = number
+                rows[row:row + count, 1] = np.arange(count)
+                rows[row:row + count, 2] = np.arange(seen, seen + count)
+            for begin in range(0, count, self._tile):
+                tiles[tile] = row + begin, min(self._tile, count - begin), number
+                tile += 1
+            longest, row = max(longest, seen + count), row + count
+        self._angles(longest)
+        self._pages(cache)
+        self._shape(row, tile, longest)
+        self._pool.run(self._program.records[:self._head_at])
+        for piece in pieces:
+            batch.sequences[piece.sequence].advance(piece.count)
+        return self._hidden[:row, :self._config.hidden_size]
+
+    def logits(self, x: torch.Tensor, picked: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Final norm and head.
+
+        Args:
+            x: float32 ``[n, hidden]``, as :meth:`run` left it or from elsewhere.
+            picked: rows of x, in groups.
+
+        Returns:
+            float32 ``[m, vocab]`` for each group.
+        """
+        if x.data_ptr() != self._hidden.data_ptr():
+            self._hidden[:len(x), :x.shape[1]] = x
+        flat = [row for group in picked for row in group]
+        self._picked.numpy()[:len(flat)] = flat
+        found = torch.empty(len(flat), self._width)
+        if flat:
+            if len(flat) != self._picked_now:
+                self._picked_now = len(flat)
+                self._units(range(self._head_at, len(self._names)), len(flat))
+            self._program.set(len(self._names) - 1, out=found)
+            self._pool.run(self._program.records[self._head_at:])
+        parts = found[:, :self._config.vocab_size].split([len(group) for group in picked])
+        return list(parts)
+
+    def _shape(self, count: int, tiles: int, longest: int) -> None:
+        """Units for so many rows and tiles."""
+        from quantkit_kernels.cpu.attention import SPLIT
+
+        program, heads = self._program, self._config.num_kv_heads
+        # long contexts of few sequences are shared out by splits, so that no thread is idle
+        splits = -(-longest // SPLIT) if tiles * heads < 4 * self._pool.threads else 1
+        if count != self._rows_now:
+            self._rows_now, self._tiles_now = count, (-1, -1)
+            self._units(range(self._head_at), count)
+        if (tiles, splits) == self._tiles_now:
+            return
+        self._tiles_now = (tiles, splits)
+        if splits > 1:
+            self._partial = torch.empty(count * self._config.num_heads * splits * (self._config.head_dim + 2))
+        for _, attend, combine in self._attention:
+            program.set(attend, units=tiles * heads * splits, splits=splits, partial=self._partial)
+            program.set(combine, units=count * self._config.num_heads if splits > 1 else 0, splits=splits,
+                        partial=self._partial)
+
+    def _units(self, operations: Iterable[int], rows: int) -> None:
+        """One row is left as products want it by every thread for itself; more are shared out."""
+        program = self._program
+        for index in operations:
+            name = self._names[index]
+            if index in self._packed:
+                weight, stride = self._packed[index]
+                units, stripes, each = weight.units(rows, self._pool.threads)
+                program.set(index, units=units, rows=rows, stripes_a_unit=stripes, rows_a_unit=each,
+                            x_private=stride if rows == 1 else 0)
+            elif name.startswith("rows"):
+                stride = program.get(index, "out_stride")
+                program.set(index, units=rows, out_private=stride if rows == 1 else 0)
+                program.alone(index, rows == 1)
+            elif name.startswith("embed"):
+                program.set(index, units=rows)
+            elif name.startswith("rope"):
+                program.set(index, units=rows * self._config.num_kv_heads)
+
+    def _angles(self, longest: int) -> None:
+        """Cosines and sines of so many positions."""
+        if longest <= len(self._cos):
+            return
+        size = max(ANGLES, 2 * len(self._cos), longest)
+        rope = self._config.rope
+        angle = torch.arange(size)[:, None].float() * inverse_frequencies(rope, self._config.head_dim,
+                                                                          torch.device("cpu"))
+        self._cos = (angle.cos() * rope.attention_factor).contiguous()
+        self._sin = (angle.sin() * rope.attention_factor).contiguous()
+        for store, _, _ in self._attention:
+            self._program.set(store, cos=self._cos, sin=self._sin)
+
+    def _pages(self, cache: KVCache) -> None:
+        """Point to the cache's pages as they lie now."""
+        from quantkit_kernels.cpu.kv_codecs import PARTS
+
+        now = (cache.number, cache.version)
+        if now == self._pages_now:
+            return
+        self._pages_now = now
+        limit, sinks = cache.policy.visible or (UNBOUNDED, 0)
+        for (store, attend, _), pages in zip(self._attention, cache.pages):
+            parts = {f"{side}_{name}": pages.parts.get(f"{side}.{name}") for side in "kv" for name in PARTS}
+            for index in (store, attend):
+                self._program.set(index, positions=pages.parts.get("positions"), **parts)
+            self._program.set(attend, limit=limit, sinks=sinks)
+
+
+def packed_of(linear: Linear) -> Packed:
+    """A Linear's packed weight. Raises TypeError if it isn't."""
+    if not isinstance(linear.weight, Packed):
+        raise TypeError(f"{linear.name} isn't packed")
+    return linear.weight
+
+
+def _buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0) -> torch.Tensor:
+    """Rows that those Linears write and these read, float32; what pads them stays 0."""
+    from quantkit_kernels.cpu.matmul import STRIPE
+
+    width = max([size, *(packed_of(one).stripes * STRIPE for one in made_by),
+                 *(packed_of(one).columns for one in read_by)])
+    return torch.zeros(MOST_ROWS, -(-width // 16) * 16)
+
+
+def _key(weight: Packed) -> tuple[Any, int]:
+    return weight.kernel.decoder.family, weight.columns
+
+
+def _stride(x: torch.Tensor) -> int:
+    return x.stride(0) * x.element_size()

@@ -1,0 +1,120 @@
+"""Machine code on disk: made once, never trusted blindly, safe when many make it at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quantkit_kernels.cpu import compiled, isa
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import I64
+
+X86 = "x86_64-unknown-linux-gnu"
+CODE = """
+import ctypes
+from quantkit_kernels.cpu import compiled, isa
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import I64
+def emit(module):
+    e = Emitter(module, "twice", [I64], I64)
+    e.ret(e.arguments[0] * 2)
+print(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address("twice", isa.PLAIN, emit))(21))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    return tmp_path / "cpu"
+
+
+@pytest.fixture
+def twice():
+    """``twice()`` → what the compiled function makes of 21, and how often it was emitted."""
+    emitted = []
+
+    def emit(module):
+        emitted.append(1)
+        e = Emitter(module, "twice", [I64], I64)
+        e.ret(e.arguments[0] * 2)
+
+    def run(target=isa.PLAIN):
+        where = compiled.address("twice", target, emit)
+        return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(where)(21), len(emitted)
+
+    return run
+
+
+def test_the_second_time_nothing_is_compiled(cache, twice):
+    assert twice() == (42, 1) and twice() == (42, 1)
+    assert len(list(cache.iterdir())) == 1
+    assert cache.stat().st_mode & 0o077 == 0, "others could put code there"
+
+
+def test_another_instruction_set_is_another_code(cache, twice):
+    assert twice() == (42, 1) and twice(isa.Isa("plain", 16)) == (42, 2)
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 100, None])
+def test_a_damaged_file_is_compiled_anew(cache, twice, damage):
+    twice()
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?" if damage is None else damage)
+    assert twice() == (42, 2) and path.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, twice):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
+    assert twice() == (42, 1) and twice() == (42, 2)
+
+
+def test_a_full_disk_leaves_no_half_file(cache, twice, monkeypatch):
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    assert twice() == (42, 1) and list(cache.iterdir()) == []
+
+
+def test_many_processes_at_once(cache):
+    running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True,
+                                env=os.environ | {"QUANTKIT_CACHE": str(cache.parent)}) for _ in range(4)]
+    assert [one.communicate(timeout=120)[0].strip() for one in running] == ["42"] * 4
+    assert [path.suffix for path in cache.iterdir()] == [".o"]
+
+
+def test_another_version_of_the_sources_is_another_code(cache, twice, monkeypatch):
+    twice()
+    monkeypatch.setattr(compiled, "_sources", lambda: "others")
+    assert twice() == (42, 2)
+
+
+def test_the_wide_kernels_use_the_instructions_they_are_named_for():
+    """This machine may not have them; its compiler does."""
+    from quantkit_kernels.cpu import decoders
+    from quantkit_kernels.cpu.matmul import Matmul
+
+    for decoder, group, wanted in ((decoders.INT4, 64, "vpdpbusd"), (decoders.INT8, 0, "vpdpwssd"),
+                                   (decoders.BF16, None, "vfmadd231ps")):
+        spec = Matmul(decoder, group)
+        text = compiled.assembly(spec.name, isa.VNNI, spec.emit(isa.VNNI), "sapphirerapids", triple=X86)
+        assert wanted in text and "zmm" in text
+    spec = Matmul(decoders.INT4, 64)
+    text = compiled.assembly(spec.name, isa.AVX2, spec.emit(isa.AVX2), "haswell", triple=X86)
+    assert "vpmaddubsw" in text and "zmm" not in text
+
+
+def test_plain_kernels_compile_for_other_processors():
+    from quantkit_kernels.cpu import decoders
+    from quantkit_kernels.cpu.matmul import Matmul
+
+    spec = Matmul(decoders.INT4, 64)
+    assert "fmla" in compiled.assembly(spec.name, isa.PLAIN, spec.emit(isa.PLAIN), "apple-m1",
+                                       triple="aarch64-unknown-linux-gnu")

@@ -1,0 +1,165 @@
+"""Products of every format: the reference's bits, and fp64 within the error rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantkit_kernels.cpu import decoders, pack, reference
+from quantkit_kernels.cpu.isa import PLAIN
+from quantkit_kernels.cpu.matmul import SUB, Matmul
+
+TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+         0.7229568362236023, 1.0)
+NF4 = decoders.nf4(TABLE)
+KINDS = ("bf16", "int8", "int8 g64", "int4", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp",
+         "int4 g128 zp", "nf4 g32", "nf4 g64")
+SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
+
+
+class Case:
+    """A weight of some kind ``[n, k]`` and how it is stored; ``weight`` is what it means, in float64."""
+
+    def __init__(self, kind, n, k, seed, *, zero_groups=False):
+        make = torch.Generator().manual_seed(seed)
+        name, *rest = kind.split()
+        group, zp = int(rest[0][1:]) if rest else 0, "zp" in rest
+        self.multiple = max(group, SUB)
+        self.k = -(-k // self.multiple) * self.multiple
+        groups = self.k // group if group else 1
+        scale = torch.rand(n, groups, generator=make) * 0.1 + 0.01
+        if zero_groups:
+            scale[torch.rand(n, groups, generator=make) < 0.3] = 0
+        self.zeros = None
+        if name == "bf16":
+            weight = torch.randn(n, k, generator=make).bfloat16()
+            self.matmul, self.weight = Matmul(decoders.BF16, None), weight.double()
+            self.pack = lambda lanes: (pack.bf16(weight, lanes), None, None)
+            self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
+            return
+        family, dtype = "words", torch.float32
+        if name == "int8":
+            codes = torch.randint(-127, 128, (n, k), generator=make, dtype=torch.int8)
+            levels, decoder, dtype = codes.int(), decoders.INT8, torch.bfloat16
+        else:
+            codes = torch.randint(0, 16, (n, k), generator=make, dtype=torch.uint8)
+            if name == "nf4":
+                levels, decoder = (torch.tensor(TABLE)[codes.long()] * decoders.NF4_LEVELS).round().int(), NF4
+                scale = scale / decoders.NF4_LEVELS
+            else:
+                family, decoder, dtype = "bytes", decoders.INT4, torch.bfloat16
+                zero = torch.randint(0, 16, (n, groups), generator=make, dtype=torch.uint8) if zp else None
+                if zero is not None:
+                    self.zeros = zero
+                    levels = codes.int() - zero.int().repeat_interleave(group, 1)[:, :k]
+                else:
+                    levels = codes.int() - 8
+        scale = scale.to(dtype)
+        self.matmul = Matmul(decoder, group, "bf16" if dtype == torch.bfloat16 else "f32", zp)
+        wide = scale.double().repeat_interleave(group or self.k, 1)[:, :k]
+        if name == "nf4":
+            self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
+        else:
+            self.weight = levels.double() * wide
+        packer = getattr(pack, name)
+        self.pack = lambda lanes: (packer(codes, lanes, self.multiple), pack.scales(scale, lanes),
+                                   None if self.zeros is None else pack.scales(self.zeros, lanes))
+        self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),
+                                                        scale.float().numpy(), family, group)
+
+
+def _pad(x, k):
+    return torch.nn.functional.pad(x, (0, k - x.shape[1]))
+
+
+def activations(m, k, padded, seed, outlier=False, zeros=False):
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
+    if outlier and k:
+        x[:, k // 2] *= 1000
+    if zeros:
+        x[:, :k // 2] = 0
+    return _pad(x, padded).contiguous()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 2, 9])
+def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
+    case = Case(kind, 65, 192, 0)
+    x = activations(m, 192, case.k, 1)
+    found = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 65)
+    same(found, case.exact(x.numpy())[:, :65])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(KINDS), n=st.sampled_from(SIZES), k=st.sampled_from(SIZES), m=st.integers(1, 20),
+       seed=st.integers(0, 99), outlier=st.booleans(), zeros=st.booleans(), zero_groups=st.booleans())
+def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed, outlier, zeros, zero_groups):
+    """At most twice what torch loses in bfloat16; int8 activations lose what their step says."""
+    case = Case(kind, n, k, seed, zero_groups=zero_groups)
+    x = activations(m, k, case.k, seed + 1, outlier, zeros)
+    found = multiply(fastest, case.matmul, x, *case.pack(fastest.lanes), n).double()
+    true = x[:, :k].double() @ case.weight.T
+    assert torch.isfinite(found).all()
+    if case.matmul.decoder.family == "bytes":
+        groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
+        step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
+        allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
+    else:
+        rounded = (x[:, :k].bfloat16().double() - x[:, :k].double()).abs()
+        lost = rounded @ case.weight.abs().T
+        lowest = x[:, :k].double().abs() @ case.weight.abs().T
+        groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).double() / 8191
+        step = groups.repeat_interleave(SUB, 1)[:, :k] @ case.weight.abs().T
+        table = 6.2e-5 * (x[:, :k].double().abs() @ case.weight.abs().amax().expand(n, k).T)
+        allowed = 2 * lost + 1e-5 * lowest + 0.5 * step + (table if "nf4" in kind else 0)
+    assert ((found - true).abs() <= allowed + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply, kind):
+    case = Case(kind, 97, 224, 3)
+    x = activations(23, 224, case.k, 4)
+    packed = case.pack(isa.lanes)
+    alone = torch.cat([multiply(isa, case.matmul, x[i:i + 1], *packed, 97) for i in range(23)])
+    for rows in (2, 3, 4, 5, 8, 9, 16, 23):
+        assert torch.equal(multiply(isa, case.matmul, x[:rows], *packed, 97), alone[:rows])
+    for units in ({"stripes_a_unit": 3}, {"rows_a_unit": 5}, {"stripes_a_unit": 2, "rows_a_unit": 8}):
+        assert torch.equal(multiply(isa, case.matmul, x, *packed, 97, threads=2, **units), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_instruction_sets_agree(isa, multiply, kind):
+    case = Case(kind, 33, 160, 5)
+    x = activations(6, 160, case.k, 6, outlier=True)
+    assert torch.equal(multiply(isa, case.matmul, x, *case.pack(isa.lanes), 33),
+                       multiply(PLAIN, case.matmul, x, *case.pack(PLAIN.lanes), 33))
+
+
+@pytest.mark.parametrize("kind", ("bf16", "int4 g32"))
+def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
+    case = Case(kind, 40, 64, 7)
+    x, bias, held = activations(5, 64, case.k, 8), torch.randn(64), torch.randn(5, 40)
+    plain = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 40)
+    found = multiply(isa, case.matmul, x, *case.pack(isa.lanes), 40, bias=bias, add=held)
+    same(found, held + (plain + bias[:40]))
+
+
+def test_the_largest_sums_fit(isa, multiply, same):
+    """Every code and activation at its limit: integers that overflow would change sign."""
+    codes = torch.full((32, 64), 15, dtype=torch.uint8)
+    for matmul, packed, levels in (
+            (Matmul(decoders.INT4, 0), pack.int4(codes, isa.lanes), 7),
+            (Matmul(decoders.INT8, 0), pack.int8(torch.full((32, 64), -127).to(torch.int8), isa.lanes), -127),
+            (Matmul(NF4, 0), pack.nf4(codes, isa.lanes), 8191)):
+        x = torch.full((1, 64), 3.0)
+        scale = pack.scales(torch.ones(32, 1), isa.lanes)
+        found = multiply(isa, matmul, x, packed, scale, n=32)
+        family = matmul.decoder.family
+        same(found, reference.integer_matmul(x.numpy(), np.full((32, 64), levels, np.int32),
+                                             np.ones((32, 1), np.float32), family, 0))
+        assert torch.allclose(found, torch.full((1, 32), 64 * 3.0 * levels))

@@ -1,0 +1,175 @@
+"""Threads that run programs: every unit once, in order of the barriers, whatever else the machine does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from quantkit_kernels.cpu import driver
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.isa import PLAIN
+from quantkit_kernels.cpu.pool import Pool, cores
+from quantkit_kernels.cpu.program import Program
+from quantkit_kernels.cpu.values import I64, PTR
+
+
+class Count:
+    """``to[unit] += from[unit] + 1``, or into a row of the thread's own."""
+
+    name = "count"
+
+    @staticmethod
+    def emit(module):
+        e = Emitter(module, "count", [PTR, I64, I64])
+        a = driver.arguments(e, Count.arguments)
+        _, unit, thread = e.arguments
+        where = a.to + thread * a.private + unit * 8
+        e.store(where, e.load(where, I64) + e.load(a.source, I64, unit * 8) + 1)
+        e.ret()
+
+    arguments = ("*to", "*source", "private")
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """``count(pool, steps, units, barrier)`` runs a chain of counts; what the last one made."""
+    from quantkit_kernels.cpu import program as module
+
+    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+
+    def run(pool, steps, units, threads=0, rounds=1):
+        rows = torch.zeros(steps + 1, units, dtype=torch.int64)
+        program = Program(PLAIN)
+        for step in range(steps):
+            program.add(Count(), units, to=rows[step + 1], source=rows[step])
+        program.finish()
+        for _ in range(rounds):
+            rows.zero_()
+            pool.run(program.records, threads)
+            assert torch.equal(rows, torch.arange(steps + 1)[:, None].expand(-1, units))
+
+    return run
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("units", [1, 2, 7, 64])
+def test_every_unit_once_and_after_what_it_needs(count, threads, units):
+    pool = Pool(threads)
+    count(pool, 60, units, rounds=20)
+    count(pool, 60, units, threads=1)
+    pool.close()
+
+
+def test_operations_without_a_barrier_share_the_next_one(monkeypatch):
+    from quantkit_kernels.cpu import program as module
+
+    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+    pool, made = Pool(2), torch.zeros(9, 5, dtype=torch.int64)
+    nothing = torch.zeros(5, dtype=torch.int64)
+    program = Program(PLAIN)
+    for row in made[:8]:
+        program.add(Count(), 5, to=row, source=nothing, barrier=row is made[7])
+    program.add(Count(), 0, to=nothing, source=nothing)
+    program.add(Count(), 5, to=made[8], source=made[7])
+    program.finish()
+    for turn in range(1, 30):
+        pool.run(program.records)
+        assert (made[:8] == turn).all()
+    assert (made[8] == sum(turn + 1 for turn in range(1, 30))).all()
+    pool.close()
+
+
+def test_each_thread_for_itself(monkeypatch):
+    from quantkit_kernels.cpu import program as module
+
+    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+    pool, made, source = Pool(2), torch.zeros(2, 16, dtype=torch.int64), torch.arange(16)
+    program = Program(PLAIN)
+    program.add(Count(), 16, to=made, source=source, private=16 * 8, each=True)
+    program.finish()
+    pool.run(program.records)
+    assert torch.equal(made, (source + 1).expand(2, -1))
+    pool.close()
+
+
+def test_threads_that_slept_come_back(count):
+    pool = Pool(2)
+    for _ in range(3):
+        count(pool, 5, 8)
+        time.sleep(0.05)
+    pool.close()
+    count(pool, 5, 8)
+    pool.close()
+
+
+def test_callers_take_turns(count):
+    pool, faults = Pool(2), []
+
+    def call():
+        try:
+            count(pool, 20, 8, rounds=30)
+        except BaseException as error:
+            faults.append(error)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    pool.close()
+    assert not faults and not any(caller.is_alive() for caller in callers)
+
+
+def _burn(stop):
+    while not stop.is_set():
+        sum(range(10_000))
+
+
+def test_it_gets_on_while_others_want_the_cores(count):
+    """Barriers that spin without end would take a time slice each: thousands of them, minutes."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    others = [context.Process(target=_burn, args=(stop,)) for _ in range(2 * cores())]
+    for other in others:
+        other.start()
+    try:
+        count(Pool(2), 200, 8, rounds=10)
+    finally:
+        stop.set()
+        for other in others:
+            other.join(30)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_gets_threads_of_its_own(count):
+    pool = Pool(2)
+    count(pool, 5, 8)
+    child = os.fork()
+    if child == 0:
+        try:
+            count(pool, 5, 8)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    count(pool, 5, 8)
+    pool.close()
+
+
+def test_no_more_threads_than_a_mask_holds():
+    assert Pool(1000).threads == driver.MOST and 1 <= cores() <= (os.cpu_count() or 1)
+
+
+def test_a_misspelled_argument_is_named(monkeypatch):
+    from quantkit_kernels.cpu import program as module
+
+    monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
+    with pytest.raises(TypeError, match="no argument 'too'; it has to, source, private"):
+        Program(PLAIN).add(Count(), 1, too=None)
+

@@ -1,0 +1,101 @@
+"""Norm, SiLU and quantization of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantkit_kernels.cpu import reference
+from quantkit_kernels.cpu.matmul import SUB
+from quantkit_kernels.cpu.rows import LEVELS, Rows
+
+FAMILIES = ("bytes", "words", "floats")
+
+
+def rows_of(m, k, seed=0):
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("source", ["plain", "norm", "silu"])
+def test_the_bits_of_the_reference(isa, leave, same, source, family):
+    x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
+    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second}}[source]
+    found = leave(isa, Rows(source, family), x, **values)
+    expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
+                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy())}[source]()
+    if family == "floats":
+        same(found[0], expected)
+        return
+    codes, scales, sums = reference.quantize(expected, family)
+    same(found[0], codes)
+    same(found[1], scales)
+    if family == "bytes":
+        same(found[2], sums)
+
+
+def bits(x):
+    return int(np.float32(x).view(np.int32))
+
+
+@pytest.mark.parametrize("family", ("bytes", "words"))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e30]), seed=st.integers(0, 50),
+       at=st.integers(0, 31))
+def test_no_code_is_off_by_more_than_half_a_step(fastest, leave, family, scale, seed, at):
+    x = rows_of(1, 64, seed) * scale
+    x[0, at] = 50 * scale  # an outlier in the first subgroup leaves the second as it is
+    codes, scales, sums = leave(fastest, Rows("plain", family), x)
+    assert codes.abs().max() <= LEVELS[family] and torch.isfinite(scales).all() and (scales > 0).all()
+    back = codes.double().view(-1, SUB) * scales.double().view(-1, 1)
+    step = scales.double().view(-1, 1)
+    assert ((back - x.double().view(-1, SUB)).abs() <= 0.5001 * step).all()
+    if family == "bytes":
+        assert torch.equal(sums[0], codes.int().view(-1, SUB).sum(1).int())
+
+
+def test_the_norm_is_torchs(fastest, leave):
+    x, weight = rows_of(4, 576), rows_of(1, 576, 3)[0]
+    found = leave(fastest, Rows("norm", "floats"), x, weight=weight, eps=bits(1e-6))[0]
+    true = torch.nn.functional.rms_norm(x.double(), (576,), weight.double(), 1e-6)
+    assert torch.allclose(found.double(), true, rtol=5e-7, atol=1e-7)
+
+
+def test_what_pads_a_row_is_no_part_of_its_mean(fastest, leave):
+    x, weight = (torch.nn.functional.pad(one, (0, 24)) for one in (rows_of(2, 40), rows_of(1, 40)[0]))
+    found = leave(fastest, Rows("norm", "floats"), x, weight=weight, eps=bits(1e-6), size=40)[0]
+    true = torch.nn.functional.rms_norm(x[:, :40].double(), (40,), weight[:40].double(), 1e-6)
+    assert torch.allclose(found[:, :40].double(), true, rtol=1e-6, atol=1e-7) and (found[:, 40:] == 0).all()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
+def test_silu_holds_at_any_size(fastest, leave, values):
+    x, ones = torch.tensor([values]), torch.ones(1, 32)
+    found = leave(fastest, Rows("silu", "floats"), x, second=ones)[0]
+    true = torch.nn.functional.silu(x.double())
+    assert torch.allclose(found.double(), true, rtol=1e-6, atol=1e-30)
+
+
+def test_the_exponential_is_near_the_true_one():
+    x = torch.linspace(-87, 88, 200_001).numpy()
+    true = np.exp(x.astype(np.float64))
+    assert (np.abs(reference.exp(x) - true) / true).max() < 2 * 2.0**-23
+    assert reference.exp(np.float32([0.0]))[0] == 1 and reference.exp(np.float32([-1e30]))[0] < 2e-38
+
+
+def test_the_references_fma_rounds_once():
+    a, b, c = np.float32(1 + 2**-12), np.float32(1 + 2**-12), np.float32(-1 - 2**-11)
+    assert reference.fma(a, b, c) == np.float32(2**-24)
+    make = np.random.default_rng(0)
+    x, y, z = (make.standard_normal(2000).astype(np.float32) * np.float32(2.0) ** make.integers(-20, 20, 2000)
+               for _ in range(3))
+    from fractions import Fraction
+
+    for p, q, r, found in zip(x, y, z, reference.fma(x, y, z)):
+        exact = Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))
+        near = [found, np.nextafter(found, np.float32(np.inf)), np.nextafter(found, np.float32(-np.inf))]
+        assert min(near, key=lambda one: abs(Fraction(float(one)) - exact)) == found
