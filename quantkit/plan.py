@@ -22,6 +22,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource, TensorInfo
+from quantkit.sources.untied import Untied
 from quantkit.spec import CalibrationSpec, QuantSpec
 
 RUNTIME_BYTES = 320 * 2**20
@@ -115,6 +116,13 @@ class Plan:
                 "other_bytes": self.other_bytes, "peak_bytes": self.peak_bytes,
                 "disk_bytes": self.disk_bytes, "needed_disk_bytes": self.needed_disk_bytes,
                 "bits_per_weight": self.bits_per_weight}
+
+
+def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
+    """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
+    embedding, the model with a head of its own."""
+    tied = parse_config(source.config()).tie_word_embeddings
+    return Untied(source) if tied and any(r.match == "lm_head" and r.method for r in recipe.rules) else source
 
 
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:

@@ -29,7 +29,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.plan import Plan, PlanRow, make_plan
+from quantkit.plan import Plan, PlanRow, make_plan, with_own_head
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import load_recipe
@@ -94,6 +94,7 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
         loaded = load_recipe(recipe)
         if calibration is not None:
             loaded = loaded.model_copy(update={"calibration": calibration})
+        source = with_own_head(loaded, source)
         run = _Run(source, make_plan(loaded, source), Path(out), strict, progress)
         result = run(start)
     finally:

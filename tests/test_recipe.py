@@ -26,7 +26,8 @@ rules:
       granularity: {strategy: group, size: 64}
 """
 SHIPPED = {"int8": "int8 channel sym", "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
-           "int4-rtn": "int4 g64 sym", "int3": "int3 g64 sym", "int2": "int2 g64 asym",
+           "int4-rtn": "int4 g64 sym", "int4-head8": "int4 g64 sym", "int3": "int3 g64 sym",
+           "int2": "int2 g64 asym",
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
 
@@ -56,11 +57,12 @@ def refusal(text: str | bytes) -> str:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipes_load_and_leave_the_head_alone(name):
+def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.description.endswith(".") and "\n" not in recipe.description
     head, rest = recipe.rules
-    assert head.matches("lm_head") and head.method is None and head.optional
+    assert head.matches("lm_head")
+    assert (head.method == "rtn") if "head" in name else (head.method is None and head.optional)
     assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name]
     assert rest.format_name == ("bnb-nf4" if name.startswith("nf4") else "pack-quantized")
     assert (recipe.calibration is not None) == (rest.method == "gptq")

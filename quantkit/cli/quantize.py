@@ -79,14 +79,14 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None) -> Plan:
-    from quantkit.plan import make_plan
+    from quantkit.plan import make_plan, with_own_head
     from quantkit.sources.base import open_source
 
     if calibration is not None:
         recipe = recipe.model_copy(update={"calibration": calibration})
     opened = open_source(source, revision)
     try:
-        return make_plan(recipe, opened)
+        return make_plan(recipe, with_own_head(recipe, opened))
     finally:
         opened.close()
 

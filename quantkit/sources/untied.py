@@ -1,0 +1,54 @@
+"""A model whose embedding is also its head, seen as one with a head of its own: the same numbers, two names.
+
+So a recipe can quantize what every token multiplies and leave what every token looks up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Untied:
+    """Everything but the config and the head's name is the source's.
+
+    Args:
+        source: of a model with tied embeddings.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source, self.uri = source, source.uri
+
+    def config(self) -> dict[str, Any]:
+        """The source's, with ``tie_word_embeddings`` false."""
+        return {**self._source.config(), "tie_word_embeddings": False}
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The source's, and the head."""
+        infos = self._source.tensors()
+        if EMBEDDING not in infos:  # the plan says so
+            return infos
+        return {**infos, HEAD: dataclasses.replace(infos[EMBEDDING], name=HEAD)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The source's; the head is the embedding."""
+        return self._source.tensor(EMBEDDING if name == HEAD else name)
+
+    def side_files(self) -> Mapping[str, bytes]:
+        """The source's."""
+        return self._source.side_files()
+
+    def identity(self) -> SourceIdentity:
+        """The source's."""
+        return self._source.identity()
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
