@@ -5,8 +5,8 @@
         --gguf MODEL.gguf --work DIR [--out FILE]
 
 llama-quantize makes BF16, Q8_0 and Q4_0 of the GGUF; `quantkit quantize` makes int8, int4 (groups of 32 and
-64) and NF4 of the same BF16 file. A row is one of ours beside one of theirs; runs of the two alternate, and
-the ratio is the median over pairs.
+64, the head in 8 bits as in Q4_0) and NF4 (its head in bf16) of the same BF16 file. A row is one of ours
+beside one of theirs; runs of the two alternate, and the ratio is the median over pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RECIPE = """name: int4-g{group}
 description: int4 by rounding, for speed
 rules:
   - match: lm_head
-    optional: true
+    method: rtn
+    spec: {{bits: 8, granularity: {{strategy: channel}}}}
   - match: "*"
     method: rtn
     spec: {{bits: 4, granularity: {{strategy: group, size: {group}}}}}

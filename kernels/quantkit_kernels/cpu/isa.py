@@ -61,7 +61,8 @@ class Isa:
         if self.name == "avx512-vnni":
             return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total,
                                a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
-        return total + self._pairs(e, a, b)
+        found = total + self._pairs(e, a, b)
+        return e.pinned(found) if self.name == "avx2" else found
 
     def _pairs(self, e: Emitter, a: Value, b: Value) -> Value:
         if self.name == "avx2":

@@ -28,6 +28,8 @@ STRIPE = 32
 """Rows of a weight are padded to a multiple of this, and units are made of so many."""
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
+TOGETHER = 4
+"""Steps of a tile between which nothing is a loop."""
 ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*out", "*bias", "*scratch",
              "add", "x_stride", "out_stride", "stripes", "subgroups", "stripes_a_unit", "rows",
              "rows_a_unit", "x_private", "scratch_private")
@@ -154,25 +156,43 @@ class _Writer:
         x = [a.x + (row + m) * a.x_stride for m in range(rows)]
         totals = [[e.var(e.const(self.reals, 0.0)) for _ in range(rows)] for _ in range(blocks)]
 
+        steps = SUB // STEP[self.family]
+
+        def take(weights: list[Value], factors: list[Value], sums: list[list[Value]]) -> None:
+            for m in range(rows):
+                for b in range(blocks):
+                    if self.family == "floats":
+                        totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
+                    else:
+                        sums[b][m] = self._add(sums[b][m], weights[b], factors[m])
+
+        def loaded(sources: Sequence[Value], i: int) -> list[Value]:
+            return [e.load(source, self._kind, i * self.lanes * 4) for source in sources]
+
         def subgroup(s: Value, scales: Sequence[Value] | None, zeros: Sequence[Value] | None) -> None:
             sources = [self._scratch(b, s) if unpacked else self._packed(block + b, s) for b in range(blocks)]
+            sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
             if not unpacked:
                 for source in sources:
                     for line in range(0, self.decoder.bytes * self.lanes, 64):
                         e.prefetch(source + (AHEAD + line))
-            kind = {"bytes": vec(I8, 4 * self.lanes), "words": vec(I16, 2 * self.lanes), "floats": self.reals}
-            steps = SUB // STEP[self.family]
-            values = [[e.load(source, kind[self.family], i * self.lanes * 4) for i in range(steps)]
-                      if unpacked else self.decoder.unpack(e, self.isa, source) for source in sources]
-            sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
-            for i in range(steps):
-                for m in range(rows):
-                    factor = self._factor(x[m], s, i)
+                values = [self.decoder.unpack(e, self.isa, source) for source in sources]
+                for i in range(steps):
+                    take([own[i] for own in values], [self._factor(row_x, s, i) for row_x in x], sums)
+            elif self.family == "floats":
+                for i in range(steps):
+                    take(loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
+            else:  # some steps at a time: over more of them the compiler runs out of registers
+                held = [[e.var(value) for value in line] for line in sums]
+                with e.loop(0, steps * 4, 4 * TOGETHER) as at:
+                    now = [[one.get() for one in line] for line in held]
+                    for i in range(TOGETHER):
+                        take(loaded([source + at * self.lanes for source in sources], i),
+                             [self._factor(row_x + at, s, i) for row_x in x], now)
                     for b in range(blocks):
-                        if self.family == "floats":
-                            totals[b][m].set(e.fma(values[b][i], factor, totals[b][m].get()))
-                        else:
-                            sums[b][m] = self._add(sums[b][m], values[b][i], factor)
+                        for m in range(rows):
+                            held[b][m].set(now[b][m])
+                sums = [[one.get() for one in line] for line in held]
             if self.family != "floats":
                 for m in range(rows):
                     pairs = [(totals[b][m], sums[b][m]) for b in range(blocks)]
@@ -199,6 +219,12 @@ class _Writer:
                 scale = self._scales(block + b, e.const(I64, 0), e.const(I64, 1))
             for m in range(rows):
                 self._finish(block + b, row + m, totals[b][m].get(), scale)
+
+    @property
+    def _kind(self) -> Type:
+        """Of an unpacked vector."""
+        return {"bytes": vec(I8, 4 * self.lanes), "words": vec(I16, 2 * self.lanes), "floats": self.reals}[
+            self.family]
 
     def _nothing(self) -> Value:
         return self.isa.nothing(self.e) if self.family == "bytes" else self.e.const(vec(I32, self.lanes), 0)
