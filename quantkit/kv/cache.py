@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.kv import fused
+from quantkit.kv import gpu
 from quantkit.kv.base import Held, Layout, Phase
 from quantkit.kv.build import build_codec, build_policy
 from quantkit.kv.held import HeldLayer, HeldSequence
@@ -254,13 +254,13 @@ class Batch:
             self._counts = self.counts(step.positions)
         cache = self.cache
         rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
-        if (on_gpu := fused.fits(cache, q)):
-            q = fused.rotate_and_store(cache, layer, rows, q, k, v, step)
+        if (on_gpu := gpu.fits(cache, q)):
+            q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step)
         else:
             q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
             cache._store(layer, rows, k, v, step.positions)
-        if on_gpu and fused.decodes(cache, rows, q, window):
-            out = fused.decode_attention(cache, layer, rows, q, step.positions)
+        if on_gpu and gpu.decodes(cache, rows, q, window):
+            out = gpu.decode_attention(cache, layer, rows, q, step.positions)
         else:
             out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         for row, (held, count) in enumerate(rows):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,7 +161,7 @@ def _padded(columns: int, group: int) -> int:
     return -(-columns // group) * group
 
 
-class CpuKernel:
+class CpuKernel(ABC):
     """What the kernels have in common."""
 
     name = ""
@@ -176,15 +177,17 @@ class CpuKernel:
             return f"takes bfloat16 activations, not {str(query.dtype).removeprefix('torch.')}"
         return unavailable() or self._declines(query)
 
+    @abstractmethod
     def _declines(self, query: KernelQuery) -> str | None:
-        raise NotImplementedError
+        """Why not these weights."""
 
     def prepare(self, weight: QuantizedTensor) -> Packed:
         """Codes in the kernel's order."""
         return self._pack(codes_of(weight), weight)
 
+    @abstractmethod
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
-        raise NotImplementedError
+        """Its codes, reordered."""
 
     def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""

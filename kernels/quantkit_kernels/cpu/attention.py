@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
 from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, lanes
@@ -84,9 +84,7 @@ class RopeStore:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        e = Emitter(module, self.name, [PTR, I64, I64])
-        a = arguments(e, ROPE_ARGUMENTS)
-        unit = e.arguments[1]
+        e, a, unit, _ = begin(module, self.name, ROPE_ARGUMENTS)
         row, head = unit // a.heads, unit % a.heads
         sequence, place, position = (e.load(a.rows, I64, row * 24 + 8 * i) for i in range(3))
         half = self.dim // 2
@@ -140,17 +138,16 @@ class Attend:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        _Attend(Emitter(module, self.name, [PTR, I64, I64]), self.codec, self.dim).write()
+        e, a, unit, thread = begin(module, self.name, ATTEND_ARGUMENTS)
+        _Attend(e, a, self.codec, self.dim).write(unit, thread)
 
 
 class _Attend:
-    def __init__(self, e: Emitter, codec: str, dim: int) -> None:
-        self.e, self.codec, self.dim = e, codec, dim
-        self.a = arguments(e, ATTEND_ARGUMENTS)
+    def __init__(self, e: Emitter, a: SimpleNamespace, codec: str, dim: int) -> None:
+        self.e, self.a, self.codec, self.dim = e, a, codec, dim
 
-    def write(self) -> None:
+    def write(self, unit: Value, thread: Value) -> None:
         e, a = self.e, self.a
-        _, unit, thread = e.arguments
         self.width, size = lanes(self.dim), self.dim * 4
         split, pair = unit % a.splits, unit // a.splits
         self.head = head = pair % a.heads
@@ -342,9 +339,8 @@ class Combine:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        e = Emitter(module, self.name, [PTR, I64, I64])
-        a = arguments(e, COMBINE_ARGUMENTS)
-        unit, size, width = e.arguments[1], (self.dim + 2) * 4, lanes(self.dim)
+        e, a, unit, _ = begin(module, self.name, COMBINE_ARGUMENTS)
+        size, width = (self.dim + 2) * 4, lanes(self.dim)
         out = a.out + unit // a.query_heads * a.out_stride + unit % a.query_heads * (self.dim * 4)
         partial = a.partial + unit * a.splits * size
         state = e.room(8)

@@ -36,13 +36,24 @@ SPINS, PATIENCE = 2000, 4000
 """Looks before the core is offered to others between them; further ones, some milliseconds, before sleep."""
 
 
-def arguments(e: Emitter, names: Sequence[str]) -> SimpleNamespace:
-    """A kernel's arguments by name, in the record's order; ``*name`` is a pointer."""
-    record, found = e.arguments[0], SimpleNamespace()
+def begin(module: ir.Module, name: str,
+          names: Sequence[str]) -> tuple[Emitter, SimpleNamespace, Value, Value]:
+    """Begin a kernel.
+
+    Args:
+        module: where it goes.
+        name: of its function.
+        names: of its arguments, in the record's order; ``*name`` is a pointer.
+
+    Returns:
+        What writes it, its arguments by name, the unit and the thread.
+    """
     assert len(names) <= SLOTS
-    for i, name in enumerate(names):
-        setattr(found, name.lstrip("*"), e.load(record, PTR if name.startswith("*") else I64, 8 * i))
-    return found
+    e, found = Emitter(module, name, [PTR, I64, I64]), SimpleNamespace()
+    record, unit, thread = e.arguments
+    for i, one in enumerate(names):
+        setattr(found, one.lstrip("*"), e.load(record, PTR if one.startswith("*") else I64, 8 * i))
+    return e, found, unit, thread
 
 
 def emit_run(module: ir.Module) -> None:

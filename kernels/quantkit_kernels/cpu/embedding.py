@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.matmul import SUB
-from quantkit_kernels.cpu.values import F32, I16, I32, I64, PTR, vec
+from quantkit_kernels.cpu.values import F32, I16, I32, I64, vec
 
 ARGUMENTS = ("*ids", "*table", "*out", "size", "out_stride")
 """``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole subgroups in blocks."""
@@ -32,9 +31,7 @@ class Embed:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        e = Emitter(module, self.name, [PTR, I64, I64])
-        a = arguments(e, ARGUMENTS)
-        unit = e.arguments[1]
+        e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         token = e.load(a.ids, I64, unit * 8)
         out = a.out + unit * a.out_stride
         if self.lanes:

@@ -17,10 +17,10 @@ from typing import Literal
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, PTR, Type, Value, Var, vec
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, Var, vec
 
 SUB = 32
 """Values of a row in a subgroup: what shares one scale of the activations."""
@@ -85,7 +85,7 @@ class Matmul:
 
     def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
         """What writes the kernel into a module."""
-        return lambda module: _Writer(Emitter(module, self.name, [PTR, I64, I64]), isa, self).write()
+        return lambda module: _Writer(module, isa, self).write()
 
 
 def tile(isa: Isa) -> tuple[int, int]:
@@ -99,12 +99,11 @@ def scratch_bytes(matmul: Matmul, isa: Isa, subgroups: int) -> int:
 
 
 class _Writer:
-    def __init__(self, e: Emitter, isa: Isa, spec: Matmul) -> None:
-        self.e, self.isa, self.spec = e, isa, spec
+    def __init__(self, module: ir.Module, isa: Isa, spec: Matmul) -> None:
+        self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
+        self.isa, self.spec, a = isa, spec, self.a
         self.decoder, self.family = spec.decoder, spec.decoder.family
         self.lanes, self.reals = isa.lanes, vec(F32, isa.lanes)
-        self.a = a = arguments(e, ARGUMENTS)
-        thread = e.arguments[2]
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
         a.scratch = a.scratch + thread * a.scratch_private
         self.block_bytes = self.a.subgroups * (self.decoder.bytes * self.lanes)
@@ -112,7 +111,7 @@ class _Writer:
     def write(self) -> None:
         e, a, lanes = self.e, self.a, self.lanes
         blocks, rows = tile(self.isa)
-        unit = e.arguments[1]
+        unit = self.unit
         across = (a.stripes + a.stripes_a_unit - 1) // a.stripes_a_unit
         first = unit % across * a.stripes_a_unit
         per = STRIPE // lanes

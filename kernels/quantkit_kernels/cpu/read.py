@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from quantkit_kernels.cpu.driver import arguments
-from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.matmul import AHEAD
 from quantkit_kernels.cpu.pool import Pool
-from quantkit_kernels.cpu.values import I32, I64, PTR, vec
+from quantkit_kernels.cpu.values import I32, vec
 
 ARGUMENTS = ("*data", "*sums", "size")
 LINE = 64
@@ -28,9 +27,7 @@ class Read:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        e = Emitter(module, self.name, [PTR, I64, I64])
-        a = arguments(e, ARGUMENTS)
-        unit = e.arguments[1]
+        e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         start = a.data + unit * a.size
         kind = vec(I32, LINE // 4)
         sums = [e.var(e.const(kind, 0)) for _ in range(2)]

@@ -11,11 +11,11 @@ from typing import Literal
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.driver import arguments
+from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
 from quantkit_kernels.cpu.matmul import SUB, Family
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, PTR, Value, vec
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
 
 LANES = 16
 """Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
@@ -51,9 +51,7 @@ class Rows:
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
-        e = Emitter(module, self.name, [PTR, I64, I64])
-        a = arguments(e, ARGUMENTS)
-        _, unit, thread = e.arguments
+        e, a, unit, thread = begin(module, self.name, ARGUMENTS)
         row = e.var(unit)
         with e.when(e.present(a.picked)):
             row.set(e.load(a.picked, I64, unit * 8))

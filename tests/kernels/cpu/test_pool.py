@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from quantkit_kernels.cpu import driver
-from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import PLAIN
 from quantkit_kernels.cpu.pool import Pool, cores
 from quantkit_kernels.cpu.program import Program
-from quantkit_kernels.cpu.values import I64, PTR
+from quantkit_kernels.cpu.values import I64
 
 
 class Count:
@@ -25,9 +24,7 @@ class Count:
 
     @staticmethod
     def emit(module):
-        e = Emitter(module, "count", [PTR, I64, I64])
-        a = driver.arguments(e, Count.arguments)
-        _, unit, thread = e.arguments
+        e, a, unit, thread = driver.begin(module, "count", Count.arguments)
         where = a.to + thread * a.private + unit * 8
         e.store(where, e.load(where, I64) + e.load(a.source, I64, unit * 8) + 1)
         e.ret()
