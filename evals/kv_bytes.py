@@ -32,10 +32,10 @@ def main() -> None:
             for start in range(0, prompt, CHUNK):
                 stop = min(start + CHUNK, prompt)
                 batch = cache.batch([row], "prefill_end" if stop == prompt else "prefill")
-                model(ids[:, start:stop], batch.next_positions(stop - start), batch, last)
+                model(ids[:, start:stop], cache=batch, last=last)
             for at in range(prompt, length):
                 batch = cache.batch([row], "decode")
-                model(ids[:, at:at + 1], batch.next_positions(), batch)
+                model(ids[:, at:at + 1], cache=batch)
             held.append(cache.allocated_bytes)
         print(f"{kv:<28}" + "".join(f"{count / 1e6:>9.2f} MB" for count in held), flush=True)
 

@@ -5,7 +5,7 @@
         --gguf MODEL.gguf --work DIR [--out FILE]
 
 llama-quantize makes BF16, Q8_0 and Q4_0 of the GGUF; `quantkit quantize` makes int8, int4 (groups of 32 and
-64, the head in 8 bits as in Q4_0) and NF4 (its head in bf16) of the same BF16 file. A row is one of ours
+64) and NF4 of the same BF16 file, the head in 8 bits as theirs is. A row is one of ours
 beside one of theirs; runs of the two alternate, and the ratio is the median over pairs.
 """
 
@@ -22,18 +22,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-RECIPE = """name: int4-g{group}
-description: int4 by rounding, for speed
+RECIPE = """name: {name}
+description: by rounding, for speed
 rules:
   - match: lm_head
     method: rtn
     spec: {{bits: 8, granularity: {{strategy: channel}}}}
-  - match: "*"
-    method: rtn
-    spec: {{bits: 4, granularity: {{strategy: group, size: {group}}}}}
+  - {{match: "*", {rule}}}
 """
-OURS = {"bf16": None, "int8": "int8", "int4 g32": RECIPE.format(group=32),
-        "int4 g64": RECIPE.format(group=64), "nf4": "nf4"}
+RULES = {
+    "int8": "method: rtn, spec: {bits: 8, granularity: {strategy: channel}}",
+    "int4 g32": "method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}",
+    "int4 g64": "method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 64}}",
+    "nf4": "method: nf4, spec: {kind: nf, bits: 4, granularity: {strategy: block, size: 64}, "
+           "scale_dtype: float32}",
+}
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,13 @@ class Theirs:
 
 
 def _make(name: str, gguf: Path, work: Path) -> Path:
-    recipe = OURS[name]
-    if recipe is None:
+    if name not in RULES:
         return gguf
-    out = work / name.replace(" ", "-")
+    out = work / f"{name.replace(' ', '-')}-head8"
     if not out.exists():
-        if "\n" in recipe:
-            path = work / f"{out.name}.yaml"
-            path.write_text(recipe, encoding="utf-8")
-            recipe = str(path)
-        _quantkit("quantize", str(gguf), "--recipe", recipe, "--out", str(out), "--quiet")
+        recipe = work / f"{out.name}.yaml"
+        recipe.write_text(RECIPE.format(name=out.name, rule=RULES[name]), encoding="utf-8")
+        _quantkit("quantize", str(gguf), "--recipe", str(recipe), "--out", str(out), "--quiet")
     return out
 
 

@@ -158,8 +158,8 @@ class _Runner:
         for start in range(0, length, PREFILL_CHUNK):
             chunk = self._ids[start:min(start + PREFILL_CHUNK, length)]
             batch = cache.batch([row], "prefill_end" if start + len(chunk) == length else "prefill")
-            logits = self._loaded.model(torch.tensor([chunk]), batch.next_positions(len(chunk)), batch,
-                                        torch.tensor([len(chunk) - 1]))
+            logits = self._loaded.model(torch.tensor([chunk]), cache=batch,
+                                        last=torch.tensor([len(chunk) - 1]))
         return _best(logits[0])
 
     def _steps(self, cache: KVCache, rows: list[int], tokens: list[int]) -> float:
@@ -170,7 +170,7 @@ class _Runner:
                 begin = time.perf_counter()
             batch = cache.batch(rows, "decode")
             ids = torch.tensor([[token] for token in tokens])
-            logits = self._loaded.model(ids, batch.next_positions(), batch)
+            logits = self._loaded.model(ids, cache=batch)
             tokens = [_best(row) for row in logits[:, -1]]
         return time.perf_counter() - begin
 

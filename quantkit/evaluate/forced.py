@@ -49,12 +49,12 @@ class Forced:
         for start in range(0, self._prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, self._prompt)
             batch = cache.batch([row], "prefill_end" if stop == self._prompt else "prefill")
-            model(ids[:, start:stop], batch.next_positions(stop - start), batch,
-                  torch.zeros(1, dtype=torch.int64, device=model.device))
+            model(ids[:, start:stop], cache=batch,
+                  last=torch.zeros(1, dtype=torch.int64, device=model.device))
         for start in range(self._prompt, end, step):
             stop = min(start + step, end)
             batch = cache.batch([row], "decode")
-            found.append(model(ids[:, start:stop], batch.next_positions(stop - start), batch)[0])
+            found.append(model(ids[:, start:stop], cache=batch)[0])
         self.kv_bytes, self.kv_bytes_per_token = cache.allocated_bytes, cache.bytes_per_token
         return torch.cat(found)
 

@@ -224,8 +224,8 @@ class Scorer:
             chunk = context[start:start + PREFILL_CHUNK]
             end = start + len(chunk) == len(context)
             batch = cache.batch([row], "prefill_end" if end else "prefill")
-            logits = self.loaded.model(torch.tensor([chunk], device=device), batch.next_positions(len(chunk)),
-                                       batch, torch.tensor([len(chunk) - 1], device=device))
+            logits = self.loaded.model(torch.tensor([chunk], device=device), cache=batch,
+                                       last=torch.tensor([len(chunk) - 1], device=device))
         return logits
 
     def _decode(self, cache: KVCache, row: int, forced: Sequence[_Forced]) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from quantkit.kv import gpu
 from quantkit.kv.base import Held, Layout, Phase
 from quantkit.kv.build import build_codec, build_policy
 from quantkit.kv.held import HeldLayer, HeldSequence
-from quantkit.kv.pages import PAGE, Pages, slots_of
+from quantkit.kv.pages import PAGE, Moves, Pages, slots_of
 from quantkit.kv.read import Rows, attend
 from quantkit.models.config import ModelConfig
 from quantkit.models.layers import Step
@@ -52,7 +50,8 @@ class KVCache:
         self.bytes_per_token = sum(map(_bytes, layout.values())) * self.heads * self._layers
         if not self.policy.keeps_all:  # else a slot's number is its position
             layout["positions"] = ((), torch.int32)
-        self.pages = [Pages(layout, self._device) for _ in range(self._layers)]
+        self.moves = Moves()
+        self.pages = [Pages(layout, self._device, self.moves) for _ in range(self._layers)]
         self.number = next(_numbers)
         self._sequences: dict[int, HeldSequence] = {}
         self._ids = itertools.count()
@@ -122,17 +121,12 @@ class KVCache:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
         return self._positions(layer, self._sequences[number].layers[layer])
 
-    @property
-    def version(self) -> int:
-        """Changes whenever pages lie elsewhere."""
-        return sum(pages.version for pages in self.pages)
-
-    def reserve(self, held: HeldSequence, count: int) -> npt.NDArray[np.int32]:
-        """Pages for so many more tokens in every layer; the table of all."""
+    def reserve(self, held: HeldSequence, count: int) -> None:
+        """Pages for so many more tokens in every layer, laid out as a table of all."""
         if held.table is None or held.room < count:
             for index, layer in enumerate(held.layers):
                 self._reserve(index, layer, count)
-        return held.lay_out()
+            held.lay_out()
 
     def _allocate(self, layer: int, rows: Rows) -> list[int]:
         """Slots for the step's tokens, padding left out: by row, then head, then token."""
@@ -147,11 +141,13 @@ class KVCache:
 
     def _reserve(self, layer: int, held: HeldLayer, count: int) -> None:
         """Pages for so many more tokens."""
-        for own, length in zip(held.pages, held.lengths.tolist()):
-            missing = -(-(length + count) // PAGE) - len(own)
-            if missing > 0:
-                own += self.pages[layer].take(missing)
-                held.moved()
+        missing = [max(0, -(-(length + count) // PAGE) - len(own))
+                   for own, length in zip(held.pages, held.lengths.tolist())]
+        if any(missing):
+            new = iter(self.pages[layer].take(sum(missing)))
+            for own, more in zip(held.pages, missing):
+                own += itertools.islice(new, more)
+            held.moved()
 
     def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
                positions: torch.Tensor) -> None:
@@ -240,8 +236,8 @@ class Batch:
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence had."""
-        starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache._device)
-        return starts[:, None] + torch.arange(count, device=self.cache._device)
+        starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache._device)[:, None]
+        return starts if count == 1 else starts + torch.arange(count, device=self.cache._device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:
@@ -251,7 +247,7 @@ class Batch:
             ValueError: the batch differs, or positions aren't those that follow.
         """
         if self._counts is None:
-            self._counts = self.counts(step.positions)
+            self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
         cache = self.cache
         rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
         if (on_gpu := gpu.fits(cache, q)):
@@ -291,16 +287,20 @@ class Batch:
             for index, layer in enumerate(held.layers):
                 self._end(index, layer, None, count)
 
-    def counts(self, positions: torch.Tensor) -> list[int]:
-        """Tokens of each row of ``positions`` int64 ``[B, T]``, where −1 is padding.
+    def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
+        """Tokens of each row.
+
+        Args:
+            shape: B, T.
+            positions: int64 ``[B, T]``, −1: padding; ``None``: those that follow, everywhere.
 
         Raises:
             ValueError: they aren't those that follow.
         """
-        if positions.shape[0] != len(self.sequences):
-            raise ValueError(f"{positions.shape[0]} rows for {len(self.sequences)} sequences")
-        if positions.shape[1] == 1 and positions[:, 0].tolist() == self._starts:  # decoding, at every token
-            return [1] * len(self._starts)
+        if shape[0] != len(self.sequences):
+            raise ValueError(f"{shape[0]} rows for {len(self.sequences)} sequences")
+        if positions is None:
+            return [shape[1]] * shape[0]
         valid = positions >= 0
         counts: list[int] = valid.sum(1).tolist()
         expected = self.next_positions(positions.shape[1])

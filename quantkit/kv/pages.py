@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,13 @@ from quantkit.kv.base import Layout
 
 PAGE = 64
 """Slots (tokens) in a page."""
+
+
+@dataclass
+class Moves:
+    """How often memory came to lie elsewhere."""
+
+    count: int = 0
 
 
 class Pages:
@@ -23,17 +31,18 @@ class Pages:
     Args:
         layout: what a slot holds.
         device: where.
+        moves: counts how often ``parts`` were replaced; several may share one.
 
     Attributes:
         parts: by name, ``[pages, PAGE, *shape]``; another object after any growth or shrinking.
-        version: of ``parts``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu",
+                 moves: Moves | None = None) -> None:
         self.parts = {name: torch.zeros(0, PAGE, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in layout.items()}
         self._free: list[int] = []  # highest first, so that the lowest is taken
-        self._total = self.version = 0
+        self._total, self._moves = 0, moves or Moves()
 
     @property
     def used(self) -> int:
@@ -70,7 +79,6 @@ class Pages:
         if len(self._free) * 4 <= self._total:
             return None
         size = self.used
-        self.version += 1
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
         for name, part in self.parts.items():
@@ -78,6 +86,7 @@ class Pages:
             if holes:
                 self.parts[name][holes] = part[high]
         self._free, self._total = [], size
+        self._moves.count += 1
         return dict(zip(high, holes, strict=True)) or None
 
     def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -98,13 +107,13 @@ class Pages:
         return found.view(table.shape[0], -1, *part.shape[2:])
 
     def _resize(self, total: int) -> None:
-        self.version += 1
         for name, part in self.parts.items():
             block = part.new_zeros(total, *part.shape[1:])
             block[:self._total] = part
             self.parts[name] = block
         self._free = [*range(total - 1, self._total - 1, -1), *self._free]
         self._total = total
+        self._moves.count += 1
 
 
 def slots_of(pages: Sequence[int], start: int, count: int) -> list[int]:

@@ -16,6 +16,9 @@ from quantkit.ops.embedding import embed
 class KVCacheProtocol(Protocol):
     """Where attention keeps the keys and values of earlier positions."""
 
+    def next_positions(self, count: int = 1) -> torch.Tensor:
+        """Positions int64 ``[B, count]`` that follow what each sequence holds."""
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:
         """Store a step's keys and values of one layer, and attend over all that its queries may see.
@@ -125,9 +128,8 @@ class CausalLM:
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """What the last layer leaves, ``[B, T, hidden]``; arguments and errors as for the whole."""
         if positions is None:
-            if cache is not None:
-                raise ValueError("with a cache, give the positions of ids")
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+            positions = (torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if cache is None
+                         else cache.next_positions(ids.shape[1]))
         x = self.embed(ids)
         step = Step(self.config, positions, x.dtype)
         for layer in self.layers:
@@ -144,15 +146,12 @@ class CausalLM:
 
         Args:
             ids: int64 ``[B, T]``; any valid id at padding.
-            positions: int64 ``[B, T]``, −1: padding. Without a cache ``0 … T - 1`` by default.
+            positions: int64 ``[B, T]``, −1: padding. By default those that follow what the cache holds.
             cache: keys and values of earlier steps; this step's are added.
             last: int64 ``[B]``, index into T: only that position's logits.
 
         Returns:
             ``[B, T, vocab]``, or ``[B, vocab]`` with ``last``, in the model's dtype.
-
-        Raises:
-            ValueError: a cache without positions: where it ends is not for the model to guess.
         """
         x = self.hidden(ids, positions, cache)
         if last is not None:

@@ -141,6 +141,7 @@ def pool() -> Pool:
     return Pool(torch.get_num_threads())
 
 
+@functools.cache
 def unavailable() -> str | None:
     """Why there are no CPU kernels here; ``None`` if there are."""
     import importlib.util

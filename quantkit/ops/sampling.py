@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from quantkit.ops import cpu_linear
+
 
 def greedy(logits: torch.Tensor) -> int | None:
     """Index of the largest of ``logits [vocab]``, the lowest of equals; ``None`` if not all are finite."""
     if logits.device.type != "cpu":
         return int(logits.argmax()) if bool(torch.isfinite(logits).all()) else None
-    from quantkit.ops import cpu_linear
-
     if cpu_linear.unavailable() is None:
         from quantkit_kernels.cpu.argmax import argmax
 

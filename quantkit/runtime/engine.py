@@ -229,7 +229,7 @@ class Engine:
         try:
             ids = torch.tensor([chunk], device=self.loaded.model.device)
             last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1], device=ids.device)
-            logits = self.loaded.model(ids, batch.next_positions(len(chunk)), batch, last)
+            logits = self.loaded.model(ids, cache=batch, last=last)
             ticket.fed += len(chunk)
             if last is None:
                 ticket.see_prompt(logits[0])
@@ -255,7 +255,7 @@ class Engine:
             batch = self.cache.batch([ticket.row for ticket in rows], "decode")
             ids = torch.tensor([[ticket.result.token_ids[-1]] for ticket in rows],
                                device=self.loaded.model.device)
-            logits = self.loaded.model(ids, batch.next_positions(), batch)[:, -1]
+            logits = self.loaded.model(ids, cache=batch)[:, -1]
         except Exception as error:
             for ticket in rows:
                 self._fail(ticket, error)

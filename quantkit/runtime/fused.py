@@ -102,49 +102,40 @@ class FusedModel:
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
         """See :meth:`CausalLM.__call__`."""
-        batch, positions = self._batch(ids, positions, cache)
+        batch = self._batch(ids, cache)
         if batch is None:
             return self._model(ids, positions, cache, last).float()
-        counts = batch.counts(positions)
+        counts = batch.counts(ids.shape, positions)
         program = self.program(batch.cache.codec.name)
-        wanted = [[int(one)] for one in last] if last is not None else [range(count) for count in counts]
-        parts: list[list[torch.Tensor]] = [[] for _ in counts]
+        wanted = [(int(one),) for one in last] if last is not None else [range(count) for count in counts]
+        parts = []
         for pieces in _pieces(counts):
             picked, row = [], 0
             for piece in pieces:
-                picked.append([row + at - piece.start for at in wanted[piece.sequence]
-                               if piece.start <= at < piece.start + piece.count])
+                picked += [row + at - piece.start for at in wanted[piece.sequence]
+                           if piece.start <= at < piece.start + piece.count]
                 row += piece.count
-            logits = program.logits(program.run(batch, ids, pieces), picked)
-            for piece, found in zip(pieces, logits):
-                parts[piece.sequence].append(found)
+            parts.append(program.step(batch, ids, pieces, picked))
         batch.finish(counts)
-        rows = [_joined(part) for part in parts]
-        return _joined(rows) if last is not None else _padded(rows, ids.shape[1])
+        return _joined(parts) if last is not None else _padded(_joined(parts), counts, ids.shape[1])
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """See :meth:`CausalLM.hidden`."""
-        batch, positions = self._batch(ids, positions, cache)
+        batch = self._batch(ids, cache)
         if batch is None:
             return self._model.hidden(ids, positions, cache).float()
-        counts = batch.counts(positions)
+        counts = batch.counts(ids.shape, positions)
         program = self.program(batch.cache.codec.name)
-        parts: list[list[torch.Tensor]] = [[] for _ in counts]
-        for pieces in _pieces(counts):
-            begin, x = 0, program.run(batch, ids, pieces)
-            for piece in pieces:
-                parts[piece.sequence].append(x[begin:begin + piece.count].clone())
-                begin += piece.count
+        parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts)]
         batch.finish(counts)
-        return _padded([_joined(part) for part in parts], ids.shape[1])
+        return _padded(_joined(parts), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program("none")
-        found = [program.logits(some, [range(len(some))])[0] for some in rows.split(MOST_ROWS)]
-        flat = _joined(found) if found else torch.empty(0, self.config.vocab_size)
-        return flat.reshape(*x.shape[:-1], -1)
+        flat = _joined([program.logits(some) for some in rows.split(MOST_ROWS)])
+        return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codec: str) -> StepProgram:
         """The program that reads a codec of the cache; made when it is first asked for."""
@@ -153,16 +144,12 @@ class FusedModel:
             self._programs[name] = StepProgram(self._model, name)
         return self._programs[name]
 
-    def _batch(self, ids: torch.Tensor, positions: torch.Tensor | None,
-               cache: KVCacheProtocol | None) -> tuple[Batch | None, torch.Tensor]:
+    def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
         if cache is None:
             own = KVCache(self.config, KVSpec(), self.dtype)
-            batch = own.batch([own.add() for _ in range(ids.shape[0])])
-            return batch, batch.next_positions(ids.shape[1]) if positions is None else positions
-        if positions is None:
-            raise ValueError("with a cache, give the positions of ids")
-        return (cache if isinstance(cache, Batch) and self.declines(cache) is None else None), positions
+            return own.batch([own.add() for _ in range(ids.shape[0])])
+        return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
 
 
 def _pieces(counts: Sequence[int]) -> Iterable[list[Piece]]:
@@ -186,8 +173,9 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """``[n, size]`` each → ``[B, length, size]``, 0 behind their ends."""
-    if len(rows) == 1 and len(rows[0]) == length:
-        return rows[0][None]
-    return torch.stack([torch.nn.functional.pad(one, (0, 0, 0, length - len(one))) for one in rows])
+def _padded(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
+    """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, 0 behind their ends."""
+    if all(count == length for count in counts):
+        return rows.view(len(counts), length, -1)
+    return torch.stack([torch.nn.functional.pad(one, (0, 0, 0, length - len(one)))
+                        for one in rows.split(counts)])

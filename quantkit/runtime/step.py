@@ -68,6 +68,8 @@ class StepProgram:
         self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._rows, self._tiles, self._sequences = (
             torch.zeros(MOST_ROWS, 3, dtype=torch.int64) for _ in range(3))
+        self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences,
+                                                self._picked))
         self._partial = torch.empty(0)
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
         self._width = packed[-1].stripes * STRIPE
@@ -81,6 +83,7 @@ class StepProgram:
         self._program.finish(tell_compiling)
         self._names = self._program.names
         self._rows_now = self._picked_now = -1
+        self._angles_now = 0
         self._tiles_now: tuple[int, int] = (-1, -1)
         self._pages_now: tuple[int, int] = (-1, -1)
 
@@ -187,16 +190,47 @@ class StepProgram:
         Returns:
             float32 ``[n, hidden]``, valid until the next call.
         """
-        cache = batch.cache
-        tokens, rows, tiles, sequences = (
-            t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
+        self._place(batch, ids, pieces)
+        self._pool.run(self._program.records[:self._head_at])
+        self._done(batch, pieces)
+        return self._hidden[:sum(piece.count for piece in pieces), :self._config.hidden_size]
+
+    def step(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece],
+             picked: Sequence[int]) -> torch.Tensor:
+        """:meth:`run`, then final norm and head over some of its rows, in one call into machine code.
+
+        Args:
+            batch, ids, pieces: as for :meth:`run`.
+            picked: rows of its result.
+
+        Returns:
+            float32 ``[len(picked), vocab]``.
+        """
+        self._place(batch, ids, pieces)
+        found = self._pick(picked)
+        self._pool.run(self._program.records if picked else self._program.records[:self._head_at])
+        self._done(batch, pieces)
+        return found[:, :self._config.vocab_size]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Final norm and head over float32 ``[n, hidden]``: float32 ``[n, vocab]``."""
+        self._hidden[:len(x), :x.shape[1]] = x
+        found = self._pick(range(len(x)))
+        if len(x):
+            self._pool.run(self._program.records[self._head_at:])
+        return found[:, :self._config.vocab_size]
+
+    def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Say which tokens are whose, and where their keys and values go."""
+        cache, given = batch.cache, ids.numpy()
+        tokens, rows, tiles, sequences, _ = self._views
         row = tile = longest = 0
         for piece in pieces:
             number, start, count = piece.sequence, piece.start, piece.count
             held = batch.sequences[number]
-            table, seen = cache.reserve(held, count), held.layers[-1].seen
-            sequences[number] = table.ctypes.data, table.shape[2], held.lengths.ctypes.data
-            tokens[row:row + count] = ids[number, start:start + count].numpy()
+            cache.reserve(held, count)
+            seen, sequences[number] = held.layers[-1].seen, held.where
+            tokens[row:row + count] = given[number, start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:
@@ -210,34 +244,21 @@ class StepProgram:
         self._angles(longest)
         self._pages(cache)
         self._shape(row, tile, longest)
-        self._pool.run(self._program.records[:self._head_at])
+
+    def _done(self, batch: Batch, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             batch.sequences[piece.sequence].advance(piece.count)
-        return self._hidden[:row, :self._config.hidden_size]
 
-    def logits(self, x: torch.Tensor, picked: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Final norm and head.
-
-        Args:
-            x: float32 ``[n, hidden]``, as :meth:`run` left it or from elsewhere.
-            picked: rows of x, in groups.
-
-        Returns:
-            float32 ``[m, vocab]`` for each group.
-        """
-        if x.data_ptr() != self._hidden.data_ptr():
-            self._hidden[:len(x), :x.shape[1]] = x
-        flat = [row for group in picked for row in group]
-        self._picked.numpy()[:len(flat)] = flat
-        found = torch.empty(len(flat), self._width)
-        if flat:
-            if len(flat) != self._picked_now:
-                self._picked_now = len(flat)
-                self._units(range(self._head_at, len(self._names)), len(flat))
-            self._program.set(len(self._names) - 1, out=found)
-            self._pool.run(self._program.records[self._head_at:])
-        parts = found[:, :self._config.vocab_size].split([len(group) for group in picked])
-        return list(parts)
+    def _pick(self, picked: Sequence[int]) -> torch.Tensor:
+        """Memory for these rows' logits, where the head writes them."""
+        count = len(picked)
+        self._views[-1][:count] = picked
+        if count and count != self._picked_now:
+            self._picked_now = count
+            self._units(range(self._head_at, len(self._names)), count)
+        found = torch.empty(count, self._width)
+        self._program.set(len(self._names) - 1, out=found.data_ptr())
+        return found
 
     def _shape(self, count: int, tiles: int, longest: int) -> None:
         """Units for so many rows and tiles."""
@@ -280,9 +301,9 @@ class StepProgram:
 
     def _angles(self, longest: int) -> None:
         """Cosines and sines of so many positions."""
-        if longest <= len(self._cos):
+        if longest <= self._angles_now:
             return
-        size = max(ANGLES, 2 * len(self._cos), longest)
+        self._angles_now = size = max(ANGLES, 2 * self._angles_now, longest)
         rope = self._config.rope
         angle = torch.arange(size)[:, None].float() * inverse_frequencies(rope, self._config.head_dim,
                                                                           torch.device("cpu"))
@@ -295,7 +316,7 @@ class StepProgram:
         """Point to the cache's pages as they lie now."""
         from quantkit_kernels.cpu.kv_codecs import PARTS
 
-        now = (cache.number, cache.version)
+        now = (cache.number, cache.moves.count)
         if now == self._pages_now:
             return
         self._pages_now = now

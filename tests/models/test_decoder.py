@@ -109,7 +109,10 @@ def test_a_tensor_of_the_wrong_shape_is_named(make_config, make_model):
         make_model(config, weights)
 
 
-def test_a_cache_needs_positions(make_config, make_model, fed):
+def test_positions_follow_what_a_cache_holds(make_config, make_model, fed):
     model = make_model(make_config("llama"))
-    with pytest.raises(ValueError, match="positions"):
-        model(tokens(1, 2), cache=fed(model, 1).cache.batch([]))
+    ids, cached = tokens(2, 9), fed(model, 2)
+    parts = [model(ids[:, at:at + 3], cache=cached.cache.batch(cached.rows)) for at in (0, 3, 6)]
+    close(torch.cat(parts, 1), model(ids))
+    with pytest.raises(ValueError, match="1 rows for 2 sequences"):
+        model(ids[:1], cache=cached.cache.batch(cached.rows))
