@@ -116,8 +116,9 @@ class Theirs:
     def bench(self, model: Path, row: Row) -> dict[str, float]:
         """Tokens a second of prefill and decoding."""
         cache = ["-ctk", row.their_kv, "-ctv", row.their_kv, "-fa", "1"] if row.depth else []
-        text = self._run("llama-bench", "-m", str(model), "-t", str(self._threads), "-p", "512", "-n",
-                         str(self._tokens), "-d", str(row.depth), "-r", "1", "-o", "json", *cache)
+        text = self._run("llama-bench", "-m", str(model), "-t", str(self._threads),
+                         "-p", "0" if row.depth else "512", "-n", str(self._tokens),
+                         "-d", str(row.depth), "-r", "1", "-o", "json", *cache)
         speeds = {("decode" if one["n_gen"] else "prefill"): one["avg_ts"] for one in json.loads(text)}
         return {name: float(value) for name, value in speeds.items()}
 

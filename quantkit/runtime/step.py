@@ -24,7 +24,6 @@ QUERIES = 48
 """Queries of a key head (rows times the heads that share it) in a unit of attention."""
 ANGLES = 512
 """Positions whose rotation is worked out at once, at least."""
-UNBOUNDED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class StepProgram:
         self._multiply(model.head, "hidden", None, self._width * 4)
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
-        from quantkit_kernels.cpu.attention import Attend, Combine, RopeStore
+        from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine, RopeStore
 
         config, program, attention, mlp = self._config, self._program, layer.self_attn, layer.mlp
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
@@ -314,6 +313,7 @@ class StepProgram:
 
     def _pages(self, cache: KVCache) -> None:
         """Point to the cache's pages as they lie now."""
+        from quantkit_kernels.cpu.attention import UNBOUNDED
         from quantkit_kernels.cpu.kv_codecs import PARTS
 
         now = (cache.number, cache.moves.count)

@@ -21,10 +21,14 @@ from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
 
 SPLIT = 256
 """Slots whose scores share a maximum."""
+TILE = 32
+"""Slots that are decoded at once; they divide a page."""
 WIDE = 16
 """Scores handled at once in a softmax."""
 NOTHING = -1e30
 """A maximum over no scores."""
+UNBOUNDED = 2**31 - 1
+"""A window or limit that there isn't."""
 CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*positions", "*rows", "*sequences",
          "layer", "heads")
 """Arguments that say where keys and values lie: the layer's pages; ``rows`` int64 ``[M, 3]``: sequence,
@@ -44,7 +48,7 @@ COMBINE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
 
 def scratch_bytes(dim: int, queries: int) -> int:
     """Scratch memory that a thread needs for so many queries (rows · group) at once."""
-    return 4 * (PAGE * dim + SPLIT + queries * (SPLIT + 2 * dim + 4)) + 256
+    return 4 * (TILE * dim + SPLIT + queries * (SPLIT + 2 * dim + 4)) + 256
 
 
 def _slot(e: Emitter, a: SimpleNamespace, sequence: Value, head: Value) -> tuple[Value, Value]:
@@ -157,7 +161,7 @@ class _Attend:
         self.table, held = _slot(e, a, sequence, head)
         scratch = a.scratch + thread * a.scratch_private
         self.tile = scratch
-        self.places = self.tile + PAGE * size
+        self.places = self.tile + TILE * size
         self.scores = self.places + SPLIT * 4
         self.sums = self.scores + self.queries * (SPLIT * 4)  # of a split, unscaled
         self.running = self.sums + self.queries * size  # over splits
@@ -214,8 +218,8 @@ class _Attend:
     def _split(self, begin: Value, end: Value) -> None:
         """Scores, softmax and sums of the slots ``[begin, end)``; maxima and weights' sums beside."""
         e, size = self.e, self.dim * 4
-        with e.loop(begin, end, PAGE) as at:
-            count = e.min(end - at, e.const(I64, PAGE))
+        with e.loop(begin, end, TILE) as at:
+            count = e.min(end - at, e.const(I64, TILE))
             self._decode("k", at, count, True)
             with e.loop(0, self.queries) as q:
                 self._score(q, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
@@ -223,8 +227,8 @@ class _Attend:
             self._softmax(q, begin, end)
             for at_ in range(0, self.dim, self.width):
                 e.store(self.sums + q * size, e.const(vec(F32, self.width), 0.0), at_ * 4)
-        with e.loop(begin, end, PAGE) as at:
-            count = e.min(end - at, e.const(I64, PAGE))
+        with e.loop(begin, end, TILE) as at:
+            count = e.min(end - at, e.const(I64, TILE))
             self._decode("v", at, count, False)
             with e.loop(0, self.queries) as q:
                 self._add(q, self.scores + q * (SPLIT * 4) + (at - begin) * 4, count)
@@ -234,7 +238,8 @@ class _Attend:
         e, a = self.e, self.a
         base = _place(e, self.table, at)
         if side == "k":
-            self.next_page = _place(e, self.table, e.min(at + PAGE, self.limit - 1) & -PAGE)
+            ahead = _place(e, self.table, e.min(at + PAGE, self.limit - 1) & -PAGE)
+            self.next_page = ahead + (at & (PAGE - 1))
         with e.loop(0, count) as i:
             parts = _parts(e, a, self.codec, self.dim, side, base + i)
             if side == "k":  # values of the same page come next, and pages lie anywhere
@@ -250,7 +255,7 @@ class _Attend:
                     e.store(where + i * 4, e.load(a.positions, I32, (base + i) * 4))
                 otherwise()
                 steps = e.const(vec(I32, WIDE), list(range(WIDE)))
-                with e.loop(0, PAGE, WIDE) as i:
+                with e.loop(0, TILE, WIDE) as i:
                     e.store(where + i * 4, (at + i).trunc(I32).spread(WIDE) + steps)
 
     def _fetch(self, side: str, slot: Value) -> None:
@@ -293,7 +298,13 @@ class _Attend:
             return found & (near | (place < a.sinks.trunc(I32).spread(WIDE)))
 
         most = e.var(e.const(wide, NOTHING))
-        with e.loop(0, count, WIDE) as i:
+        # without limits all of them are seen but those behind the query, which are in the last step
+        free = e.var(e.const(I64, 0))
+        with e.when(a.window.equals(UNBOUNDED)), e.when(a.limit.equals(UNBOUNDED)):
+            free.set(e.max(count, e.const(I64, 0)) & -WIDE)
+        with e.loop(0, free.get(), WIDE) as i:
+            most.set(e.max(most.get(), e.load(scores, wide, i * 4)))
+        with e.loop(free.get(), count, WIDE) as i:
             score = e.select(seen(i), e.load(scores, wide, i * 4), e.const(wide, NOTHING))
             e.store(scores, score, i * 4)
             most.set(e.max(most.get(), score))

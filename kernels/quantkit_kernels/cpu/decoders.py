@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
 from quantkit_kernels.cpu.matmul import SUB, Decoder
@@ -14,28 +16,29 @@ NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
 
 
-def _int4(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+def _int4(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
     """Byte j of a lane's run of four: value j of eight in its low half, j + 4 in its high half."""
-    found, wide = [], vec(I8, 4 * isa.lanes)
+    wide = vec(I8, 4 * isa.lanes)
     for i in range(SUB // 8):
         pair = e.load(source, wide, i * 4 * isa.lanes)
-        found += [pair & 15, pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15]
-    return found
+        yield pair & 15
+        yield pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15
 
 
-def _int8(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+def _int8(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
     """Two neighbours of each lane's row side by side."""
     wide = vec(I8, 2 * isa.lanes)
-    return [e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes)) for i in range(SUB // 2)]
+    for i in range(SUB // 2):
+        yield e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes))
 
 
-def _bf16(e: Emitter, isa: Isa, source: Value) -> list[Value]:
+def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
     """Two neighbours of each lane's row side by side: one is a lane's high half, one is shifted there."""
-    found, real = [], vec(F32, isa.lanes)
+    real = vec(F32, isa.lanes)
     for i in range(SUB // 2):
         pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
-        found += [(pair << 16).bits(real), (pair & -65536).bits(real)]
-    return found
+        yield (pair << 16).bits(real)
+        yield (pair & -65536).bits(real)
 
 
 def nf4(table: tuple[float, ...]) -> Decoder:
@@ -47,8 +50,8 @@ def nf4(table: tuple[float, ...]) -> Decoder:
     words = [round(value * NF4_LEVELS) & 0xFFFF for value in table]
     low, high = (tuple(word >> shift & 255 for word in words) for shift in (0, 8))
 
-    def unpack(e: Emitter, isa: Isa, source: Value) -> list[Value]:
-        found, wide = [], vec(I8, 4 * isa.lanes)
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
+        wide = vec(I8, 4 * isa.lanes)
         count = 4 * isa.lanes
         halves = [[at + 16 * run for run in range(count // 16) for at in part]
                   for part in (range(8), range(8, 16))]
@@ -58,8 +61,7 @@ def nf4(table: tuple[float, ...]) -> Decoder:
                 least, most = isa.lookup(e, low, codes), isa.lookup(e, high, codes)
                 for half in halves:
                     order = [place for at in half for place in (at, at + count)]
-                    found.append(least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes)))
-        return found
+                    yield least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes))
 
     return Decoder("nf4", "words", SUB // 2, unpack)
 

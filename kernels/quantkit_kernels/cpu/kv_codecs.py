@@ -94,14 +94,14 @@ def _store_int4(e: Emitter, parts: Parts, values: list[Value]) -> None:
 
 
 def _load_int4(e: Emitter, parts: Parts, dim: int) -> list[Value]:
-    width, found = lanes(dim), []
+    width, found = 16, []
     for at in range(0, dim, width):
         if at % GROUP == 0:
             scale, low = (_bf16(e, parts[name], at // GROUP * 2).spread(width) for name in ("scale", "low"))
-        pair = e.load(parts["codes"], vec(I8, width // 2), at // 2)
-        order = [place for i in range(width // 2) for place in (i, i + width // 2)]
-        code = (pair & 15).shuffle(order, pair.shr(4)).zext(vec(I32, width)).real()
-        found.append(code * scale + low)
+        first, second = (e.load(parts["codes"], I32, (at + half) // 2).spread(8) for half in (0, 8))
+        words = first.shuffle(range(16), second)  # eight codes in each
+        code = words.shr(e.const(words.type, [4 * (i % 8) for i in range(16)])) & 15
+        found.append(code.real() * scale + low)
     return found
 
 

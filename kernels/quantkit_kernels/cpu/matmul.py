@@ -11,7 +11,7 @@ into this thread's scratch memory, and all rows are multiplied from there, a til
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,7 +58,7 @@ class Decoder:
     name: str
     family: Family
     bytes: int
-    unpack: Callable[[Emitter, Isa, Value], list[Value]]
+    unpack: Callable[[Emitter, Isa, Value], Iterator[Value]]
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class _Writer:
                 for source in sources:
                     for line in range(0, self.decoder.bytes * self.lanes, 64):
                         e.prefetch(source + (AHEAD + line))
-                values = [self.decoder.unpack(e, self.isa, source) for source in sources]
-                for i in range(steps):
-                    take([own[i] for own in values], [self._factor(row_x, s, i) for row_x in x], sums)
+                # unpacked as they are needed: there are few registers
+                for i, values in enumerate(zip(*(self.decoder.unpack(e, self.isa, one) for one in sources))):
+                    take(list(values), [self._factor(row_x, s, i) for row_x in x], sums)
             elif self.family == "floats":
                 for i in range(steps):
                     take(loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
