@@ -5,8 +5,8 @@
         --gguf MODEL.gguf --work DIR [--out FILE]
 
 llama-quantize makes BF16, Q8_0 and Q4_0 of the GGUF; `quantkit quantize` makes int8, int4 (groups of 32 and
-64) and NF4 of the same BF16 file, the head in 8 bits as theirs is. A row is one of ours
-beside one of theirs; runs of the two alternate, and the ratio is the median over pairs.
+64) and NF4 of the same BF16 file, the head in 8 bits; theirs is Q8_0 in SmolLM2. A row is one of ours beside
+one of theirs; runs of the two alternate, and the ratio is the median over pairs.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Theirs:
         for library in self._folder.glob("*.so*"):  # the package has no links by the names that are linked to
             stem = library.name.split(".so")[0]
             for name in (library.name, f"{stem}.so.0", f"{stem}.so"):
-                if not (links / name).exists():
-                    (links / name).symlink_to(library)
+                (links / name).unlink(missing_ok=True)
+                (links / name).symlink_to(library)
         self._env = {**os.environ, "LD_LIBRARY_PATH": str(links)}
 
     def quantize(self, gguf: Path, kind: str) -> Path:

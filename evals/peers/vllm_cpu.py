@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _theirs(given: argparse.Namespace, dtype: str) -> float:
-    cores = f"0-{given.threads - 1}"
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:given.threads]))
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
     env.pop("PYTHONPATH", None)
     script = given.python.parent / "quantkit-vllm-peer.py"  # its workers import it, so it must be a file

@@ -75,6 +75,9 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
     names = {name: one.weight.name if isinstance(one.weight, Packed) else "torch"
              for name, one in loaded.model.linears().items()}
     ids = loaded.tokenizer.encode(load_text().content[:16 * limit])[:limit]
+    if (longest := max([*settings.contexts, settings.prompt])) > len(ids):
+        raise UsageError(f"a context of {longest} tokens is asked for", why=f"the text has {len(ids)}",
+                         next="give a smaller --context and --prompt")
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
     found: dict[str, Any] = {"machine": machine(), "model": loaded.uri, "label": loaded.label,
                              "bytes": step_bytes(loaded), "kernels": names, "unfused": loaded.unfused,
@@ -110,12 +113,12 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
 class _Runner:
     def __init__(self, loaded: LoadedModel, ids: list[int], settings: Settings, progress: Listener,
                  runs: int) -> None:
-        from quantkit_kernels.cpu.read import Bandwidth
-
         self._loaded, self._ids, self._settings = loaded, ids, settings
         self._progress, self._runs, self._done = progress, runs, 0
         self._memory = None
         if cpu_linear.unavailable() is None:
+            from quantkit_kernels.cpu.read import Bandwidth
+
             self._memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
 
     def prefill(self, kv: KVSpec) -> dict[str, Any]:

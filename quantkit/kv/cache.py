@@ -135,8 +135,7 @@ class KVCache:
             self._reserve(layer, held, count)
             for own, length in zip(held.pages, held.lengths.tolist()):
                 slots += slots_of(own, length, count)
-            held.lengths += count
-            held.seen += count
+            held.advance(count)
         return slots
 
     def _reserve(self, layer: int, held: HeldLayer, count: int) -> None:

@@ -37,6 +37,12 @@ class HeldLayer:
     def seen(self, count: int) -> None:
         self._owner.seen[self._index] = count
 
+    def advance(self, count: int) -> None:
+        """So many tokens are in this layer's pages now; the sequence's table is to be laid out anew."""
+        self.lengths += count
+        self.seen += count
+        self._owner.table = None
+
     def moved(self) -> None:
         """Its pages are others now."""
         self.table = self._owner.table = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,12 +134,21 @@ def isa() -> Isa:
     return table[named]
 
 
-@functools.cache
 def pool() -> Pool:
-    """The threads that all models of this process share: as many as torch had when the first was loaded."""
-    from quantkit_kernels.cpu.pool import Pool
+    """The threads that all models of this process share: as many as torch has when the first is loaded, and
+    no more than this process may use at once."""
+    with _making:
+        return _pool()
 
-    return Pool(torch.get_num_threads())
+
+@functools.cache
+def _pool() -> Pool:
+    from quantkit_kernels.cpu.pool import Pool, cores
+
+    return Pool(min(torch.get_num_threads(), cores()))
+
+
+_making = threading.Lock()
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class Engine:
 
     Each step takes one chunk of one waiting prompt through the model, then decodes one token of every
     running sequence. A request's tokens don't depend on what runs beside it: prompts go alone, and
-    decoding multiplies row by row.
+    decoding gives each row the bits that it gets alone.
 
     The caller either calls :meth:`step` itself, or :meth:`start`\\ s a thread that does; the model
     belongs to that thread. :meth:`submit` and ``Ticket.cancel`` may be called from any.

@@ -79,6 +79,7 @@ class FusedModel:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[str, StepProgram] = {}
+        cpu_linear.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
         """As the model's."""
@@ -95,6 +96,8 @@ class FusedModel:
         policy, codec = batch.cache.policy, batch.cache.codec.name
         if codec not in CODECS:
             return f"reads the KV codecs {', '.join(CODECS)}, not {codec}"
+        if codec == "none" and batch.cache.pages[0].parts["k.values"].element_size() != 2:
+            return "reads bfloat16 pages"
         if policy.queries and not (batch.phase == "decode" and policy.every is None):
             return "keeps no queries for the KV policy"
         return None
@@ -107,7 +110,8 @@ class FusedModel:
             return self._model(ids, positions, cache, last).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(batch.cache.codec.name)
-        wanted = [(int(one),) for one in last] if last is not None else [range(count) for count in counts]
+        wanted = [range(count) for count in counts] if last is None else [
+            _one(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = []
         for pieces in _pieces(counts):
             picked, row = [], 0
@@ -117,7 +121,8 @@ class FusedModel:
                 row += piece.count
             parts.append(program.step(batch, ids, pieces, picked))
         batch.finish(counts)
-        return _joined(parts) if last is not None else _padded(_joined(parts), counts, ids.shape[1])
+        rows = _joined(parts, self.config.vocab_size)
+        return rows if last is not None else _padded(rows, counts, ids.shape[1])
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -129,12 +134,12 @@ class FusedModel:
         program = self.program(batch.cache.codec.name)
         parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts)]
         batch.finish(counts)
-        return _padded(_joined(parts), counts, ids.shape[1])
+        return _padded(_joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program("none")
-        flat = _joined([program.logits(some) for some in rows.split(MOST_ROWS)])
+        flat = _joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codec: str) -> StepProgram:
@@ -150,6 +155,13 @@ class FusedModel:
             own = KVCache(self.config, KVSpec(), self.dtype)
             return own.batch([own.add() for _ in range(ids.shape[0])])
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
+
+
+def _one(at: int, count: int) -> range:
+    at += count if at < 0 else 0
+    if not 0 <= at < count:
+        raise ValueError(f"last is {at} in a row of {count} tokens")
+    return range(at, at + 1)
 
 
 def _pieces(counts: Sequence[int]) -> Iterable[list[Piece]]:
@@ -169,13 +181,15 @@ def _pieces(counts: Sequence[int]) -> Iterable[list[Piece]]:
         yield now
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+    if not parts:
+        return torch.empty(0, size)
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _padded(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
     """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, 0 behind their ends."""
     if all(count == length for count in counts):
-        return rows.view(len(counts), length, -1)
+        return rows.view(len(counts), length, rows.shape[1])
     return torch.stack([torch.nn.functional.pad(one, (0, 0, 0, length - len(one)))
                         for one in rows.split(counts)])

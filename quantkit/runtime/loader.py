@@ -81,7 +81,8 @@ class LoadedModel:
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
          device: str = "auto") -> LoadedModel:
-    """Load a model. Weights whose dtype fits are mapped from their file, not copied.
+    """Load a model. Plain weights whose dtype fits are mapped from their file, not copied; those that a CPU
+    multiplies are packed one by one.
 
     Args:
         uri: a checkpoint's folder, or anything a source takes.

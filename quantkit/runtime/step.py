@@ -41,9 +41,6 @@ class StepProgram:
     Args:
         model: its Linears packed.
         codec: of the pages, as ``quantkit_kernels.cpu.kv_codecs`` names it.
-
-    Attributes:
-        products: index of each matrix product in the program, by the Linear's name.
     """
 
     def __init__(self, model: CausalLM, codec: str) -> None:
@@ -74,7 +71,6 @@ class StepProgram:
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, str, int], Activations] = {}
         self._kept: list[torch.Tensor] = []
-        self.products: dict[str, int] = {}
         self._packed: dict[int, tuple[Packed, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
         self._program = Program(isa)
@@ -105,7 +101,8 @@ class StepProgram:
         lanes = cpu_linear.isa().lanes if isinstance(table, Packed) else 0
         self._program.add(Embed(lanes), ids=self._ids, out=self._hidden, out_stride=_stride(self._hidden),
                           table=table.weights if isinstance(table, Packed) else table,
-                          size=table.columns if isinstance(table, Packed) else config.hidden_size)
+                          size=table.columns if isinstance(table, Packed) else config.hidden_size,
+                          padded=self._hidden.shape[1])
         for index, layer in enumerate(layers):
             self._layer(index, layer)
         self._head_at = len(self._program.names)
@@ -174,7 +171,7 @@ class StepProgram:
         index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
                                   scratch=self._scratch, out_stride=stride if out is None else _stride(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
-        self.products[linear.name], self._packed[index] = index, (weight, made.stride)
+        self._packed[index] = weight, made.stride
 
     # -- running
 
@@ -224,12 +221,11 @@ class StepProgram:
         cache, given = batch.cache, ids.numpy()
         tokens, rows, tiles, sequences, _ = self._views
         row = tile = longest = 0
-        for piece in pieces:
-            number, start, count = piece.sequence, piece.start, piece.count
-            held = batch.sequences[number]
+        for number, piece in enumerate(pieces):
+            start, count, held = piece.start, piece.count, batch.sequences[piece.sequence]
             cache.reserve(held, count)
             seen, sequences[number] = held.layers[-1].seen, held.where
-            tokens[row:row + count] = given[number, start:start + count]
+            tokens[row:row + count] = given[piece.sequence, start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:
@@ -240,6 +236,8 @@ class StepProgram:
                 tiles[tile] = row + begin, min(self._tile, count - begin), number
                 tile += 1
             longest, row = max(longest, seen + count), row + count
+        if row and tokens[:row].view(np.uint64).max() >= self._config.vocab_size:  # or negative
+            raise IndexError(f"a token id isn't in 0 … {self._config.vocab_size - 1}")
         self._angles(longest)
         self._pages(cache)
         self._shape(row, tile, longest)
@@ -267,17 +265,18 @@ class StepProgram:
         # long contexts of few sequences are shared out by splits, so that no thread is idle
         splits = -(-longest // SPLIT) if tiles * heads < 4 * self._pool.threads else 1
         if count != self._rows_now:
-            self._rows_now, self._tiles_now = count, (-1, -1)
+            self._rows_now, self._tiles_now = -1, (-1, -1)
             self._units(range(self._head_at), count)
+            self._rows_now = count
         if (tiles, splits) == self._tiles_now:
             return
-        self._tiles_now = (tiles, splits)
         if splits > 1:
             self._partial = torch.empty(count * self._config.num_heads * splits * (self._config.head_dim + 2))
         for _, attend, combine in self._attention:
             program.set(attend, units=tiles * heads * splits, splits=splits, partial=self._partial)
             program.set(combine, units=count * self._config.num_heads if splits > 1 else 0, splits=splits,
                         partial=self._partial)
+        self._tiles_now = (tiles, splits)
 
     def _units(self, operations: Iterable[int], rows: int) -> None:
         """One row is left as products want it by every thread for itself; more are shared out."""
@@ -302,7 +301,7 @@ class StepProgram:
         """Cosines and sines of so many positions."""
         if longest <= self._angles_now:
             return
-        self._angles_now = size = max(ANGLES, 2 * self._angles_now, longest)
+        size = max(ANGLES, 2 * self._angles_now, longest)
         rope = self._config.rope
         angle = torch.arange(size)[:, None].float() * inverse_frequencies(rope, self._config.head_dim,
                                                                           torch.device("cpu"))
@@ -310,6 +309,7 @@ class StepProgram:
         self._sin = (angle.sin() * rope.attention_factor).contiguous()
         for store, _, _ in self._attention:
             self._program.set(store, cos=self._cos, sin=self._sin)
+        self._angles_now = size
 
     def _pages(self, cache: KVCache) -> None:
         """Point to the cache's pages as they lie now."""
@@ -319,13 +319,16 @@ class StepProgram:
         now = (cache.number, cache.moves.count)
         if now == self._pages_now:
             return
-        self._pages_now = now
         limit, sinks = cache.policy.visible or (UNBOUNDED, 0)
         for (store, attend, _), pages in zip(self._attention, cache.pages):
-            parts = {f"{side}_{name}": pages.parts.get(f"{side}.{name}") for side in "kv" for name in PARTS}
+            # addresses only: the memory is the cache's, and is gone when the cache lets go of it
+            where = {name.replace(".", "_"): part.data_ptr() for name, part in pages.parts.items()}
+            parts = {name: where.get(name, 0) for name in ("positions", *(
+                f"{side}_{part}" for side in "kv" for part in PARTS))}
             for index in (store, attend):
-                self._program.set(index, positions=pages.parts.get("positions"), **parts)
+                self._program.set(index, **parts)
             self._program.set(attend, limit=limit, sinks=sinks)
+        self._pages_now = now
 
 
 def packed_of(linear: Linear) -> Packed:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kvspec import parse_kv
+from quantkit.ops import cpu_linear
 from quantkit.ops import linear as linear_module
 from quantkit.quantize import quantize
 from quantkit.runtime import engine as module
@@ -18,6 +19,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
+from quantkit_kernels.cpu.pool import Pool
 
 KV = ("none", "int8", "int4", "window(12, sinks=2)+int8", "snapkv(0.4, window=4)",
       "tova(10, interval=3)+int4")
@@ -26,6 +28,16 @@ KV = ("none", "int8", "int4", "window(12, sinks=2)+int8", "snapkv(0.4, window=4)
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool():
+    """Two threads, whatever this machine has: units are shared out, and each has rows of its own."""
+    pool = Pool(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_linear, "pool", lambda: pool)
+        yield
+    pool.close()
 
 
 @pytest.fixture(scope="module")

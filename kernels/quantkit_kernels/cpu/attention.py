@@ -175,7 +175,7 @@ class _Attend:
                     e.store(self.running + q * size, e.const(vec(F32, self.width), 0.0), at * 4)
                 e.store(self.most + q * 16, e.const(F32, NOTHING))
                 e.store(self.most + q * 16, e.const(F32, 0.0), 4)
-            with e.loop(0, end, SPLIT) as begin:
+            with e.loop(self._start(), end, SPLIT) as begin:
                 self._split(begin, e.min(begin + SPLIT, end))
                 with e.loop(0, self.queries) as q, e.when(e.load(self.most, F32, q * 16 + 8) > NOTHING):
                     _merge(e, self.dim, self.running + q * size, self.most + q * 16, self.sums + q * size,
@@ -184,7 +184,8 @@ class _Attend:
                 _divide(e, self.dim, self.running + q * size, self.most + q * 16, self._out(q))
             otherwise()
             begin = split * SPLIT
-            with e.either(begin < end) as beyond:
+            inside = (begin < end) & (begin >= self._start())
+            with e.either(inside) as beyond:
                 self._split(begin, e.min(begin + SPLIT, end))
                 with e.loop(0, self.queries) as q:
                     where = self._partial(q, split)
@@ -196,6 +197,17 @@ class _Attend:
                 with e.loop(0, self.queries) as q:
                     e.store(self._partial(q, split), e.const(F32, NOTHING))
         e.ret()
+
+    def _start(self) -> Value:
+        """The first split that any of the tile's queries sees, where slots are positions."""
+        e, a = self.e, self.a
+        start = e.var(e.const(I64, 0))
+        with e.when(a.limit.equals(UNBOUNDED)):
+            position = e.load(a.rows, I64, self.first * 24 + 16)
+            start.set(e.max(position - a.window + 1, e.const(I64, 0)) // SPLIT * SPLIT)
+        with e.when(e.present(a.positions)):
+            start.set(0)
+        return start.get()
 
     def _place(self, q: Value) -> tuple[Value, Value]:
         """Row and query head of query q of the tile: rows, then the heads of the group."""

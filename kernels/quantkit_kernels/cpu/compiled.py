@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,43 @@ from llvmlite import ir
 from quantkit_kernels.cpu.isa import Isa, host_features
 
 DIGEST = 32
-_libraries: list[Any] = []
+_loaded: dict[str, tuple[int, Any]] = {}
+"""Addresses in this process, and the libraries that they are in."""
+_lock = threading.Lock()
 _numbers = itertools.count()
 
 
-def cache_folder() -> Path:
-    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder; ``None`` without one.
+
+    A folder that others may write to is none: whoever puts code there has it run.
+    """
+    folder = _folder()
+    if folder is None or not hasattr(os, "getuid"):
+        return folder
+    for one in (folder, folder.parent):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = one.stat()
+            if found.st_uid not in (os.getuid(), 0) or (found.st_mode & 0o022 and not found.st_mode & 0o1000):
+                return None
+    return folder
+
+
+def _folder() -> Path | None:
     if named := os.environ.get("QUANTKIT_CACHE"):
         return Path(named) / "cpu"
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return None
     return base / "quantkit" / "cpu"
 
 
 def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:
-    """The address of a compiled function; its code is in memory until the process ends.
+    """The address of a compiled function; its code is in memory once, until the process ends.
 
     Args:
         name: of the function; it must say everything that ``emit`` depends on besides the instruction set.
@@ -44,20 +65,23 @@ def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:
     Raises:
         RuntimeError: LLVM refuses the module: a defect of the kernel.
     """
-    path = cache_folder() / f"{_key(name, isa)}.o"
-    code = _read(path)
-    if code is None:
-        module = ir.Module(name)
-        module.triple = _llvm().get_default_triple()
-        emit(module)
-        code = _compile(module)
-        _write(path, code)
-    return _load(code, name)
+    key = _key(name, isa)
+    with _lock:
+        if key not in _loaded:
+            code = _read(key)
+            if code is None:
+                module = ir.Module(name)
+                module.triple = _llvm().get_default_triple()
+                emit(module)
+                code = _compile(module)
+                _write(key, code)
+            _loaded[key] = _load(code, name)
+        return _loaded[key][0]
 
 
 def on_disk(name: str, isa: Isa) -> bool:
-    """Whether :meth:`address` has nothing to compile."""
-    return _read(cache_folder() / f"{_key(name, isa)}.o") is not None
+    """Whether :func:`address` has nothing to compile."""
+    return (key := _key(name, isa)) in _loaded or _read(key) is not None
 
 
 def assembly(name: str, isa: Isa, emit: Callable[[ir.Module], None], cpu: str, features: str = "", *,
@@ -96,26 +120,32 @@ def _sources() -> str:
     return found.hexdigest()
 
 
-def _read(path: Path) -> bytes | None:
+def _read(key: str) -> bytes | None:
     """The code, if it is there and whole."""
+    folder = cache_folder()
+    if folder is None:
+        return None
     try:
-        data = path.read_bytes()
+        data = (folder / f"{key}.o").read_bytes()
     except OSError:
         return None
     code = data[DIGEST:]
     return code if data[:DIGEST] == hashlib.sha256(code).digest() else None
 
 
-def _write(path: Path, code: bytes) -> None:
+def _write(key: str, code: bytes) -> None:
     """Into place at once, so that another process sees all of it or nothing. A cache that can't be
     written costs time, not a result."""
+    folder = cache_folder()
+    if folder is None:
+        return
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, made = tempfile.mkstemp(dir=folder, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(code).digest() + code)
-            Path(made).replace(path)
+            Path(made).replace(folder / f"{key}.o")
         except OSError:
             Path(made).unlink(missing_ok=True)
             raise
@@ -143,13 +173,11 @@ def _optimized(module: ir.Module, cpu: str, features: str) -> tuple[Any, Any]:
     return parsed, machine
 
 
-def _load(code: bytes, name: str) -> int:
+def _load(code: bytes, name: str) -> tuple[int, Any]:
     llvm = _llvm()
     linker = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(name)
     library = linker.link(_jit(), f"{name}-{next(_numbers)}")
-    _libraries.append(library)
-    found: int = library[name]
-    return found
+    return library[name], library
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from quantkit_kernels.cpu.emit import Emitter
@@ -63,7 +64,8 @@ def nf4(table: tuple[float, ...]) -> Decoder:
                     order = [place for at in half for place in (at, at + count)]
                     yield least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes))
 
-    return Decoder("nf4", "words", SUB // 2, unpack)
+    digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
+    return Decoder(f"nf4_{digest}", "words", SUB // 2, unpack)
 
 
 INT4 = Decoder("int4", "bytes", SUB // 2, _int4)

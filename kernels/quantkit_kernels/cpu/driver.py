@@ -27,11 +27,13 @@ MOST = 64
 """Threads: a bit of one word for each."""
 RING = 16
 """Operations that may follow each other without a barrier."""
-ARRIVED, PASSED, JOB, PROGRAM, LENGTH, THREADS, YIELD, PARKED = 0, 64, 128, 192, 200, 208, 216, 256
+ARRIVED, PASSED, JOB, PROGRAM, LENGTH, THREADS, YIELD, FINISHED, PARKED = (
+    0, 64, 128, 192, 200, 208, 216, 224, 256)
 CLAIMED = PARKED + 64 * MOST
 SHARED = CLAIMED + 64 * MOST * RING
-"""Offsets in what threads share, and its size. ``PARKED`` is an int64 for each thread, ``CLAIMED`` one for
-each operation and thread: units taken of that thread's share. All are a cache line apart."""
+"""Offsets in what threads share, and its size. ``FINISHED`` is the last job that its owner did; ``PARKED``
+is an int64 for each thread, ``CLAIMED`` one for each operation and thread: units taken of that
+thread's share. All are a cache line apart."""
 SPINS, PATIENCE = 2000, 4000
 """Looks before the core is offered to others between them; further ones, some milliseconds, before sleep."""
 
@@ -87,8 +89,7 @@ def emit_work(module: ir.Module) -> None:
         with e.either(job.differs(done.get())) as otherwise:
             done.set(job)
             waits.set(0)
-            with e.when(thread < e.load(shared, I64, THREADS)):
-                _run(e, shared, thread)
+            _run(e, shared, thread)
             otherwise()
             waits.set(waits.get() + 1)
             _breathe(e, shared, waits.get())
@@ -132,6 +133,8 @@ def _run(e: Emitter, shared: Value, thread: Value) -> None:
                 first.set(place.get())
     # nobody may look at the program after its owner has it back
     _barrier(e, shared, threads, first.get(), place.get())
+    with e.when(thread.equals(0)):
+        e.store(shared, atomic_load(e, shared + JOB), FINISHED)
 
 
 def _claimed(shared: Value, place: Value, thread: Value) -> Value:

@@ -10,8 +10,9 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.matmul import SUB
 from quantkit_kernels.cpu.values import F32, I16, I32, I64, vec
 
-ARGUMENTS = ("*ids", "*table", "*out", "size", "out_stride")
-"""``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole subgroups in blocks."""
+ARGUMENTS = ("*ids", "*table", "*out", "size", "padded", "out_stride")
+"""``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole
+subgroups in blocks; ``padded``: of a row of out, 0 at its end."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +45,6 @@ class Embed:
             row = a.table + token * a.size * 2
             with e.loop(0, a.size) as k:
                 e.store(out + k * 4, (e.load(row, I16, k * 2).zext(I32) << 16).bits(F32))
+            with e.loop(a.size, a.padded) as k:  # a later row must not find what an earlier one left
+                e.store(out + k * 4, e.const(F32, 0.0))
         e.ret()

@@ -210,8 +210,11 @@ class _Writer:
                     with e.loop(0, per) as step:
                         subgroup(group * per + step, scales, zeros)
         else:
+            one = e.const(I64, 1)
+            zeros = [self._zeros(block + b, e.const(I64, 0), one)
+                     for b in range(blocks)] if self.spec.zeros else None
             with e.loop(0, a.subgroups) as s:
-                subgroup(s, None, None)
+                subgroup(s, None, zeros)
         for b in range(blocks):
             scale = None
             if self.spec.group == 0:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,19 +31,25 @@ class Pool:
 
     Attributes:
         threads: that it has.
+
+    Raises:
+        ValueError: a negative number of threads.
     """
 
     def __init__(self, threads: int = 0) -> None:
+        if threads < 0:
+            raise ValueError(f"{threads} threads")
         self.threads = min(threads or cores(), driver.MOST)
         self._lock = threading.Lock()
         self._pid = 0
+        if hasattr(os, "register_at_fork"):  # a child may be made while another thread holds it
+            os.register_at_fork(after_in_child=functools.partial(_unlock, weakref.ref(self)))
 
-    def run(self, program: npt.NDArray[np.int64], threads: int = 0) -> None:
+    def run(self, program: npt.NDArray[np.int64]) -> None:
         """Run all operations; returns when they are done.
 
         Args:
             program: int64 ``[operations, RECORD / 8]``, as :mod:`~quantkit_kernels.cpu.driver` describes.
-            threads: so many of them; 0: all.
         """
         with self._lock:
             if self._pid != os.getpid():  # also after a fork, which copies no threads
@@ -49,19 +57,28 @@ class Pool:
             shared = self._shared
             shared[driver.PROGRAM // 8] = program.ctypes.data
             shared[driver.LENGTH // 8] = len(program)
-            shared[driver.THREADS // 8] = count = min(threads or self.threads, self.threads)
-            if count > 1:
-                asleep = self._start(self._where)
-                for thread in range(1, count):
-                    if asleep >> thread & 1:
-                        self._wake[thread].release()
-            self._run(self._where, 0)
+            try:
+                self._work_together()
+            except BaseException:  # Ctrl-C, somewhere in Python: the others have begun and wait for this one
+                if shared[driver.JOB // 8] != shared[driver.FINISHED // 8]:
+                    for one in self._wake:
+                        one.release()
+                    self._run(self._where, 0)
+                raise
+
+    def _work_together(self) -> None:
+        if self.threads > 1:
+            asleep = self._start(self._where)
+            for thread in range(1, self.threads):
+                if asleep >> thread & 1:
+                    self._wake[thread].release()
+        self._run(self._where, 0)
 
     def close(self) -> None:
         """End the threads; the next :meth:`run` begins new ones."""
         with self._lock:
             if self._pid == os.getpid():
-                self._closing = True
+                self._closing.set()
                 for one in self._wake:
                     one.release()
                 for thread in self._members:
@@ -79,21 +96,38 @@ class Pool:
         self._room, self._shared = room, room[(-room.ctypes.data % 64) // 8:]
         self._where: int = self._shared.ctypes.data
         self._shared[driver.YIELD // 8] = _yield_address()
+        self._shared[driver.THREADS // 8] = self.threads
         self._wake = [threading.Semaphore(0) for _ in range(self.threads)]
-        self._closing = False
-        self._members = [threading.Thread(target=self._member, args=(work, thread), daemon=True,
-                                          name=f"quantkit-cpu-{thread}") for thread in range(1, self.threads)]
-        for member in self._members:
-            member.start()
+        self._closing = closing = threading.Event()
+        self._members = [
+            threading.Thread(target=_member, args=(work, room, self._where, wake, closing, thread),
+                             daemon=True, name=f"quantkit-cpu-{thread}")
+            for thread, wake in enumerate(self._wake) if thread]
+        try:
+            for member in self._members:
+                member.start()
+        except RuntimeError:  # no more threads: those that began end
+            closing.set()
+            for one in self._wake:
+                one.release()
+            raise
         if self._pid == 0:
             atexit.register(self.close)
         self._pid = os.getpid()
 
-    def _member(self, work: Callable[[int, int, int], int], thread: int) -> None:
-        done = 0
-        while not self._closing:
-            done = work(self._where, thread, done)
-            self._wake[thread].acquire()
+
+def _member(work: Callable[[int, int, int], int], room: npt.NDArray[np.int64], where: int,
+            wake: threading.Semaphore, closing: threading.Event, thread: int) -> None:
+    """A thread's life; ``room`` is what ``where`` points into."""
+    done = 0
+    while not closing.is_set():
+        done = work(where, thread, done)
+        wake.acquire()
+
+
+def _unlock(pool: weakref.ref[Pool]) -> None:
+    if (own := pool()) is not None:
+        own._lock = threading.Lock()
 
 
 def cores() -> int:

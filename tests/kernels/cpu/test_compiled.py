@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def twice():
+def twice(monkeypatch):
     """``twice()`` → what the compiled function makes of 21, and how often it was emitted."""
     emitted = []
 
@@ -43,6 +43,7 @@ def twice():
         e.ret(e.arguments[0] * 2)
 
     def run(target=isa.PLAIN):
+        monkeypatch.setattr(compiled, "_loaded", {})  # as a process that begins has it
         where = compiled.address("twice", target, emit)
         return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(where)(21), len(emitted)
 
@@ -72,6 +73,30 @@ def test_a_damaged_file_is_compiled_anew(cache, twice, damage):
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, twice):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
+    assert twice() == (42, 1) and twice() == (42, 2)
+
+
+def test_a_process_loads_it_once(cache):
+    def emit(module):
+        e = Emitter(module, "once", [I64], I64)
+        e.ret(e.arguments[0])
+
+    assert compiled.address("once", isa.PLAIN, emit) == compiled.address("once", isa.PLAIN, emit)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="this system has no such permissions")
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, cache, twice):
+    tmp_path.chmod(0o777)
+    assert twice() == (42, 1) and twice() == (42, 2) and not cache.exists()
+
+
+def test_a_user_without_a_home_costs_time_only(monkeypatch, twice):
+    def homeless(cls):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("QUANTKIT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", classmethod(homeless))
     assert twice() == (42, 1) and twice() == (42, 2)
 
 

@@ -39,7 +39,7 @@ def count(monkeypatch):
 
     monkeypatch.setitem(module.KERNELS, Count, Count.arguments)
 
-    def run(pool, steps, units, threads=0, rounds=1):
+    def run(pool, steps, units, rounds=1):
         rows = torch.zeros(steps + 1, units, dtype=torch.int64)
         program = Program(PLAIN)
         for step in range(steps):
@@ -47,7 +47,7 @@ def count(monkeypatch):
         program.finish()
         for _ in range(rounds):
             rows.zero_()
-            pool.run(program.records, threads)
+            pool.run(program.records)
             assert torch.equal(rows, torch.arange(steps + 1)[:, None].expand(-1, units))
 
     return run
@@ -58,7 +58,6 @@ def count(monkeypatch):
 def test_every_unit_once_and_after_what_it_needs(count, threads, units):
     pool = Pool(threads)
     count(pool, 60, units, rounds=20)
-    count(pool, 60, units, threads=1)
     pool.close()
 
 
@@ -161,6 +160,44 @@ def test_a_forked_process_gets_threads_of_its_own(count):
 
 def test_no_more_threads_than_a_mask_holds():
     assert Pool(1000).threads == driver.MOST and 1 <= cores() <= (os.cpu_count() or 1)
+    with pytest.raises(ValueError, match="-1 threads"):
+        Pool(-1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_forked_in_the_middle_of_a_job_is_free_to_run_its_own(count):
+    pool = Pool(2)
+    with pool._lock:  # as another thread's job holds it
+        child = os.fork()
+        if child == 0:
+            try:
+                count(pool, 5, 8)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("when", ["_start", "_run"])
+def test_an_interrupted_caller_leaves_no_thread_behind(count, monkeypatch, when):
+    """Ctrl-C comes in Python: just after machine code began a job, or before this thread's part of it."""
+    pool = Pool(2)
+    count(pool, 5, 8)
+    real, hit = getattr(pool, when), []
+
+    def interrupted(*args):
+        if hit:
+            return real(*args)
+        hit.append(1)
+        if when == "_start":
+            real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, when, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        count(pool, 5, 8)
+    count(pool, 5, 8, rounds=20)
+    pool.close()
 
 
 def test_a_misspelled_argument_is_named(monkeypatch):

@@ -1,0 +1,107 @@
+"""A model as one program: the same calls at every shape, and nothing that isn't its own."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
+from quantkit.models.decoder import CausalLM
+from quantkit.quantize import quantize
+from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.loader import load
+from quantkit.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory):
+    """A tiny model in bfloat16."""
+    return load(str(tiny_model(tmp_path_factory.mktemp("fused") / "tiny"))).model
+
+
+@pytest.fixture(scope="module")
+def plain(fused):
+    """The same, operation by operation."""
+    assert isinstance(fused, FusedModel) and isinstance(fused._model, CausalLM)
+    return fused._model
+
+
+def ids(*shape, seed=0):
+    return torch.randint(4, 300, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (1, 1), (3, 7), (600, 1), (2, 600)])
+def test_every_shape_that_the_model_takes(fused, plain, shape):
+    found = fused(ids(*shape))
+    assert found.shape == (*shape, 300) and fused.hidden(ids(*shape)).shape == (*shape, 64)
+    if found.numel():
+        expected = plain(ids(*shape)).float()
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_the_last_positions_alone(fused):
+    every = fused(ids(3, 6))
+    assert torch.equal(fused(ids(3, 6), last=torch.tensor([-1, 0, 3])), every[[0, 1, 2], [5, 0, 3]])
+    positions = torch.tensor([[0, 1, -1], [0, 1, 2]])
+    with pytest.raises(ValueError, match="last is 2 in a row of 2 tokens"):
+        fused(ids(2, 3), positions, last=torch.tensor([2, 2]))
+
+
+@pytest.mark.parametrize("token", [300, 10**12, -1, -10**12])
+def test_an_unknown_token_is_refused(fused, token):
+    with pytest.raises(IndexError, match="token id"):
+        fused(torch.tensor([[5, token]]))
+
+
+@pytest.mark.parametrize("recipe", ["int8-head8", "int4-head8", "nf4-head8"])
+def test_a_broken_weight_shows(tmp_path, recipe):
+    """Rounding to integers must not make numbers of what is none."""
+    source = tiny_model(tmp_path / "tiny")
+    model = load(str(source)).model
+    quantize(str(source), recipe, tmp_path / recipe, calibration=None)
+    model = load(str(tmp_path / recipe)).model
+    assert torch.isfinite(model(ids(1, 4))).all()
+    norm = model._model.layers[0].before_mlp
+    norm.weight = torch.cat((norm.weight[:3], torch.tensor([float("nan")]), norm.weight[4:]))
+    again = FusedModel(model._model)
+    assert not torch.isfinite(again(ids(1, 4))).any()
+
+
+def test_what_one_request_broke_does_not_reach_the_next(tmp_path):
+    """36 is no multiple of what is multiplied at once: rows have a padding that must stay 0."""
+    model = load(str(tiny_model(tmp_path / "odd", hidden_size=36, head_dim=32, num_attention_heads=3,
+                                num_key_value_heads=1, tie_word_embeddings=False))).model
+    table = model._model.embedding = model._model.embedding.clone()  # the file's own can't be written to
+    clean = model(ids(1, 3))
+    kept = table[7].clone()
+    table[7] = float("inf")
+    assert not torch.isfinite(model(torch.tensor([[7, 7, 7]]))).all()
+    table[7] = kept
+    assert torch.equal(model(ids(1, 3)), clean)
+
+
+def test_a_cache_is_gone_when_nobody_wants_it(fused):
+    cache = KVCache(fused.config, parse_kv("int8"), fused.dtype)
+    fused(ids(1, 5), cache=cache.batch([cache.add()]))
+    pages = [weakref.ref(part) for layer in cache.pages for part in layer.parts.values()]
+    del cache
+    assert not any(one() is not None for one in pages)
+
+
+def test_steps_of_both_kinds_take_turns(fused, plain):
+    """Operation by operation after the program, and back: both know where the pages end."""
+    cache = KVCache(fused.config, parse_kv("none"), fused.dtype)
+    row, tokens, found = cache.add(), ids(1, 200), []
+    for start, stop in ((0, 10), (10, 40), (40, 63), (63, 64), (64, 65), (65, 127), (127, 130), (130, 200)):
+        model = plain if len(found) % 2 else fused
+        found.append(model(tokens[:, start:stop], cache=cache.batch([row])).float())
+    expected = fused(tokens)
+    assert (torch.cat(found, 1) - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_pages_of_another_type_are_not_read_as_bfloat16(fused):
+    cache = KVCache(fused.config, parse_kv("none"), torch.float32)
+    assert "bfloat16" in fused.declines(cache.batch([cache.add()], "decode"))
