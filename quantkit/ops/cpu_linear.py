@@ -6,6 +6,8 @@ A weight is packed once, when a model is loaded. The kernels are in ``quantkit_k
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -81,6 +83,12 @@ class Packed:
         return -(-self.stripes // each) * -(-rows // wide), each, wide
 
 
+def lazy_zeros(*shape: int) -> torch.Tensor:
+    """float32 zeros whose memory is taken when it is first written to, as far as it is."""
+    # not calloc's: what that has at hand, it clears
+    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+
+
 class Activations:
     """Room for rows of activations as a product reads them: codes, scales and sums, row after row.
 
@@ -97,7 +105,7 @@ class Activations:
 
         width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
         self.stride = -(-(width + 8 * subgroups) // 64) * 64
-        self._room = torch.zeros(rows * self.stride + 64, dtype=torch.uint8)
+        self._room = lazy_zeros(rows * self.stride // 4 + 16).view(torch.uint8)
         base = -self._room.data_ptr() % 64
         self._parts = [self._room[base + offset:] for offset in (0, width, width + 4 * subgroups)]
 
@@ -222,11 +230,11 @@ class Int8(CpuKernel):
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
-        signed = (codes.codes.to(torch.int16) - 2 ** (codes.spec.bits - 1)).to(torch.int8)
         kind, scale = _scale(codes, weight)
         return Packed(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
                       _padded(weight.shape[1], max(group, matmul.SUB)),
-                      pack.int8(signed, isa().lanes, max(group, matmul.SUB)), pack.scales(scale, isa().lanes))
+                      pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), 2 ** (codes.spec.bits - 1)),
+                      pack.scales(scale, isa().lanes))
 
 
 class Int4(CpuKernel):
@@ -247,7 +255,8 @@ class Int4(CpuKernel):
         kind, scale = _scale(codes, weight)
         level, zeros = codes.codes, None
         if codes.zero is None:
-            level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
+            if codes.spec.bits < 4:
+                level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
         else:
             zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
         return Packed(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,

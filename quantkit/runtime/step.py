@@ -15,7 +15,7 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.linear import Linear
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, Packed
+from quantkit.ops.cpu_linear import Activations, Packed, lazy_zeros
 from quantkit.progress import tell_compiling
 
 MOST_ROWS = 512
@@ -344,7 +344,7 @@ def _buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0)
 
     width = max([size, *(packed_of(one).stripes * STRIPE for one in made_by),
                  *(packed_of(one).columns for one in read_by)])
-    return torch.zeros(MOST_ROWS, -(-width // 16) * 16)
+    return lazy_zeros(MOST_ROWS, -(-width // 16) * 16)
 
 
 def _key(weight: Packed) -> tuple[Any, int]:

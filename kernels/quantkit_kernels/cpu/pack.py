@@ -21,9 +21,9 @@ def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: No
     return _packed(weight.view(torch.int16), lanes, SUB, 0, _pairs, read)
 
 
-def int8(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
-    """Signed codes int8 ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, group, 0, _pairs)
+def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> torch.Tensor:
+    """Codes int8, or uint8 of which ``middle`` means 0, ``[n, k]`` → uint8."""
+    return _packed(codes, lanes, group, middle, lambda blocks: _pairs((blocks - middle).view(torch.int8)))
 
 
 def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
