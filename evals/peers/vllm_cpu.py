@@ -6,7 +6,7 @@
     python evals/peers/vllm_cpu.py --python ENV/bin/python --model DIR [--ours MODEL ...] [--out FILE]
 
 vLLM runs bfloat16, its default, and float32, which is faster where a CPU has no bfloat16 arithmetic; both
-without compilation, which was slower for bfloat16 and takes minutes to start. Runs of theirs and ours
+without torch.compile, which takes minutes to start. Runs of theirs and ours
 alternate; the ratio is that of each of ours to their faster one.
 """
 
@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,10 +83,11 @@ def _theirs(given: argparse.Namespace, dtype: str) -> float:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:given.threads]))
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
     env.pop("PYTHONPATH", None)
-    script = given.python.parent / "quantkit-vllm-peer.py"  # its workers import it, so it must be a file
-    script.write_text(THEIRS, encoding="utf-8")
-    text = _run([str(given.python), str(script), str(given.model), dtype, str(given.batch),
-                 str(given.tokens)], env)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "theirs.py"  # its workers import it, so it must be a file
+        script.write_text(THEIRS, encoding="utf-8")
+        text = _run([str(given.python), str(script), str(given.model), dtype, str(given.batch),
+                     str(given.tokens)], env)
     line = next(line for line in text.splitlines() if line.startswith("speeds "))
     speeds: list[float] = json.loads(line.removeprefix("speeds "))
     return median(speeds)

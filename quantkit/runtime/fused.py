@@ -111,7 +111,7 @@ class FusedModel:
         counts = batch.counts(ids.shape, positions)
         program = self.program(batch.cache.codec.name)
         wanted = [range(count) for count in counts] if last is None else [
-            _one(int(at), count) for at, count in zip(last, counts, strict=True)]
+            _only(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = []
         for pieces in _pieces(counts):
             picked, row = [], 0
@@ -157,7 +157,8 @@ class FusedModel:
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
 
 
-def _one(at: int, count: int) -> range:
+def _only(at: int, count: int) -> range:
+    """The one position of a row that is wanted."""
     at += count if at < 0 else 0
     if not 0 <= at < count:
         raise ValueError(f"last is {at} in a row of {count} tokens")

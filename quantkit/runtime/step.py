@@ -64,8 +64,8 @@ class StepProgram:
         self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._rows, self._tiles, self._sequences = (
             torch.zeros(MOST_ROWS, 3, dtype=torch.int64) for _ in range(3))
-        self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences,
-                                                self._picked))
+        self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
+        self._picked_view = self._picked.numpy()
         self._partial = torch.empty(0)
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
         self._width = packed[-1].stripes * STRIPE
@@ -219,7 +219,7 @@ class StepProgram:
     def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Say which tokens are whose, and where their keys and values go."""
         cache, given = batch.cache, ids.numpy()
-        tokens, rows, tiles, sequences, _ = self._views
+        tokens, rows, tiles, sequences = self._views
         row = tile = longest = 0
         for number, piece in enumerate(pieces):
             start, count, held = piece.start, piece.count, batch.sequences[piece.sequence]
@@ -249,7 +249,7 @@ class StepProgram:
     def _pick(self, picked: Sequence[int]) -> torch.Tensor:
         """Memory for these rows' logits, where the head writes them."""
         count = len(picked)
-        self._views[-1][:count] = picked
+        self._picked_view[:count] = picked
         if count and count != self._picked_now:
             self._picked_now = count
             self._units(range(self._head_at, len(self._names)), count)

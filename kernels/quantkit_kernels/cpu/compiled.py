@@ -26,22 +26,7 @@ _numbers = itertools.count()
 
 
 def cache_folder() -> Path | None:
-    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder; ``None`` without one.
-
-    A folder that others may write to is none: whoever puts code there has it run.
-    """
-    folder = _folder()
-    if folder is None or not hasattr(os, "getuid"):
-        return folder
-    for one in (folder, folder.parent):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = one.stat()
-            if found.st_uid not in (os.getuid(), 0) or (found.st_mode & 0o022 and not found.st_mode & 0o1000):
-                return None
-    return folder
-
-
-def _folder() -> Path | None:
+    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder; ``None`` without one."""
     if named := os.environ.get("QUANTKIT_CACHE"):
         return Path(named) / "cpu"
     try:
@@ -121,12 +106,16 @@ def _sources() -> str:
 
 
 def _read(key: str) -> bytes | None:
-    """The code, if it is there and whole."""
+    """The code, if it is there, whole, and nobody else's: whoever writes such a file has it run."""
     folder = cache_folder()
     if folder is None:
         return None
     try:
-        data = (folder / f"{key}.o").read_bytes()
+        with (folder / f"{key}.o").open("rb") as file:
+            about = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and (about.st_uid not in (os.getuid(), 0) or about.st_mode & 0o022):
+                return None
+            data = file.read()
     except OSError:
         return None
     code = data[DIGEST:]

@@ -85,9 +85,31 @@ def test_a_process_loads_it_once(cache):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="this system has no such permissions")
-def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, cache, twice):
-    tmp_path.chmod(0o777)
-    assert twice() == (42, 1) and twice() == (42, 2) and not cache.exists()
+def test_a_file_that_others_may_write_to_is_compiled_anew(cache, twice):
+    twice()
+    (path,) = cache.iterdir()
+    path.chmod(0o666)
+    assert twice() == (42, 2) and path.stat().st_mode & 0o077 == 0
+    assert twice() == (42, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="this system has no such permissions")
+def test_a_file_of_somebody_else_is_compiled_anew(cache, twice, monkeypatch):
+    twice()
+    owner = os.getuid() or 1000
+    (path,) = cache.iterdir()
+    if not os.getuid():
+        os.chown(path, owner, -1)
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert twice() == (42, 2)
+
+
+def test_a_cache_is_used_where_groups_may_write_by_default(cache, twice):
+    before = os.umask(0o002)
+    try:
+        assert twice() == (42, 1) and twice() == (42, 1)
+    finally:
+        os.umask(before)
 
 
 def test_a_user_without_a_home_costs_time_only(monkeypatch, twice):
