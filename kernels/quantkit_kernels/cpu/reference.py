@@ -16,6 +16,7 @@ from quantkit_kernels.cpu.rows import LANES, LEVELS, SMALLEST
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
 F = np.float32
 
 
@@ -53,6 +54,16 @@ def exp(x: Floats) -> Floats:
         found = fma(found, rest, F(factor))
     found = fma(found, rest * rest, rest + F(1))
     return (found.view(np.int32) + (whole.astype(np.int32) << 23)).view(F)
+
+
+def embedding(ids: Ids, table: npt.NDArray[np.int16]) -> Floats:
+    """Tokens ``[m]`` → their rows ``[m, n]`` of a table ``[vocab, n]``, given as the bits of bfloat16."""
+    return (table[ids].astype(np.int32) << 16).view(F)
+
+
+def argmax(values: Floats) -> int | None:
+    """The lowest index of the largest of ``[n]``; ``None`` if one is NaN or infinite."""
+    return int(values.argmax()) if np.isfinite(values).all() else None
 
 
 def norm(x: Floats, weight: Floats, eps: float) -> Floats:

@@ -7,13 +7,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantkit_kernels.cpu import reference
 from quantkit_kernels.cpu.argmax import argmax
+
+FEW = st.sampled_from([-3e38, -2.0, -1e-45, -0.0, 0.0, 1.0, 2.0, 3e38])
+ANY = st.floats(width=32)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(values=st.lists(st.sampled_from([-1e38, -2.0, -0.0, 0.0, 1.0, 2.0, 3e38]), min_size=1, max_size=70))
-def test_the_lowest_index_of_the_largest(fastest, values):
-    assert argmax(torch.tensor(values), fastest) == values.index(max(values))
+@given(values=st.lists(FEW, min_size=1, max_size=70))
+def test_the_lowest_index_of_the_largest(isa, values):
+    assert argmax(torch.tensor(values), isa) == values.index(max(values))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(FEW, min_size=1, max_size=70) | st.lists(ANY, min_size=1, max_size=70))
+def test_the_answer_of_the_reference(isa, values):
+    values = torch.tensor(values)
+    assert argmax(values, isa) == reference.argmax(values.numpy())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
