@@ -16,7 +16,7 @@ from quantkit.evaluate.text import load_text
 from quantkit.kv.base import Phase
 from quantkit.kv.cache import KVCache
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.linear import kernel_name
 from quantkit.ops.sampling import greedy
 from quantkit.progress import Event, Listener, silent
 from quantkit.runtime.engine import PREFILL_CHUNK
@@ -57,8 +57,8 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
         progress: told of every run.
 
     Returns:
-        ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear),
-        ``prefill`` and ``cases``; speeds are medians with their range.
+        ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
+        decoding), ``prefill`` and ``cases``; speeds are medians with their range.
 
     Raises:
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
@@ -72,7 +72,7 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
             if (reason := _falls_back(loaded, kv)) is not None:
                 raise UsageError(f"{loaded.uri} with --kv {kv} falls back to torch", why=reason,
                                  next="leave out --no-fallback to measure it all the same")
-    names = {name: one.weight.name if isinstance(one.weight, Packed) else "torch"
+    names = {name: kernel_name(one.weight, loaded.dtype, loaded.model.device, "decode")
              for name, one in loaded.model.linears().items()}
     ids = loaded.tokenizer.encode(load_text().content[:16 * limit])[:limit]
     if (longest := max([*settings.contexts, settings.prompt])) > len(ids):

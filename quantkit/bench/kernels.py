@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
-from quantkit.formats.base import Codes
+from quantkit.formats.base import Codes, Format
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Packed, Product
-from quantkit.ops.dispatch import choose
+from quantkit.ops.cpu_linear import CpuKernel, Packed, Product
+from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
@@ -49,8 +49,9 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
         progress: told of every case.
 
     Returns:
-        ``machine`` and ``cases``: format, kernel, shape, rows, seconds, weights' bytes a second and
-        their share of the read bandwidth, multiplications a second.
+        ``machine``, ``cases``: format, kernel, shape, rows, seconds, weights' bytes a second and
+        their share of the read bandwidth, multiplications a second; ``left_out``: format, shape and why
+        such weights don't exist.
 
     Raises:
         UsageError: there are no CPU kernels here.
@@ -60,29 +61,43 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     from quantkit_kernels.cpu.read import Bandwidth
 
     memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
-    total, found = len(shapes) * len(SPECS) * len(rows), []
-    for shape in shapes:
-        for label, spec in SPECS.items():
-            made = _weights(shape, spec)
-            for count in rows:
-                x = torch.randn(count, shape[1]).to(torch.bfloat16)
-                products = [Product(one, count) for one in made]
+    reasons = {(shape, label): _refuses(shape, spec) for shape in shapes for label, spec in SPECS.items()}
+    possible = [case for case, reason in reasons.items() if reason is None]
+    total, found = len(possible) * len(rows), []
+    for shape, label in possible:
+        made = _weights(shape, SPECS[label])
+        for count in rows:
+            x = torch.randn(count, shape[1]).to(torch.bfloat16)
+            products = [Product(one, count) for one in made]
+            for product in products:
+                product(x)
+            times, reads = [], []
+            for _ in range(repeats):
+                reads.append(memory.measure())
+                begin = time.perf_counter()
                 for product in products:
-                    product(x)
-                times, reads = [], []
-                for _ in range(repeats):
-                    reads.append(memory.measure())
-                    begin = time.perf_counter()
-                    for product in products:
-                        product.run()
-                    times.append((time.perf_counter() - begin) / len(made))
-                spent, read = median(times), median(reads)
-                found.append({"format": label, "kernel": made[0].name, "shape": list(shape), "rows": count,
-                              "seconds": spent, "bytes_s": made[0].nbytes / spent, "read_bytes_s": read,
-                              "of_read": made[0].nbytes / spent / read,
-                              "mac_s": count * shape[0] * shape[1] / spent})
-                progress(Event(len(found), total, f"{label}, {count} rows"))
-    return {"machine": machine(), "cases": found}
+                    product.run()
+                times.append((time.perf_counter() - begin) / len(made))
+            spent, read = median(times), median(reads)
+            found.append({"format": label, "kernel": made[0].name, "shape": list(shape), "rows": count,
+                          "seconds": spent, "bytes_s": made[0].nbytes / spent, "read_bytes_s": read,
+                          "of_read": made[0].nbytes / spent / read,
+                          "mac_s": count * shape[0] * shape[1] / spent})
+            progress(Event(len(found), total, f"{label}, {count} rows"))
+    return {"machine": machine(), "cases": found,
+            "left_out": [{"format": label, "shape": list(shape), "why": reason}
+                         for (shape, label), reason in reasons.items() if reason is not None]}
+
+
+def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
+    """Why there are no such weights, or no kernel of this package multiplies them."""
+    if spec is None:
+        return None
+    name = FORMATS[spec.kind]
+    if (reason := cast(Format, registry("formats").get(name)).refuses(spec, shape)) is not None:
+        return reason
+    kernel = choose(KernelQuery("linear", "cpu", None, torch.bfloat16, *shape, name, spec, "decode")).kernel
+    return None if isinstance(kernel, CpuKernel) else f"{kernel.name} multiplies it"
 
 
 def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[Packed]:

@@ -38,8 +38,12 @@ def kernels(shapes: tuple[str, ...], rows: str, repeats: int, out: Path | None, 
 
     with Progress("measuring", quiet) as progress:
         found = bench_kernels([_shape(one) for one in shapes], _numbers("--rows", rows, 1), repeats, progress)
-    _show(found, table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(found)),
-                       right=(2, 3, 4, 5)), out, as_json)
+    text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(found)),
+                 right=(2, 3, 4, 5))
+    for one in found["left_out"]:
+        text += "\n" * (2 if one is found["left_out"][0] else 1) + (
+            f"left out: {one['format']} {one['shape'][0]}x{one['shape'][1]}, {one['why'].partition(';')[0]}")
+    _show(found, text, out, as_json)
 
 
 @command.command("decode")

@@ -83,22 +83,13 @@ def _resident() -> int:
 
 def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
-    import torch
+    from quantkit.ops.dispatch import Phase
+    from quantkit.ops.linear import kernel_name
 
-    from quantkit.ops.cpu_linear import Packed
-    from quantkit.ops.dispatch import Phase, choose
-    from quantkit.ops.linear import query_for
-
-    found: dict[str, dict[str, int]] = {}
     phases: tuple[Phase, ...] = ("prefill", "decode")
-    for phase in phases:
-        names = Counter(
-            "torch" if isinstance(one.weight, torch.Tensor) else
-            one.weight.name if isinstance(one.weight, Packed) else
-            choose(query_for(one.weight, loaded.dtype, loaded.model.device, phase)).kernel.name
-            for one in loaded.model.linears().values())
-        found[phase] = dict(names)
-    return found
+    return {phase: dict(Counter(kernel_name(one.weight, loaded.dtype, loaded.model.device, phase)
+                                for one in loaded.model.linears().values()))
+            for phase in phases}
 
 
 def main() -> None:

@@ -81,10 +81,10 @@ class Pages:
         size = self.used
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
-        for name, part in self.parts.items():
-            self.parts[name] = part[:size].clone()
-            if holes:
-                self.parts[name][holes] = part[high]
+        parts = {name: part[:size].clone() for name, part in self.parts.items()}
+        for name, part in parts.items() if holes else ():
+            part[holes] = self.parts[name][high]
+        self.parts.update(parts)  # all or, where memory is short, none
         self._free, self._total = [], size
         self._moves.count += 1
         return dict(zip(high, holes, strict=True)) or None
@@ -107,10 +107,10 @@ class Pages:
         return found.view(table.shape[0], -1, *part.shape[2:])
 
     def _resize(self, total: int) -> None:
-        for name, part in self.parts.items():
-            block = part.new_zeros(total, *part.shape[1:])
-            block[:self._total] = part
-            self.parts[name] = block
+        parts = {name: part.new_zeros(total, *part.shape[1:]) for name, part in self.parts.items()}
+        for name, part in parts.items():
+            part[:self._total] = self.parts[name]
+        self.parts.update(parts)  # all or, where memory is short, none
         self._free = [*range(total - 1, self._total - 1, -1), *self._free]
         self._total = total
         self._moves.count += 1

@@ -24,6 +24,16 @@ def query_for(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device,
                        weight.format, weight.spec, phase)
 
 
+def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed, dtype: torch.dtype, device: torch.device,
+                phase: Phase) -> str:
+    """Of the kernel with which :func:`linear` multiplies activations of ``dtype`` on ``device``."""
+    if isinstance(weight, Packed):
+        return weight.name
+    if isinstance(weight, torch.Tensor):
+        return "torch"
+    return choose(query_for(weight, dtype, device, phase)).kernel.name
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
            bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply ``x [..., in]`` by a weight ``[out, in]``; returns ``[..., out]`` in x's dtype."""

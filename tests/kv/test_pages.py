@@ -97,6 +97,31 @@ def test_growth_is_an_eighth_and_shrinking_waits_for_a_quarter():
     assert pages.shrink() is None and pages.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("operation", ["new_zeros", "clone"])
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacking):
+    """The allocator keeps its parts in step: all of them grow or shrink, or none."""
+    pages = Pages(LAYOUT)
+    for page in pages.take(8):
+        write(pages, page, page + 1)
+    pages.give([0, 1, 2])
+    made, allocate = [], getattr(torch.Tensor, operation)
+
+    def short(*arguments):
+        made.append(arguments)
+        if len(made) > lacking:
+            raise MemoryError
+        return allocate(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, operation, short)
+        with pytest.raises(MemoryError):
+            pages.take(9) if operation == "new_zeros" else pages.shrink()
+    assert pages.used == 5 and pages.allocated_bytes == 8 * PAGE_BYTES
+    assert [content(pages, page) for page in range(3, 8)] == [4, 5, 6, 7, 8]
+    assert pages.take(3) == [0, 1, 2] and pages.take(2) == [8, 9]
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside):
     with torch.inference_mode():

@@ -1,0 +1,142 @@
+"""``quantkit bench``: what is measured is named, adds up, and every refusal is in words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quantkit.bench import decode as module
+from quantkit.bench.decode import step_bytes
+from quantkit.bench.kernels import SPECS
+from quantkit.ops import cpu_linear
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
+
+QUICK = ("--prompt", 40, "--tokens", 4, "--repeats", 2, "-q")
+needs_kernels = pytest.mark.skipif(cpu_linear.unavailable() is not None,
+                                   reason="the CPU kernels can't be compiled here")
+
+
+@pytest.fixture(scope="module")
+def odd(tiny, tmp_path_factory):
+    """In a format that the program of a step doesn't know: 8 bits with zero points."""
+    out = tmp_path_factory.mktemp("odd") / "asymmetric"
+    recipe = out.parent / "recipe.yaml"
+    recipe.write_text("""\
+name: asymmetric
+rules:
+  - match: lm_head
+    optional: true
+  - match: "*"
+    method: rtn
+    spec: {bits: 8, symmetric: false, granularity: {strategy: channel}}
+""", encoding="utf-8")
+    quantize(str(tiny), str(recipe), out)
+    return out
+
+
+@needs_kernels
+def test_decode_measures_every_case(cli_json, checkpoint):
+    found = cli_json("bench", "decode", checkpoint, *QUICK, "--batch", "1,3", "--context", "0,70",
+                     "--kv", "none,int8")
+    assert [(one["kv"], one["context"], one["batch"]) for one in found["cases"]] == [
+        (kv, context, batch) for kv in ("none", "int8") for context in (0, 70) for batch in (1, 3)]
+    assert [(one["kv"], one["tokens"]) for one in found["prefill"]] == [("none", 40), ("int8", 40)]
+    for one in found["cases"] + found["prefill"]:
+        assert 0 < one["tok_s"]["low"] <= one["tok_s"]["median"] <= one["tok_s"]["high"]
+    for one in found["cases"]:
+        assert one["of_read"] == one["bytes_s"]["median"] / one["read_bytes_s"]["median"]
+    assert set(found["kernels"].values()) == {"cpu-int8"} and found["unfused"] is None
+    assert found["bytes"] == step_bytes(load(str(checkpoint)))
+    assert found["machine"]["isa"] in ("avx512", "avx2", "plain") and found["machine"]["date"]
+
+
+@needs_kernels
+def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_holds(cli_json, checkpoint):
+    """By batch and context; a byte a second times seconds a step gives the bytes back."""
+    found = cli_json("bench", "decode", checkpoint, *QUICK, "--repeats", 1, "--batch", "1,2",
+                     "--context", "70")
+    config, tokens = load(str(checkpoint)).config, 4
+    token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    for one in found["cases"]:
+        a_step = one["bytes_s"]["median"] / one["tok_s"]["median"] * one["batch"]
+        held = 70 + 2 + tokens
+        assert a_step == pytest.approx(found["bytes"] + one["batch"] * token * (held - tokens / 2))
+
+
+@needs_kernels
+def test_the_table_fits_a_terminal_and_names_the_kernels(cli, checkpoint, tmp_path):
+    out = tmp_path / "bench.json"
+    result = cli("bench", "decode", checkpoint, *QUICK, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "Linears by kernel: 14 cpu-int8" in result.stdout
+    assert json.loads(out.read_text(encoding="utf-8"))["cases"][0]["batch"] == 1
+
+
+@needs_kernels
+def test_a_model_that_runs_operation_by_operation_says_why_and_by_which_kernels(cli, cli_json, odd):
+    found = cli_json("bench", "decode", odd, *QUICK)
+    assert found["unfused"] and set(found["kernels"].values()).isdisjoint({"torch", "cpu-int8"})
+    refused = cli("bench", "decode", odd, *QUICK, "--no-fallback")
+    assert refused.exit_code == 2 and found["unfused"] in refused.stderr and "falls back" in refused.stderr
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv, refused", [("none", False), ("window(16, sinks=4)+int8", False),
+                                         ("snapkv(32)", True)])
+def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, kv, refused):
+    result = cli("bench", "decode", checkpoint, *QUICK, "--kv", kv, "--no-fallback")
+    assert (result.exit_code == 2) == refused, result.stderr
+    if refused:
+        assert f"--kv {kv}" in result.stderr.replace("\n", " ") and result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (("--batch", "0"), "--batch is '0'"), (("--batch", "1,,2"), "--batch is '1,,2'"),
+    (("--context", "-1"), "--context is '-1'"), (("--kv", "banana"), "no KV policy or codec"),
+    (("--context", "600"), "was made for 512"), (("--tokens", "510", "--prompt", "8"), "was made for 512"),
+])
+def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, arguments, said):
+    monkeypatch.setattr(module, "_Runner", None)
+    result = cli("bench", "decode", tiny, *QUICK, *arguments)
+    assert result.exit_code == 2 and said in result.stderr and result.stdout == ""
+
+
+def test_a_file_that_cannot_be_written(cli, tiny, tmp_path):
+    result = cli("bench", "decode", tiny, *QUICK, "--out", tmp_path / "nowhere" / "bench.json")
+    assert result.exit_code == 2 and "can't be written" in result.stderr
+
+
+@needs_kernels
+def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json):
+    arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x128", "--rows", "1,5",
+                 "--repeats", 1, "-q")
+    found = cli_json(*arguments)
+    whole = [one["format"] for one in found["cases"] if one["shape"] == [70, 128] and one["rows"] == 5]
+    assert whole == list(SPECS)
+    assert [one["format"] for one in found["cases"] if one["shape"] == [64, 96] and one["rows"] == 1] == [
+        "bf16", "int8", "int4 g32"]
+    assert [one["format"] for one in found["left_out"]] == [
+        "int4 g64", "int4 g64 asym", "int4 g128", "nf4 b64"]
+    for one in found["cases"]:
+        assert one["mac_s"] == pytest.approx(one["rows"] * one["shape"][0] * one["shape"][1] / one["seconds"])
+    result = cli(*arguments)
+    assert "left out: int4 g128 64x96, group size 128 doesn't divide in_features 96" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("shape", ["64", "0x64", "axb", "64x"])
+def test_a_shape_is_two_numbers(cli, shape):
+    result = cli("bench", "kernels", "--shape", shape)
+    assert result.exit_code == 2 and "--shape is" in result.stderr
+
+
+def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "unavailable", lambda: "llvmlite isn't installed")
+    result = cli("bench", "kernels", "-q")
+    assert result.exit_code == 2 and "pip install llvmlite" in result.stderr
+    result = cli("bench", "decode", tiny, *QUICK, "--no-fallback")
+    assert result.exit_code == 2 and "llvmlite isn't installed" in result.stderr
+    assert "bf16: " in cli("bench", "decode", tiny, *QUICK).stdout
