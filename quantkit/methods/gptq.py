@@ -4,10 +4,10 @@ https://arxiv.org/abs/2210.17323. Minimises ``tr((W - Q) H (W - Q)ᵀ)`` with ``
 over calibration tokens. Groups are *static*: their grids are fixed before solving, so that
 activation order changes only the order of solving and every group keeps its place on disk.
 
-Two additions to the paper, both on by default. The grids come from a search over shrunken ranges
-that weighs each column's error by ``diag(H)``. After solving, each group's scale is refitted by exact
-coordinate descent on the same loss, codes held fixed. A row that plain rounding serves better is
-kept rounded, so that the loss on ``H`` is never above that of ``rtn``.
+Additions to the paper, on by default. The grids come from a search over shrunken ranges that weighs
+each column's error by ``diag(H)``. After solving, coordinate descent on the same loss visits every
+group's scale and every weight's level again (:mod:`~quantkit.methods.descent`). A row that plain
+rounding serves better is kept rounded, so that the loss on ``H`` is never above that of ``rtn``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import Field
 from quantkit.errors import CalibrationError
 from quantkit.formats.base import Codes
 from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.descent import descend_levels, descend_scales
 from quantkit.methods.grid import (
     FARTHEST,
     SERIAL,
@@ -26,14 +27,11 @@ from quantkit.methods.grid import (
     find_grid,
     from_grid,
     require_finite,
-    round_scale,
     round_to_grid,
     to_codes,
     whole_,
 )
 from quantkit.spec import QuantSpec
-
-_FORM = 1 << 22  # values of intermediate results while the scales' quadratic form is made
 
 MOST_DAMPING = 10.0
 """Times the Hessian's mean diagonal: beyond it the Hessian no longer decides anything."""
@@ -48,7 +46,8 @@ class GptqOptions(Options):
         act_order: solve the columns with the largest ``diag(H)`` first.
         block: columns solved before the rest is updated; changes speed, not the result.
         clip_search: choose the groups' ranges by error weighted with ``diag(H)``.
-        refit: rounds of refitting the scales after solving.
+        refit: rounds of refitting the scales after solving, and after each visit to the levels.
+        visits: to every level after solving.
     """
 
     damp: float = Field(default=0.01, gt=0, le=1)
@@ -56,6 +55,7 @@ class GptqOptions(Options):
     block: int = Field(default=128, ge=1)
     clip_search: bool = True
     refit: int = Field(default=3, ge=0, le=20)
+    visits: int = Field(default=3, ge=0, le=100)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
@@ -79,7 +79,10 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     if options.clip_search:
         grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=SHRINKS)
     levels = _solve(weight, grid, upper, order, spec, options.block)
-    grid = _refit(weight, levels, grid, damped, spec, options.refit)
+    grid = descend_scales(weight, levels, grid, damped, spec, options.refit)
+    for _ in range(options.visits):
+        levels = descend_levels(weight, levels, grid, damped, spec, options.block)
+        grid = descend_scales(weight, levels, grid, damped, spec, options.refit)
     solved = _loss(weight - from_grid(levels, grid), hessian)
     baseline = _loss(weight - from_grid(rounded, plain), hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
@@ -164,55 +167,6 @@ def _solve(weight: torch.Tensor, grid: Grid, upper: torch.Tensor, order: torch.T
     solved = torch.empty_like(levels)
     solved[order] = levels
     return solved.T.contiguous()
-
-
-def _refit(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor, spec: QuantSpec,
-           rounds: int) -> Grid:
-    """Coordinate descent on the scales: each step is the exact minimiser for its group, rounded to
-    the scales' dtype, and taken only where it lowers the loss.
-
-    With the codes fixed the loss is quadratic in a row's scales, so the descent needs only that small
-    form: slopes ``[out, groups]`` at the scales it starts from, and curves ``[out, groups, groups]``.
-    """
-    if not rounds:
-        return grid
-    rows, cols = weight.shape
-    groups = grid.scale.shape[1]
-    units = (levels.reshape(rows, groups, -1) - grid.zero.unsqueeze(-1))
-    pull = (weight - from_grid(levels, grid)) @ hessian
-    slopes = (pull.reshape(units.shape) * units).sum(dim=-1)
-    scale, moved = grid.scale.expand(rows, groups).clone(), torch.zeros(rows, groups, device=weight.device)
-    step = max(1, _FORM // (cols * groups))
-    shared = spec.granularity.strategy == "tensor"
-    if shared:
-        step = rows
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        curves = _curves(units[part], hessian)
-        _descend(scale[part], moved[part], slopes[part], curves, grid.zero[part], spec, rounds)
-    return Grid(scale[:1] if shared else scale, grid.zero)
-
-
-def _curves(units: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """``u_g H u_k`` of every row and pair of groups, ``[rows, groups, groups]``."""
-    rows, groups, size = units.shape
-    spread = torch.bmm(units.transpose(0, 1), hessian.reshape(groups, size, groups * size))
-    return (spread.reshape(groups, rows, groups, size) * units).sum(dim=-1).transpose(0, 1)
-
-
-def _descend(scale: torch.Tensor, moved: torch.Tensor, slopes: torch.Tensor, curves: torch.Tensor,
-             zero: torch.Tensor, spec: QuantSpec, rounds: int) -> None:
-    """Write better scales into ``scale [rows, groups]``; ``moved`` is how far they went."""
-    for _ in range(rounds):
-        for g in range(scale.shape[1]):
-            slope, curve = slopes[:, g] - (curves[:, g] * moved).sum(dim=1), curves[:, g, g]
-            if spec.granularity.strategy == "tensor":
-                slope, curve = slope.sum().expand_as(slope), curve.sum().expand_as(curve)
-            old = scale[:, g]
-            step = round_scale(old + slope / curve, zero[:, g], spec) - old
-            step = torch.where((step * (2 * slope - step * curve) > 0) & torch.isfinite(step), step, 0.0)
-            scale[:, g] += step
-            moved[:, g] += step
 
 
 def _loss(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
