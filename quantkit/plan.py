@@ -27,6 +27,12 @@ from quantkit.spec import CalibrationSpec, QuantSpec
 
 RUNTIME_BYTES = 320 * 2**20
 """Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
+BACKWARD_TOKENS = 2048
+"""Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
+BACKWARD_LOGITS = 1 << 25
+"""Logits in memory at a time."""
+STATES_IN_MEMORY = 1 << 30
+"""Bytes of hidden states, of all layers together, above which they are on disk between two passes."""
 SHOWN = 5
 
 
@@ -83,6 +89,7 @@ class Plan:
         other_bytes: of all other stored tensors (embeddings, norms, biases).
         peak_bytes: predicted resident memory, see :func:`make_plan`.
         disk_bytes: predicted size of the checkpoint's tensors.
+        states_bytes: of what enters all layers, if the calibration goes backward through the model.
         other: names of the other stored tensors, in order.
     """
 
@@ -91,6 +98,7 @@ class Plan:
     other_bytes: int
     peak_bytes: int
     disk_bytes: int
+    states_bytes: int = 0
     other: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -101,8 +109,8 @@ class Plan:
 
     @property
     def needed_disk_bytes(self) -> int:
-        """Free space that a run needs: the finished layers and the checkpoint made of them."""
-        return 2 * self.disk_bytes
+        """Free space that a run needs: the finished layers, the checkpoint made of them, hidden states."""
+        return 2 * self.disk_bytes + max(0, self.states_bytes - STATES_IN_MEMORY)
 
     @property
     def calibrated(self) -> bool:
@@ -133,9 +141,14 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     - *calibration*, if a method needs it: the embeddings as they are stored, and
       ``2 · samples · length · hidden · 4`` for the hidden states before and after a layer;
     - *unit*, a decoder layer: 4 for every weight of its Linears (float32) plus the stored result,
-      and, where a method needs Hessians, ``4 · in²`` for each input that layers share, plus
-      ``4 · (2 · out · in + 2 · in²)`` of working copies for its largest Linear;
+      and, where a method needs Hessians, ``4 · in²`` for each input that layers share (for each Linear,
+      where tokens have an importance), plus ``4 · (2 · out · in + 2 · in²)`` of working copies for
+      its largest Linear;
     - *unit*, the rest: every other tensor as it is stored, and ``lm_head`` as a unit of its own.
+
+    Before that, where tokens get an importance, all layers' inputs are held (up to
+    ``STATES_IN_MEMORY``, the rest on disk) beside a layer with all that its backward pass needs, or the
+    head with some of its logits; the larger of both peaks counts.
 
     Raises:
         RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
@@ -165,8 +178,12 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     if needs and recipe.calibration is None:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     disk = other_bytes + sum(row.bytes_after for row in rows)
-    peak = _peak(rows, needs, recipe.calibration if needs else None, config, other, infos)
-    return Plan(recipe, tuple(rows), other_bytes, peak, disk, other)
+    calibration = recipe.calibration if needs else None
+    states = 0
+    if calibration is not None and calibration.importance == "gradient":
+        states = config.num_layers * calibration.samples * calibration.length * config.hidden_size * 4
+    peak = _peak(rows, needs, calibration, states, config, other, infos)
+    return Plan(recipe, tuple(rows), other_bytes, peak, disk, states, other)
 
 
 def _check_others(uri: str, config: ModelConfig, slots: set[str], infos: Mapping[str, TensorInfo]) -> None:
@@ -324,8 +341,8 @@ def _unfit(recipe: Recipe, uri: str, refused: list[tuple[str, str]], total: int)
                             "{match: NAME, method: null} before the others")
 
 
-def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, config: ModelConfig,
-          other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
+def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, states: int,
+          config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
     """The formula of :func:`make_plan`."""
     units: dict[int | None, list[PlanRow]] = defaultdict(list)
     for row in rows:
@@ -334,11 +351,19 @@ def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | N
     for unit in units.values():
         weights = sum(4 * row.shape[0] * row.shape[1] + row.bytes_after for row in unit)
         solved = [row for row in unit if row.name in needs]
-        hessians = sum({row.shares: 4 * row.shape[1] ** 2 for row in solved}.values())
+        hessians = sum({row.name if states else row.shares: 4 * row.shape[1] ** 2 for row in solved}.values())
         working = max((8 * (r.shape[0] + r.shape[1]) * r.shape[1] for r in solved), default=0)
         largest = max(largest, weights + hessians + working)
     if calibration is None:
         return RUNTIME_BYTES + largest
     embeddings = infos.get("model.embed_tokens.weight")
-    states = 2 * calibration.samples * calibration.length * config.hidden_size * 4
-    return RUNTIME_BYTES + states + (embeddings.nbytes if embeddings else 0) + largest
+    between = 2 * calibration.samples * calibration.length * config.hidden_size * 4
+    solving = between + (embeddings.nbytes if embeddings else 0) + largest
+    if not states:
+        return RUNTIME_BYTES + solving
+    weights = max(sum(4 * row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
+    tokens = min(calibration.samples * calibration.length, max(BACKWARD_TOKENS, calibration.length))
+    kept = 10 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * calibration.length
+    logits = config.vocab_size * min(tokens, max(1, BACKWARD_LOGITS // config.vocab_size))
+    backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 3 * logits))
+    return RUNTIME_BYTES + max(solving, between + min(states, STATES_IN_MEMORY) + backward)

@@ -19,11 +19,13 @@ import torch
 from tokenizers import Tokenizer
 
 from quantkit import __version__
+from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.text import calibration_tokens
+from quantkit.checkpoint.durable import disk_errors
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
-from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
+from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.errors import CalibrationError, QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
@@ -38,6 +40,7 @@ from quantkit.spec import CalibrationSpec
 
 LAYERS = "model.layers."
 REST = "rest"
+IMPORTANCE = f"{WORK}importance"
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class _Run:
         if self.tokens is not None and (spec := self.plan.recipe.calibration) is not None:
             facts = CalibrationFacts(
                 text=spec.text if spec.text == "builtin" else Path(spec.text).name, samples=spec.samples,
-                length=spec.length, seed=spec.seed, tokens=self.tokens.numel(),
+                length=spec.length, seed=spec.seed, importance=spec.importance, tokens=self.tokens.numel(),
                 sha256=hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest())
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
@@ -175,7 +178,7 @@ class _Run:
         last = max(missing, default=-1)
         runner = None
         if self.tokens is not None and missing:
-            runner = LayerRunner(self.config, weights, self.tokens)
+            runner = LayerRunner(self.config, weights, self.tokens, self._importance(writer, weights))
         for index in range(total - 1):
             self.progress(Event(index, total, f"layer {index}"))
             packed = self._layer(writer, index, runner)
@@ -188,6 +191,29 @@ class _Run:
             return
         self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
                     [n for n in self.plan.other if not n.startswith(LAYERS)], {})
+
+    def _importance(self, writer: CheckpointWriter, weights: Weights) -> dict[str, torch.Tensor] | None:
+        """Of every token for every Linear, if the recipe asks for it; found once a run."""
+        spec = self.plan.recipe.calibration
+        assert spec is not None and self.tokens is not None
+        if spec.importance == "equal":
+            return None
+        if writer.has(IMPORTANCE):
+            return writer.get(IMPORTANCE)[0]
+        done, total = -1, 2 * self.config.num_layers
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            self.progress(Event(done, total, "what each token matters"))
+
+        step()
+        with self._blaming_weights(), disk_errors(f"hidden states can't be kept in {writer.partial}",
+                                                  "nothing was lost"):
+            found = token_importance(self.config, weights, self.tokens, spec.seed,
+                                     writer.partial / "states", step)
+        writer.put(IMPORTANCE, found, [])
+        return found
 
     def _layer(self, writer: CheckpointWriter, index: int,
                runner: LayerRunner | None) -> dict[str, QuantizedTensor]:
@@ -209,13 +235,14 @@ class _Run:
         return row.method is not None and bool(self.methods.get(row.method).needs)
 
     @contextmanager
-    def _blaming_weights(self, index: int) -> Iterator[None]:
-        """A layer that computes NaN because a weight of its own is NaN: name that weight instead."""
+    def _blaming_weights(self, index: int | None = None) -> Iterator[None]:
+        """What computes NaN because a weight of its own is NaN (any, without an index): name that weight."""
         try:
             yield
         except CalibrationError as error:
+            own = "" if index is None else f"{LAYERS}{index}."
             for name in self.source.tensors():
-                if name.startswith(f"{LAYERS}{index}.") and not self.source.tensor(name).isfinite().all():
+                if name.startswith(own) and not self.source.tensor(name).isfinite().all():
                     raise CalibrationError(f"{name} holds a value that is NaN or infinite",
                                            why=error.what, next="get the model's files again") from error
             raise
@@ -231,7 +258,7 @@ class _Run:
                 tensors[f"{plan.name}.weight"] = weight
                 rows.append(LayerRow.of(plan))
                 continue
-            result, row = self._solve(plan, weight, stats.get(plan.shares) if self._needs(plan) else None)
+            result, row = self._solve(plan, weight, stats.get(plan.name))
             packed[plan.name] = result
             tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}
             rows.append(row)

@@ -94,12 +94,15 @@ class CalibrationSpec(Frozen):
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.
+        importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
+            answer depends on that layer there) or ``equal``.
     """
 
     text: str = "builtin"
     samples: int = Field(default=32, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
+    importance: Literal["gradient", "equal"] = "gradient"
 
 
 class KVSpec(Frozen):

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.errors import RecipeError, SourceError, UnsupportedModelError
 from quantkit.methods.base import LayerStats, Method, Options
-from quantkit.plan import RUNTIME_BYTES, make_plan
+from quantkit.plan import RUNTIME_BYTES, STATES_IN_MEMORY, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.sources.base import TensorInfo
@@ -242,14 +242,30 @@ def test_predicted_peak_by_hand():
     free = make_plan(recipe({"match": "lm_head"}, every()), Source())
     layer = 4 * PER_LAYER + sum(r.bytes_after for r in free.rows if r.layer == 0)
     assert free.peak_bytes == RUNTIME_BYTES + layer
-    rules = recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration={"samples": 4, "length": 16})
-    solved = make_plan(rules, Source())
+    text = {"samples": 4, "length": 16, "importance": "equal"}
+    rules = [{"match": "lm_head"}, every("gptq", GROUP4)]
+    solved = make_plan(recipe(*rules, calibration=text), Source())
     layer = 4 * PER_LAYER + sum(r.bytes_after for r in solved.rows if r.layer == 0)
     hessians = 4 * (3 * HIDDEN ** 2 + INTER ** 2)  # q/k/v, o, gate/up; down
     working = 8 * (HIDDEN * INTER + INTER ** 2)
     states = 2 * 4 * 16 * HIDDEN * 4 + VOCAB * HIDDEN * 2
     assert solved.peak_bytes == RUNTIME_BYTES + layer + hessians + working + states
     assert not free.calibrated and solved.needed_disk_bytes == 2 * solved.disk_bytes
+    weighed = make_plan(recipe(*rules, calibration={**text, "importance": "gradient"}), Source())
+    assert weighed.states_bytes == LAYERS * 4 * 16 * HIDDEN * 4
+    kept = 10 * HIDDEN + 4 * INTER + 3 * 4 * 16
+    backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * (VOCAB * HIDDEN + 3 * VOCAB * 64))
+    before = 2 * 4 * 16 * HIDDEN * 4
+    own = 4 * 3 * HIDDEN ** 2  # of k, v and up: each Linear has a Hessian of its own
+    assert weighed.peak_bytes == RUNTIME_BYTES + max(
+        layer + hessians + own + working + states, before + weighed.states_bytes + backward)
+
+
+def test_hidden_states_that_memory_has_no_room_for_need_disk():
+    text = {"samples": 1 << 14, "length": 1 << 10}
+    plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
+    assert plan.states_bytes > STATES_IN_MEMORY
+    assert plan.needed_disk_bytes == 2 * plan.disk_bytes + plan.states_bytes - STATES_IN_MEMORY
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.stats import HessianObserver
-from quantkit.errors import CalibrationError
+from quantkit.calibrate.stats import HessianObserver, require_finite_states
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots
@@ -34,13 +33,16 @@ class LayerRunner:
         config: the model's.
         weights: the *original* model's; computing happens in its dtype and on its device.
         tokens: int64 ``[samples, length]``.
+        importance: of each token for each Linear, float32 ``[samples · length]`` by full name;
+            ``None``: all tokens count the same.
 
     Attributes:
         next: index of the layer that the hidden states are the input of.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor) -> None:
-        self._config, self._weights = config, weights
+    def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
+                 importance: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._config, self._weights, self._importance = config, weights, importance
         self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
         self._layer: DecoderLayer | None = None
         self.next = 0
@@ -53,7 +55,9 @@ class LayerRunner:
 
     @torch.no_grad()
     def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
-        """Statistics of the inputs of layer ``index``, by their ``LinearSlot.shares``.
+        """Statistics of the inputs of layer ``index``, by the full name of the Linear that they enter.
+
+        Linears that share an input share its statistics too, unless tokens have an importance.
 
         Args:
             index: must be :attr:`next`.
@@ -63,19 +67,22 @@ class LayerRunner:
             CalibrationError: an input isn't finite; the layer is named.
         """
         layer = self._current(index)
-        observers: dict[str, HessianObserver] = {}
         linears = layer.linears()
-        for name, linear in linears.items():
-            shares = self._shares[name]
-            if shares not in observers and (wanted is None or name in wanted):
-                observers[shares] = linear.observer = HessianObserver(name)
+        names = [name for name in linears if wanted is None or name in wanted]
+        key = {name: name if self._importance else self._shares[name] for name in names}
+        observers: dict[str, HessianObserver] = {}
+        for name in names:
+            if key[name] not in observers:
+                observers[key[name]] = linears[name].observer = HessianObserver(
+                    name, self._importance[name] if self._importance else None)
         try:
             for states in self._states if observers else ():
                 self._forward(layer, states)
         finally:
             for linear in linears.values():
                 linear.observer = None
-        return {shares: observer.result() for shares, observer in observers.items()}
+        found = {one: observer.result() for one, observer in observers.items()}
+        return {name: found[key[name]] for name in names}
 
     @torch.no_grad()
     def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor]) -> None:
@@ -119,9 +126,5 @@ class LayerRunner:
     def _check(self, where: str) -> None:
         sample = 0
         for states in self._states:
-            for one in states:
-                if not bool(torch.isfinite(one).all()):
-                    raise CalibrationError(f"calibration sample {sample} is NaN or infinite after {where}",
-                                           why=f"tensor: hidden state {list(one.shape)}, {one.dtype}",
-                                           next="use another calibration text, or dtype float32")
-                sample += 1
+            require_finite_states(states, sample, where)
+            sample += states.shape[0]

@@ -10,18 +10,35 @@ from quantkit.methods.base import LayerStats
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
 
 
+def require_finite_states(states: torch.Tensor, first: int, where: str) -> None:
+    """Hidden states ``[B, T, hidden]`` of the samples from ``first`` on must be finite ``where`` they are.
+
+    Raises:
+        CalibrationError: they aren't; sample and place are named.
+    """
+    if bool(torch.isfinite(states).all()):
+        return
+    for sample, one in enumerate(states, first):
+        if not bool(torch.isfinite(one).all()):
+            raise CalibrationError(f"calibration sample {sample} is NaN or infinite after {where}",
+                                   why=f"tensor: hidden state {list(one.shape)}, {one.dtype}",
+                                   next="use another calibration text, or dtype float32")
+
+
 class HessianObserver:
     """Sums ``x xᵀ`` over every token that enters a layer. Assign it to ``Linear.observer``.
 
-    One observer stands for all layers that share an input. Sums are float32: with 10⁵ tokens the
+    One observer stands for all layers that share an input, unless tokens have an importance, which is
+    each layer's own. Sums are float32: with 10⁵ tokens the
     rounding is far below the noise of choosing those tokens.
 
     Args:
         name: the layer watched, for messages.
+        importance: float32 ``[tokens]``, a weight on each of the tokens to come, 1 on average.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.tokens = name, 0
+    def __init__(self, name: str, importance: torch.Tensor | None = None) -> None:
+        self.name, self.importance, self.tokens = name, importance, 0
         self._sum: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> None:
@@ -33,9 +50,12 @@ class HessianObserver:
                                    next="calibrate in float32, or check the model with quantkit eval")
         if self._sum is None:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+        weighted = rows
+        if self.importance is not None:
+            weighted = rows * self.importance[self.tokens:self.tokens + rows.shape[0], None].to(rows.device)
         for start in range(0, rows.shape[1], _BLOCK):
             stop = start + _BLOCK
-            self._sum[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
+            self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, rows[:, :stop])
         self.tokens += rows.shape[0]
 
     def result(self) -> LayerStats:

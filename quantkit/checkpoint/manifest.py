@@ -56,7 +56,7 @@ class CalibrationFacts(Frozen):
 
     Attributes:
         text: ``builtin`` or the file's base name.
-        samples, length, seed: as in the recipe.
+        samples, length, seed, importance: as in the recipe.
         tokens: how many tokens went through the model.
         sha256: of the token ids as little-endian int64 ``[samples, length]``.
     """
@@ -67,6 +67,7 @@ class CalibrationFacts(Frozen):
     seed: int
     tokens: int
     sha256: str = Field(pattern=_SHA256)
+    importance: str = "equal"
 
 
 class LayerRow(Frozen):

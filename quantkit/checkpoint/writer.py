@@ -5,6 +5,7 @@
     lock                          held by the one writer
     state.json                    which run this is
     part-UNIT.safetensors, .json  a finished unit: its tensors; then its rows and hash
+    part-work-NAME…               the same for what only the run needs
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
     finished                      hash of the manifest that was renamed, until all this is removed
 
@@ -37,6 +38,8 @@ from quantkit.errors import CheckpointError
 LAYOUT_VERSION = 1
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK, _FINISHED, _ASSEMBLED = "lock", "finished", "checkpoint"
+WORK = "work-"
+"""A unit whose name begins so is kept while the run lasts, and is no part of the checkpoint."""
 
 
 class CheckpointWriter:
@@ -89,9 +92,9 @@ class CheckpointWriter:
     # -- units
 
     def units(self) -> list[str]:
-        """Units that are on disk, in natural order (``layer.2`` before ``layer.10``)."""
+        """The checkpoint's units that are on disk, in natural order (``layer.2`` before ``layer.10``)."""
         names = [f.stem.removeprefix("part-") for f in self.partial.glob("part-*.json")]
-        return sorted(names, key=natural)
+        return sorted((name for name in names if not name.startswith(WORK)), key=natural)
 
     def has(self, unit: str) -> bool:
         """Whether a unit is on disk and its bytes are those that were written."""

@@ -14,16 +14,17 @@ from quantkit.ops.linear import linear
 class Linear:
     """``y = x Wᵀ + b``. ``name`` is the layer's full name, ``model.layers.0.self_attn.q_proj``.
 
-    ``observer``, when set, sees every input ``[..., in]`` before it is multiplied; calibration
-    is its only user.
+    ``observer``, when set, sees every input ``[..., in]`` before it is multiplied, ``on_output`` every
+    result ``[..., out]``; calibration is their only user.
     """
 
-    __slots__ = ("bias", "name", "observer", "weight")
+    __slots__ = ("bias", "name", "observer", "on_output", "weight")
 
     def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed,
                  bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
         self.observer: Callable[[torch.Tensor], None] | None = None
+        self.on_output: Callable[[torch.Tensor], None] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -33,7 +34,10 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.observer is not None:
             self.observer(x)
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        if self.on_output is not None:
+            self.on_output(y)
+        return y
 
 
 class Weights:

@@ -1,0 +1,138 @@
+"""How much each calibration token matters to each Linear: the square of the loss's gradient there.
+
+A layer's outputs don't matter equally: what the model answers depends on few of its tokens, and on those
+strongly (the first ones of a text above all, on which attention rests). The divergence that an error
+``δ`` in a layer's output causes is ``½ δᵀ F δ`` with ``F`` the Fisher information, the mean square of the
+gradient of the log-likelihood of answers drawn from the model itself. Its mean over a Linear's outputs
+weighs that token in the layer's Hessian, as in GuidedQuant, https://arxiv.org/abs/2505.07004.
+
+The model is read twice, a layer at a time: forward, keeping what enters each layer, then backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.calibrate.spill import Spill
+from quantkit.calibrate.stats import require_finite_states
+from quantkit.errors import CalibrationError
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.layers import RMSNorm
+from quantkit.models.linear import Weights
+from quantkit.plan import BACKWARD_LOGITS, BACKWARD_TOKENS
+
+EMBEDDING = "model.embed_tokens.weight"
+MOST = 20.0
+"""Times the mean: no token counts for more. The gradient of one sampled answer is noisy."""
+
+
+def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor, seed: int, folder: Path,
+                     step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
+    """A weight on every token, for every Linear of the decoder layers.
+
+    Args:
+        config: the model's.
+        weights: the original model's; computing happens in its dtype and on its device.
+        tokens: int64 ``[samples, length]``.
+        seed: of the answers that are drawn.
+        folder: where hidden states go that memory has no room for; removed when done.
+        step: called after each layer, twice: forward and backward.
+
+    Returns:
+        By full name, float32 ``[samples · length]`` on the CPU, 1 on average.
+
+    Raises:
+        CalibrationError: a gradient isn't finite, or none reaches a layer.
+        OSError: the disk is full.
+    """
+    samples, length = tokens.shape
+    batch = max(1, BACKWARD_TOKENS // length)
+    parts = list(tokens.split(batch))
+    positions = torch.arange(length, device=weights.device).expand(min(batch, samples), length)
+    with Spill(folder) as states:
+        with torch.no_grad():
+            table = weights.tensor(EMBEDDING)
+            now = [F.embedding(part.to(weights.device), table) for part in parts]
+            del table
+            for index in range(config.num_layers):
+                layer = DecoderLayer(config, index, weights)
+                for i, x in enumerate(now):
+                    states.put(f"{index}.{i}", x)
+                    now[i] = layer(x, positions[:x.shape[0]], None)
+                    require_finite_states(now[i], i * batch, f"model.layers.{index}")
+                step()
+            slopes = _head(config, weights, now, seed)
+        del now
+        found: dict[str, torch.Tensor] = {}
+        for index in reversed(range(config.num_layers)):
+            layer = DecoderLayer(config, index, weights)
+            found |= _backward(layer, index, slopes, states, positions)
+            step()
+    return found
+
+
+def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
+          seed: int) -> list[torch.Tensor]:
+    """At the last layer's end: the gradient of minus the log-likelihood of an answer drawn for each token."""
+    norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
+    head = weights.tensor(EMBEDDING if config.tie_word_embeddings else "lm_head.weight")
+    random = torch.Generator(head.device).manual_seed(seed)
+    slopes, count = [], max(1, BACKWARD_LOGITS // head.shape[0])
+    for x in states:
+        slope = torch.empty_like(x)
+        flat, out = x.flatten(0, 1), slope.flatten(0, 1)
+        for start in range(0, flat.shape[0], count):
+            part = slice(start, start + count)
+            with torch.enable_grad():
+                entered = flat[part].detach().requires_grad_(True)
+                normed = norm(entered)
+            chances = F.softmax((normed.detach() @ head.T).float(), dim=-1)
+            if not bool(torch.isfinite(chances).all()):
+                raise CalibrationError("the model's output on the calibration text is NaN or infinite",
+                                       next="use another calibration text, or check the model's files")
+            drawn = torch.multinomial(chances, 1, generator=random)
+            chances.scatter_add_(1, drawn, -torch.ones_like(chances[:, :1]))
+            (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
+        slopes.append(slope)
+    return slopes
+
+
+def _backward(layer: DecoderLayer, index: int, slopes: list[torch.Tensor], states: Spill,
+              positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Each Linear's importance; ``slopes`` go from the layer's end to its beginning."""
+    squares: dict[str, list[torch.Tensor]] = {}
+    for name, linear in layer.linears().items():
+        squares[name] = []
+        linear.on_output = _watch(squares[name])
+    for i, slope in enumerate(slopes):
+        with torch.enable_grad():
+            x = states.take(f"{index}.{i}").to(slope.device).requires_grad_(True)
+            y = layer(x, positions[:x.shape[0]], None)
+        (slopes[i],) = torch.autograd.grad(y, x, slope)
+    return {name: _balanced(name, torch.cat(parts)) for name, parts in squares.items()}
+
+
+def _watch(squares: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def take(slope: torch.Tensor) -> None:
+        squares.append(slope.detach().float().square().mean(-1).flatten().cpu())
+
+    def watch(y: torch.Tensor) -> None:
+        y.register_hook(take)
+
+    return watch
+
+
+def _balanced(name: str, squares: torch.Tensor) -> torch.Tensor:
+    """1 on average, and none above :data:`MOST` before that is so."""
+    mean = squares.mean()
+    if not bool(torch.isfinite(mean)) or not float(mean) > 0:
+        raise CalibrationError(f"the gradient at {name} is {'zero' if float(mean) == 0 else 'not finite'}",
+                               why="no calibration token says what matters there",
+                               next="calibration: {importance: equal}")
+    limited = (squares / mean).clamp(max=MOST)
+    return limited / limited.mean()
