@@ -29,7 +29,7 @@ RUNTIME_BYTES = 320 * 2**20
 """Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
 BACKWARD_TOKENS = 2048
 """Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
-BACKWARD_LOGITS = 1 << 25
+BACKWARD_LOGITS = 1 << 23
 """Logits in memory at a time."""
 STATES_IN_MEMORY = 1 << 30
 """Bytes of hidden states, of all layers together, above which they are on disk between two passes."""
@@ -358,12 +358,15 @@ def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | N
         return RUNTIME_BYTES + largest
     embeddings = infos.get("model.embed_tokens.weight")
     between = 2 * calibration.samples * calibration.length * config.hidden_size * 4
-    solving = between + (embeddings.nbytes if embeddings else 0) + largest
+    stored = embeddings.nbytes if embeddings else 0
+    solving = between + stored + largest
     if not states:
         return RUNTIME_BYTES + solving
+    weighing = 4 * calibration.samples * calibration.length * len(needs)
     weights = max(sum(4 * row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
     tokens = min(calibration.samples * calibration.length, max(BACKWARD_TOKENS, calibration.length))
     kept = 10 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * calibration.length
     logits = config.vocab_size * min(tokens, max(1, BACKWARD_LOGITS // config.vocab_size))
-    backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 3 * logits))
-    return RUNTIME_BYTES + max(solving, between + min(states, STATES_IN_MEMORY) + backward)
+    backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 6 * logits))
+    return RUNTIME_BYTES + weighing + max(
+        solving, between + stored + min(states, STATES_IN_MEMORY) + backward)
