@@ -109,8 +109,8 @@ class Plan:
 
     @property
     def needed_disk_bytes(self) -> int:
-        """Free space that a run needs: the finished layers, the checkpoint made of them, hidden states."""
-        return 2 * self.disk_bytes + max(0, self.states_bytes - STATES_IN_MEMORY)
+        """Free space that a run needs: for hidden states, then for finished layers and the checkpoint."""
+        return max(2 * self.disk_bytes, self.states_bytes - STATES_IN_MEMORY)
 
     @property
     def calibrated(self) -> bool:

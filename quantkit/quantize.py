@@ -22,7 +22,6 @@ from quantkit import __version__
 from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.text import calibration_tokens
-from quantkit.checkpoint.durable import disk_errors
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
@@ -208,10 +207,10 @@ class _Run:
             self.progress(Event(done, total, "what each token matters"))
 
         step()
-        with self._blaming_weights(), disk_errors(f"hidden states can't be kept in {writer.partial}",
-                                                  "nothing was lost"):
-            found = token_importance(self.config, weights, self.tokens, spec.seed,
-                                     writer.partial / "states", step)
+        wanted = [row.name for row in self.plan.rows if self._needs(row)]
+        with self._blaming_weights():
+            found = token_importance(self.config, weights, self.tokens, wanted, spec.seed,
+                                     writer.states, step)
         writer.put(IMPORTANCE, found, [])
         return found
 
@@ -279,7 +278,7 @@ class _Run:
         except QuantkitError as error:
             raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
         loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
-        row = LayerRow.of(plan, error=float(loss), notes=codes.notes)
+        row = LayerRow.of(plan, error=float(loss), notes=(stats.notes if stats else ()) + codes.notes)
         self._refuse_notes([row])
         return result, row
 

@@ -266,7 +266,7 @@ def test_hidden_states_that_memory_has_no_room_for_need_disk():
     text = {"samples": 1 << 14, "length": 1 << 10}
     plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
     assert plan.states_bytes > STATES_IN_MEMORY
-    assert plan.needed_disk_bytes == 2 * plan.disk_bytes + plan.states_bytes - STATES_IN_MEMORY
+    assert plan.needed_disk_bytes == plan.states_bytes - STATES_IN_MEMORY > 2 * plan.disk_bytes
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit import quantize as module
 from quantkit.calibrate import importance
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CalibrationError, Stopped
+from quantkit.errors import QuantkitError, Stopped
+from quantkit.plan import make_plan
 from quantkit.quantize import quantize
+from quantkit.recipe import load_recipe
+from quantkit.sources.base import open_source
 from quantkit.testing import tiny_model
 
 RECIPE = """
@@ -102,18 +107,43 @@ def test_hidden_states_are_no_part_of_what_is_kept(model, recipe, tmp_path, monk
 
 
 def test_a_disk_that_is_full_says_so(model, recipe, tmp_path, monkeypatch):
-    def full(self, key, tensor):
+    def full(self, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(importance.Spill, "put", full)
-    with pytest.raises(Exception, match="hidden states can't be kept") as caught:
-        quantize(model, recipe("gradient"), tmp_path / "out")
-    assert "same command again" in caught.value.next and not (tmp_path / "out").exists()
+    spill = importance.Spill
+    with monkeypatch.context() as patched:
+        patched.setattr(importance, "Spill", lambda folder: spill(folder, 0))
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(QuantkitError, match="hidden states can't be written") as caught:
+            quantize(model, recipe("gradient"), tmp_path / "out")
+    assert "same command again" in caught.value.next and "fewer samples" in caught.value.next
+    assert "No space left" in caught.value.why and not (tmp_path / "out").exists()
+    assert quantize(model, recipe("gradient"), tmp_path / "out").resumed == 0
 
 
-def test_no_slope_anywhere_names_the_remedy(tmp_path, recipe, model, monkeypatch):
-    monkeypatch.setattr(importance, "_head", lambda config, weights, states, seed: [
-        torch.zeros_like(x) for x in states])
-    with pytest.raises(CalibrationError, match=r"gradient at .* is zero") as caught:
-        quantize(model, recipe("gradient"), tmp_path / "out")
-    assert caught.value.next == "calibration: {importance: equal}"
+def test_what_a_killed_run_left_counts_as_room_that_the_next_one_has(model, recipe, tmp_path, monkeypatch):
+    with pytest.raises(Stopped):
+        quantize(model, recipe("gradient"), tmp_path / "out", progress=Interrupt(2))
+    states = tmp_path / "out.partial" / "states"
+    states.mkdir()
+    (states / "0.0").write_bytes(bytes(5_000_000))
+    needed = make_plan(load_recipe(recipe("gradient")), open_source(model)).needed_disk_bytes
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=max(0, needed - 5_000_000)))
+    quantize(model, recipe("gradient"), tmp_path / "out")
+    assert not states.exists()
+
+
+def test_a_linear_on_which_nothing_depends_is_noted_and_strict_refuses_it(model, recipe, tmp_path):
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    for path in Path(model).iterdir():
+        (dead / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(dead / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
+    save_file(tensors, dead / "model.safetensors", metadata={"format": "pt"})
+    result = quantize(str(dead), recipe("gradient"), tmp_path / "out")
+    noted = [note for note in result.fallbacks if "count the same" in note]
+    assert [note.partition(":")[0].rpartition(".")[2] for note in noted] == ["q_proj", "k_proj", "v_proj"]
+    with pytest.raises(QuantkitError, match=r"q_proj: .*count the same"):
+        quantize(str(dead), recipe("gradient"), tmp_path / "strict", strict=True)

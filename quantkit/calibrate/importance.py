@@ -11,7 +11,7 @@ The model is read twice, a layer at a time: forward, keeping what enters each la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -28,27 +28,31 @@ from quantkit.plan import BACKWARD_LOGITS, BACKWARD_TOKENS
 
 EMBEDDING = "model.embed_tokens.weight"
 MOST = 20.0
-"""Times the mean: no token counts for more. The gradient of one sampled answer is noisy."""
+"""Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
 
 
-def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor, seed: int, folder: Path,
+@torch.inference_mode(False)
+def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
+                     seed: int, folder: Path,
                      step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
-    """A weight on every token, for every Linear of the decoder layers.
+    """A weight on every token, for every Linear that wants one.
 
     Args:
         config: the model's.
         weights: the original model's; computing happens in its dtype and on its device.
         tokens: int64 ``[samples, length]``.
+        wanted: full names of Linears of the decoder layers.
         seed: of the answers that are drawn.
         folder: where hidden states go that memory has no room for; removed when done.
         step: called after each layer, twice: forward and backward.
 
     Returns:
-        By full name, float32 ``[samples · length]`` on the CPU, 1 on average.
+        By full name, float32 ``[samples · length]`` on the CPU, 1 on average; 1 everywhere for a
+        Linear on which no answer depends (what follows it may be 0).
 
     Raises:
-        CalibrationError: a gradient isn't finite, or none reaches a layer.
-        OSError: the disk is full.
+        CalibrationError: a hidden state or a gradient isn't finite, or all gradients are 0.
+        QuantkitError: hidden states can't be written to ``folder``.
     """
     samples, length = tokens.shape
     batch = max(1, BACKWARD_TOKENS // length)
@@ -65,14 +69,19 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
                     states.put(f"{index}.{i}", x)
                     now[i] = layer(x, positions[:x.shape[0]], None)
                     require_finite_states(now[i], i * batch, f"model.layers.{index}")
+                del layer  # before the next one is read
                 step()
             slopes = _head(config, weights, now, seed)
         del now
         found: dict[str, torch.Tensor] = {}
         for index in reversed(range(config.num_layers)):
             layer = DecoderLayer(config, index, weights)
-            found |= _backward(layer, index, slopes, states, positions)
+            found |= _backward(layer, index, wanted, slopes, states, positions)
+            del layer
             step()
+    if wanted and all(bool((one == 1).all()) for one in found.values()):
+        raise CalibrationError("the model's answers depend on none of its layers",
+                               why="every gradient is 0", next="calibration: {importance: equal}")
     return found
 
 
@@ -81,7 +90,7 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
     """At the last layer's end: the gradient of minus the log-likelihood of an answer drawn for each token."""
     norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
     head = weights.tensor(EMBEDDING if config.tie_word_embeddings else "lm_head.weight")
-    random = torch.Generator(head.device).manual_seed(seed)
+    random = torch.Generator(head.device).manual_seed(seed % 2**63)
     slopes, count = [], max(1, BACKWARD_LOGITS // head.shape[0])
     for x in states:
         slope = torch.empty_like(x)
@@ -102,13 +111,14 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
     return slopes
 
 
-def _backward(layer: DecoderLayer, index: int, slopes: list[torch.Tensor], states: Spill,
-              positions: torch.Tensor) -> dict[str, torch.Tensor]:
+def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], slopes: list[torch.Tensor],
+              states: Spill, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Each Linear's importance; ``slopes`` go from the layer's end to its beginning."""
     squares: dict[str, list[torch.Tensor]] = {}
     for name, linear in layer.linears().items():
-        squares[name] = []
-        linear.on_output = _watch(squares[name])
+        if name in wanted:
+            squares[name] = []
+            linear.on_output = _watch(squares[name])
     for i, slope in enumerate(slopes):
         with torch.enable_grad():
             x = states.take(f"{index}.{i}").to(slope.device).requires_grad_(True)
@@ -128,11 +138,12 @@ def _watch(squares: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
 
 
 def _balanced(name: str, squares: torch.Tensor) -> torch.Tensor:
-    """1 on average, and none above :data:`MOST` before that is so."""
+    """1 on average; the largest are cut to :data:`MOST` times the mean before."""
     mean = squares.mean()
-    if not bool(torch.isfinite(mean)) or not float(mean) > 0:
-        raise CalibrationError(f"the gradient at {name} is {'zero' if float(mean) == 0 else 'not finite'}",
-                               why="no calibration token says what matters there",
-                               next="calibration: {importance: equal}")
+    if not bool(torch.isfinite(mean)):
+        raise CalibrationError(f"the gradient at {name} is NaN or infinite",
+                               next="use another calibration text, or calibration: {importance: equal}")
+    if not float(mean) > 0:
+        return torch.ones_like(squares)
     limited = (squares / mean).clamp(max=MOST)
     return limited / limited.mean()

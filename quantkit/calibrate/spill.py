@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from quantkit.errors import QuantkitError
 from quantkit.plan import STATES_IN_MEMORY
 
 
@@ -27,14 +28,17 @@ class Spill:
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor; the caller must not write to it afterwards. Raises OSError if the disk is full."""
+        """Keep a tensor; the caller must not write to it afterwards. Raises QuantkitError for a full disk."""
         if tensor.nbytes <= self._left:
             self._left -= tensor.nbytes
             self._held[key] = tensor
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        (self._folder / key).write_bytes(whole.numpy().data)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / key).write_bytes(whole.numpy().data)
+        except OSError as error:
+            raise self._failed("written to", error) from error
         self._filed[key] = tensor.shape, tensor.dtype
 
     def take(self, key: str) -> torch.Tensor:
@@ -45,9 +49,18 @@ class Spill:
             return tensor
         shape, dtype = self._filed.pop(key)
         path = self._folder / key
-        found = torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).view(shape)
-        path.unlink()
-        return found
+        try:
+            data = bytearray(path.read_bytes())
+            path.unlink()
+        except OSError as error:
+            raise self._failed("read from", error) from error
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+
+    def _failed(self, done: str, error: OSError) -> QuantkitError:
+        return QuantkitError(f"hidden states can't be {done} {self._folder}",
+                             why=f"{error.strerror or error}; finished layers are kept",
+                             next="free some space and run the same command again, or calibrate with fewer "
+                                  "samples or with importance: equal")
 
     def __enter__(self) -> Spill:
         return self

@@ -72,4 +72,7 @@ class HessianObserver:
         if not bool(torch.isfinite(hessian).all()):
             raise CalibrationError(f"the Hessian of {self.name} overflows float32",
                                    why="its inputs are beyond 1e19; the model itself is damaged")
-        return LayerStats(self.tokens, hessian)
+        notes: tuple[str, ...] = ()
+        if self.importance is not None and bool((self.importance == 1).all()):
+            notes = ("all calibration tokens count the same: no answer of the model depends on it",)
+        return LayerStats(self.tokens, hessian, notes)

@@ -6,6 +6,7 @@
     state.json                    which run this is
     part-UNIT.safetensors, .json  a finished unit: its tensors; then its rows and hash
     part-work-NAME…               the same for what only the run needs
+    states/                       hidden states, while they are needed
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
     finished                      hash of the manifest that was renamed, until all this is removed
 
@@ -54,6 +55,7 @@ class CheckpointWriter:
         shard_bytes: the largest size of a weight file.
 
     Attributes:
+        states: a folder for what a run writes and reads back, and a later one needn't find.
         finished: an earlier attempt was stopped after ``OUT`` was complete; :meth:`finish` has
             only to clean up.
 
@@ -70,6 +72,7 @@ class CheckpointWriter:
                                   why=f"it needs a name that doesn't end in {PARTIAL}",
                                   next="choose another --out")
         self.partial = self.out.with_name(self.out.name + PARTIAL)
+        self.states = self.partial / "states"
         self.finished = False
         self._shard_bytes = shard_bytes
         self._units: set[str] = set()  # those whose bytes this process wrote or checked
@@ -216,7 +219,8 @@ class CheckpointWriter:
 
     def _check_space(self, needed: int) -> None:
         folder = self.partial
-        have = sum(f.stat().st_size for f in folder.glob("part-*")) if folder.is_dir() else 0
+        there = [*folder.glob("part-*"), *self.states.glob("*")]
+        have = sum(file.stat().st_size for file in there)
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         free, missing = shutil.disk_usage(folder).free, needed - have

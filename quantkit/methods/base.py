@@ -21,15 +21,18 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What calibration measured at one input, shared by the layers that share it.
+    """What calibration measured at a Linear's input.
 
     Attributes:
         tokens: how many rows went in.
-        hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, if a method asked for it.
+        hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
+            this Linear if the recipe's calibration says so; if a method asked for it.
+        notes: fallbacks taken while measuring, a sentence each.
     """
 
     tokens: int
     hessian: torch.Tensor | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

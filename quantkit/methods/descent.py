@@ -31,7 +31,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
     Returns:
         Levels as given.
     """
-    work = levels.T.contiguous()
+    work = levels.T.clone(memory_format=torch.contiguous_format)
     count, out = work.shape
     top = 2**spec.bits - 1
     scales, zeros = (part.T.expand(-1, out).contiguous() for part in (grid.scale, grid.zero))

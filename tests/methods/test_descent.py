@@ -72,8 +72,9 @@ def test_at_the_end_nothing_moves():
     assert torch.equal(levels, descend_levels(weight, levels, grid, hessian, spec, 128))
 
 
-def test_the_arguments_are_left_alone():
-    weight, levels, grid, hessian, spec = problem(5, 16, 2)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_arguments_are_left_alone(rows):
+    weight, levels, grid, hessian, spec = problem(rows, 16, 2)
     kept = [x.clone() for x in (weight, levels, grid.scale, grid.zero, hessian)]
     descend_levels(weight, levels, grid, hessian, spec, 16)
     descend_scales(weight, levels, grid, hessian, spec, 2)
