@@ -55,7 +55,7 @@ class GptqOptions(Options):
     block: int = Field(default=128, ge=1)
     clip_search: bool = True
     refit: int = Field(default=3, ge=0, le=20)
-    visits: int = Field(default=3, ge=0, le=100)
+    visits: int = Field(default=1, ge=0, le=100)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
