@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from quantkit.calibrate.runner import EMBEDDING
 from quantkit.calibrate.spill import Spill
 from quantkit.calibrate.stats import require_finite_states
 from quantkit.errors import CalibrationError
@@ -26,7 +27,6 @@ from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.plan import BACKWARD_LOGITS, BACKWARD_TOKENS
 
-EMBEDDING = "model.embed_tokens.weight"
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
 

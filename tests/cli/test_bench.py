@@ -14,8 +14,6 @@ from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 
 QUICK = ("--prompt", 40, "--tokens", 4, "--repeats", 2, "-q")
-needs_kernels = pytest.mark.skipif(cpu_linear.unavailable() is not None,
-                                   reason="the CPU kernels can't be compiled here")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,6 @@ rules:
     return out
 
 
-@needs_kernels
 def test_decode_measures_every_case(cli_json, checkpoint):
     found = cli_json("bench", "decode", checkpoint, *QUICK, "--batch", "1,3", "--context", "0,70",
                      "--kv", "none,int8")
@@ -52,7 +49,6 @@ def test_decode_measures_every_case(cli_json, checkpoint):
     assert found["machine"]["isa"] in ("avx512", "avx2", "plain") and found["machine"]["date"]
 
 
-@needs_kernels
 def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_holds(cli_json, checkpoint):
     """By batch and context; a byte a second times seconds a step gives the bytes back."""
     found = cli_json("bench", "decode", checkpoint, *QUICK, "--repeats", 1, "--batch", "1,2",
@@ -65,7 +61,6 @@ def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_holds(cli_j
         assert a_step == pytest.approx(found["bytes"] + one["batch"] * token * (held - tokens / 2))
 
 
-@needs_kernels
 def test_the_table_fits_a_terminal_and_names_the_kernels(cli, checkpoint, tmp_path):
     out = tmp_path / "bench.json"
     result = cli("bench", "decode", checkpoint, *QUICK, "--out", out)
@@ -75,7 +70,6 @@ def test_the_table_fits_a_terminal_and_names_the_kernels(cli, checkpoint, tmp_pa
     assert json.loads(out.read_text(encoding="utf-8"))["cases"][0]["batch"] == 1
 
 
-@needs_kernels
 def test_a_model_that_runs_operation_by_operation_says_why_and_by_which_kernels(cli, cli_json, odd):
     found = cli_json("bench", "decode", odd, *QUICK)
     assert found["unfused"] and set(found["kernels"].values()).isdisjoint({"torch", "cpu-int8"})
@@ -83,7 +77,6 @@ def test_a_model_that_runs_operation_by_operation_says_why_and_by_which_kernels(
     assert refused.exit_code == 2 and found["unfused"] in refused.stderr and "falls back" in refused.stderr
 
 
-@needs_kernels
 @pytest.mark.parametrize("kv, refused", [("none", False), ("window(16, sinks=4)+int8", False),
                                          ("snapkv(32)", True)])
 def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, kv, refused):
@@ -109,7 +102,6 @@ def test_a_file_that_cannot_be_written(cli, tiny, tmp_path):
     assert result.exit_code == 2 and "can't be written" in result.stderr
 
 
-@needs_kernels
 def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json):
     arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x128", "--rows", "1,5",
                  "--repeats", 1, "-q")
