@@ -33,13 +33,14 @@ def register_methods(register: Register) -> None:
 def register_formats(register: Register) -> None:
     register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
     register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")
+    register("trellis", "quantkit.formats.trellis:FORMAT")
 
 
 @hookimpl
 def register_kernels(register: Register) -> None:
     for name, target in (("w8a16", "W8"), ("w4a16", "W4"), ("nf4", "NF")):
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
-    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF")):
+    for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 

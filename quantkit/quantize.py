@@ -7,6 +7,7 @@ pushes the calibration text through them, and ends with the same bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
+from quantkit.ops.rotation import rotate, rotate_form
 from quantkit.plan import Plan, PlanRow, make_plan, with_own_head
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
@@ -272,6 +274,10 @@ class _Run:
         assert plan.method and plan.format and plan.spec
         method, form = self.methods.get(plan.method), self.formats.get(plan.format)
         exact = weight.float()
+        if plan.spec.rotation:
+            exact = rotate(exact)
+            if stats is not None and stats.hessian is not None:
+                stats = dataclasses.replace(stats, hessian=rotate_form(stats.hessian))
         try:
             codes = method.run(exact, stats, plan.spec, method.options(**plan.options))
             result = form.pack(codes, weight.dtype)

@@ -16,7 +16,7 @@ from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec
 
-DEFAULT_FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4"}
+DEFAULT_FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4", "trellis": "trellis"}
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Kind = Literal["int", "nf"]
+Kind = Literal["int", "nf", "trellis"]
 ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
 
 
@@ -46,12 +46,16 @@ class QuantSpec(Frozen):
     """How one weight is represented.
 
     Attributes:
-        kind: ``int`` (uniform levels) or ``nf`` (the NormalFloat codebook).
+        kind: ``int`` (uniform levels), ``nf`` (the NormalFloat codebook) or ``trellis`` (a code in which
+            neighbours decide too).
         bits: bits a code.
         symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
         granularity: which weights share a scale.
         scale_dtype: what scales are stored and rounded in; ``model`` follows the weight's dtype.
         nested: scales are themselves quantized to 8 bits (``nf`` only).
+        rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.rotation`), and inputs must be.
+        window: bits that decide a weight (``trellis`` only): the wider, the better, and twice the work to
+            quantize for each.
     """
 
     kind: Kind = "int"
@@ -60,6 +64,8 @@ class QuantSpec(Frozen):
     granularity: Granularity
     scale_dtype: ScaleDtype = "model"
     nested: bool = False
+    rotation: Literal["hadamard"] | None = None
+    window: int | None = Field(default=None, ge=10, le=16)
 
     @model_validator(mode="after")
     def _coherent(self) -> QuantSpec:
@@ -67,6 +73,11 @@ class QuantSpec(Frozen):
             raise ValueError("kind 'nf' means 4 bits in blocks")
         if self.kind == "int" and self.granularity.strategy == "block":
             raise ValueError("kind 'int' takes tensor, channel or group granularity")
+        if self.kind == "trellis" and (self.granularity.strategy != "channel" or self.bits > 4
+                                       or not self.symmetric):
+            raise ValueError("kind 'trellis' means 2 to 4 bits, symmetric, a scale a channel")
+        if (self.kind == "trellis") != (self.window is not None):
+            raise ValueError(f"kind 'trellis' {'needs' if self.window is None else 'alone has'} a window")
         if self.nested and self.kind != "nf":
             raise ValueError("nested scales exist for kind 'nf' only")
         return self
@@ -79,10 +90,11 @@ class QuantSpec(Frozen):
                 "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
 
     def label(self) -> str:
-        """A short name such as ``int4 g64 sym`` or ``nf4 b64 nested``."""
-        tail = ("nested" if self.nested else "") if self.kind == "nf" else (
-            "sym" if self.symmetric else "asym")
-        return f"{self.kind}{self.bits} {self.granularity} {tail}".strip()
+        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or ``trellis3 channel w12 rot``."""
+        tail = {"nf": "nested" if self.nested else "", "trellis": f"w{self.window}"}.get(
+            self.kind, "sym" if self.symmetric else "asym")
+        parts = (f"{self.kind}{self.bits} {self.granularity}", tail, "rot" if self.rotation else "")
+        return " ".join(filter(None, parts))
 
 
 class CalibrationSpec(Frozen):

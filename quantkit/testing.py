@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ METHOD_SPECS = tuple(
     for bits, symmetric, granularity in itertools.product(
         (4, 8), (True, False), (Granularity(strategy="channel"), Granularity(strategy="group", size=16)))
 ) + tuple(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64), nested=nested,
-                    scale_dtype="float32") for nested in (False, True))
+                    scale_dtype="float32") for nested in (False, True)) + (
+    QuantSpec(kind="trellis", bits=3, window=10, granularity=Granularity(strategy="channel"),
+              scale_dtype="bfloat16"),)
 """What :func:`check_method` asks a method for, unless told otherwise."""
 
 
@@ -156,9 +159,10 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     if not taken:
         raise PluginError(f"method {method.name!r} refuses every spec that it was asked for")
     for spec in taken:
-        for name, weight in _method_weights().items():
+        rows = 64 if spec.kind == "trellis" else 1
+        for name, weight in _method_weights(rows).items():
             _check_run(method, spec, weight, f"method {method.name!r} at {spec.label()}, weight {name!r}")
-        weight = torch.full((4, 64), float("nan"))
+        weight = torch.full((64, 64), float("nan"))
         try:
             method.run(weight, _method_stats(), spec, method.options())
         except QuantkitError:
@@ -167,12 +171,15 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
                           why="nobody can run such a layer", next="raise quantkit.errors.SpecError")
 
 
-def _method_weights() -> dict[str, torch.Tensor]:
+def _method_weights(multiple: int) -> dict[str, torch.Tensor]:
+    """Ordinary and awkward weights, of so many rows or a multiple of it."""
     normal = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)) * 0.05
     outlier = normal.clone()
     outlier[3, 5] = 50.0
-    return {"normal": normal, "one row": normal[:1].clone(), "zeros": torch.zeros(4, 64), "outlier": outlier,
-            "equal": torch.full((4, 64), 0.25), "denormal": normal * 1e-39}
+    weights = {"normal": normal, "one row": normal[:1].clone(), "zeros": torch.zeros(4, 64),
+               "outlier": outlier, "equal": torch.full((4, 64), 0.25), "denormal": normal * 1e-39}
+    return {name: weight.repeat(multiple // math.gcd(len(weight), multiple), 1)
+            for name, weight in weights.items()}
 
 
 def _method_stats() -> LayerStats:
@@ -193,7 +200,7 @@ def _check_run(method: Method, spec: QuantSpec, weight: torch.Tensor, where: str
     must(torch.equal(random, torch.get_rng_state()), "it used the global random generator")
     two = method.run(weight, stats, spec, method.options())
     must(torch.equal(one.codes, two.codes) and torch.equal(one.scale, two.scale), "two runs differ")
-    must((one.zero is None) == (spec.symmetric or spec.kind == "nf"), "zero points where the spec has none")
+    must((one.zero is None) == (spec.symmetric or spec.kind != "int"), "zero points where the spec has none")
     must(one.zero is None or (one.zero.dtype == torch.uint8 and one.zero.shape == one.scale.shape),
          "zero points must be uint8 of the scales' shape")
     dtype = getattr(torch, spec.scale_dtype)

@@ -43,6 +43,8 @@ def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
     kept = [row.name for row in rows if row.spec is None]
     if all(row.name != "lm_head" for row in rows):
         kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
+    if any(row.spec.rotation for row in packed if row.spec):
+        return dict(OWN)  # another engine would not rotate the inputs
     if formats == {"pack-quantized"} and all(_model_scales(row) for row in packed):
         return _compressed_tensors(packed, kept)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:

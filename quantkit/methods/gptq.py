@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from quantkit.errors import CalibrationError
 from quantkit.formats.base import Codes
+from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.descent import descend_levels, descend_scales
 from quantkit.methods.grid import (
@@ -31,10 +31,8 @@ from quantkit.methods.grid import (
     to_codes,
     whole_,
 )
+from quantkit.methods.hessian import NO_BETTER, Factors, factorize, hessian_of, losses
 from quantkit.spec import QuantSpec
-
-MOST_DAMPING = 10.0
-"""Times the Hessian's mean diagonal: beyond it the Hessian no longer decides anything."""
 
 
 class GptqOptions(Options):
@@ -69,79 +67,38 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     """
     assert isinstance(options, GptqOptions)
     require_finite(weight)
-    hessian = _hessian(weight, stats)
+    hessian = hessian_of(weight, stats)
+    factors, notes = factorize(hessian, options.damp, options.act_order)
+    if spec.kind == "trellis":
+        return trellis.solve(weight, hessian, factors, spec, options.visits, notes)
     plain = find_grid(weight, spec)
     rounded = round_to_grid(weight, plain, spec)
-    damped, upper, order, notes = _factorize(hessian, options)
-    if upper is None:
+    if factors is None:
         return to_codes(rounded, plain, spec, notes)
     grid = plain
     if options.clip_search:
         grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=SHRINKS)
-    levels = _solve(weight, grid, upper, order, spec, options.block)
-    grid = descend_scales(weight, levels, grid, damped, spec, options.refit)
+    levels = _solve(weight, grid, factors, spec, options.block)
+    grid = descend_scales(weight, levels, grid, factors.damped, spec, options.refit)
     for _ in range(options.visits):
-        levels = descend_levels(weight, levels, grid, damped, spec, options.block)
-        grid = descend_scales(weight, levels, grid, damped, spec, options.refit)
-    solved = _loss(weight - from_grid(levels, grid), hessian)
-    baseline = _loss(weight - from_grid(rounded, plain), hessian)
+        levels = descend_levels(weight, levels, grid, factors.damped, spec, options.block)
+        grid = descend_scales(weight, levels, grid, factors.damped, spec, options.refit)
+    solved = losses(weight - from_grid(levels, grid), hessian)
+    baseline = losses(weight - from_grid(rounded, plain), hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     worse = ~(solved <= baseline)  # also where a loss is NaN
     if bool(worse.all()):
-        notes += ("rounded to nearest in place of gptq: its loss on the calibration text was no lower",)
+        notes += (NO_BETTER,)
     pick = worse.unsqueeze(1)
     rows = pick[:grid.scale.shape[0]]
     best = Grid(torch.where(rows, plain.scale, grid.scale), torch.where(rows, plain.zero, grid.zero))
     return to_codes(torch.where(pick, rounded, levels), best, spec, notes)
 
 
-def _hessian(weight: torch.Tensor, stats: LayerStats | None) -> torch.Tensor:
-    if stats is None or stats.hessian is None:
-        raise CalibrationError("gptq was given no Hessian", why="it needs calibration text",
-                               next="add a calibration section to the recipe, or use method rtn")
-    cols = weight.shape[1]
-    if tuple(stats.hessian.shape) != (cols, cols):
-        raise CalibrationError(f"the Hessian is {list(stats.hessian.shape)}, the layer has {cols} inputs")
-    if not bool(torch.isfinite(stats.hessian).all()):
-        raise CalibrationError(f"the Hessian of {stats.tokens} tokens holds NaN or infinity",
-                               why="an activation overflowed while calibrating",
-                               next="use another calibration text, or dtype float32")
-    return stats.hessian
-
-
-def _factorize(hessian: torch.Tensor, options: GptqOptions) -> tuple[
-        torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[str, ...]]:
-    """→ damped Hessian; upper ``U`` with ``H⁻¹ = Uᵀ U`` in solving order, ``None`` if hopeless; that
-    order; notes."""
-    diagonal = hessian.diagonal()
-    order = torch.arange(diagonal.numel(), device=hessian.device)
-    if options.act_order:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    mean = float(diagonal.mean())
-    if not mean > 0:
-        return hessian, None, order, ("rounded to nearest in place of gptq: no calibration input reached it",)
-    damp, notes = options.damp, tuple[str, ...]()
-    while damp <= MOST_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp * mean)
-        # with the order reversed, the lower factor is the upper factor of H itself: one
-        # factorization and one triangular inverse, where factorizing the inverse takes three
-        backwards = order.flip(0)
-        lower, failed = torch.linalg.cholesky_ex(damped[backwards][:, backwards])
-        if not int(failed) and bool(torch.isfinite(lower).all()):
-            eye = torch.eye(diagonal.numel(), dtype=hessian.dtype, device=hessian.device)
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            return damped, upper, order, notes
-        damp *= 10
-        notes = (f"damping raised from {options.damp:g} to {damp:g}: the Hessian is not positive definite",)
-    return hessian, None, order, ("rounded to nearest in place of gptq: the Hessian is not positive "
-                                  f"definite at damping {damp / 10:g}",)
-
-
-def _solve(weight: torch.Tensor, grid: Grid, upper: torch.Tensor, order: torch.Tensor, spec: QuantSpec,
-           block: int) -> torch.Tensor:
+def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, block: int) -> torch.Tensor:
     """The levels, float32 ``[out, in]``. Works on the transpose, where a column is contiguous."""
+    upper, order = factors.upper, factors.order
     work = weight.T[order].contiguous()
     out, count, top = work.shape[1], work.shape[0], 2**spec.bits - 1
     scales = grid.scale.T.expand(-1, out).contiguous()
@@ -169,10 +126,5 @@ def _solve(weight: torch.Tensor, grid: Grid, upper: torch.Tensor, order: torch.T
     return solved.T.contiguous()
 
 
-def _loss(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """``eᵀ H e`` of every row, float32 ``[out]``."""
-    return ((error @ hessian) * error).sum(dim=1)
-
-
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
-                needs=frozenset({"hessian"}), options=GptqOptions)
+                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "trellis"}))

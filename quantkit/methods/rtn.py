@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats.base import Codes
+from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.grid import SHRINKS, find_grid, require_finite, round_to_grid, to_codes
 from quantkit.spec import QuantSpec
@@ -32,8 +33,11 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     """
     assert isinstance(options, RtnOptions)
     require_finite(weight)
+    if spec.kind == "trellis":
+        return trellis.nearest(weight, spec)
     grid = find_grid(weight, spec, shrinks=SHRINKS if options.clip_search else (1.0,))
     return to_codes(round_to_grid(weight, grid, spec), grid, spec)
 
 
-METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions)
+METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions,
+                kinds=frozenset({"int", "trellis"}))

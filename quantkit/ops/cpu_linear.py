@@ -5,6 +5,7 @@ A weight is packed once, when a model is loaded. The kernels are in ``quantkit_k
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import mmap
@@ -20,6 +21,7 @@ import torch
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.nf4_table import codebook
+from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops.dispatch import KernelQuery, codes_of
 from quantkit.progress import tell_compiling
 
@@ -44,6 +46,7 @@ class Packed:
         shape: logical ``(out, in)``.
         columns: padded to whole groups; activations must have as many.
         weights, scales, zeros: as ``quantkit_kernels.cpu.matmul`` wants them.
+        rotated: whether it wants its inputs rotated.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Packed:
     weights: torch.Tensor
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
+    rotated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +81,12 @@ class Packed:
 
     def units(self, rows: int, threads: int) -> tuple[int, int, int]:
         """How a product is cut: units, stripes in each, rows in each."""
+        from quantkit_kernels.cpu.matmul import STRIPE
+
         wide = rows if rows <= 16 else ROWS
         wanted = UNITS * threads if rows <= 16 else 4 * threads
-        each = max(1, -(-self.stripes // wanted))
+        least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
+        each = -(-self.stripes // (wanted * least)) * least
         return -(-self.stripes // each) * -(-rows // wide), each, wide
 
 
@@ -202,7 +209,8 @@ class CpuKernel(ABC):
 
     def prepare(self, weight: QuantizedTensor) -> Packed:
         """Codes in the kernel's order."""
-        return self._pack(codes_of(weight), weight)
+        packed = self._pack(codes_of(weight), weight)
+        return dataclasses.replace(packed, rotated=weight.spec.rotation is not None)
 
     @abstractmethod
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
@@ -289,6 +297,26 @@ class NF4(CpuKernel):
                       pack.scales(scale, isa().lanes))
 
 
+class Trellis(CpuKernel):
+    """A trellis, activations as 14-bit integers with a scale for each 32."""
+
+    name = "cpu-trellis"
+
+    def _declines(self, query: KernelQuery) -> str | None:
+        return None if query.spec.kind == "trellis" else f"multiplies a trellis, not {query.spec.kind}"
+
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+        from quantkit_kernels.cpu import decoders, matmul, pack
+
+        spec = codes.spec
+        assert spec.window is not None
+        kind, scale = _scale(codes, weight)
+        decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
+        return Packed(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
+                      _padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
+                      pack.scales(scale, isa().lanes))
+
+
 def _group_declines(query: KernelQuery) -> str | None:
     from quantkit_kernels.cpu.matmul import SUB
 
@@ -354,4 +382,4 @@ def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     return Product(packed, len(x))(x).to(x.dtype)
 
 
-INT8, INT4, NF = Int8(), Int4(), NF4()
+INT8, INT4, NF, TRELLIS = Int8(), Int4(), NF4(), Trellis()

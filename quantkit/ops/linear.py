@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed, multiply
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
+from quantkit.ops.rotation import rotate
 
 BLOCK_ELEMENTS = 2**20
 _HALF = (torch.bfloat16, torch.float16)
@@ -40,6 +41,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
     if isinstance(weight, torch.Tensor):
         return dense(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
+    if weight.rotated if isinstance(weight, Packed) else weight.spec.rotation:
+        rows = rotate(rows)
     phase: Phase = "decode" if rows.shape[0] <= DECODE_ROWS else "prefill"
     if isinstance(weight, Packed):
         y = multiply(rows, weight)

@@ -44,9 +44,13 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return f"takes even head dimensions, not {config.head_dim}"
     if (reason := cpu_linear.unavailable()) is not None:
         return reason
+    from quantkit_kernels.cpu.rotation import refuses as turning_refuses
+
     for name, weight in quantized.items():
         if not isinstance(kernel := _kernel(weight), cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
+        if weight.spec.rotation and (reason := turning_refuses(weight.shape[1])) is not None:
+            return f"{name}: {reason}"
     return None
 
 

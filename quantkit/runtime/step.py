@@ -16,6 +16,7 @@ from quantkit.models.linear import Linear
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Activations, Packed, lazy_zeros
+from quantkit.ops.rotation import factors
 from quantkit.progress import tell_compiling
 
 MOST_ROWS = 512
@@ -48,6 +49,7 @@ class StepProgram:
         from quantkit_kernels.cpu.matmul import STRIPE, SUB
         from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
         from quantkit_kernels.cpu.program import Program
+        from quantkit_kernels.cpu.rotation import room_bytes as turning_bytes
 
         self._model, self._codec = model, codec
         config = self._config = model.config
@@ -58,7 +60,8 @@ class StepProgram:
         self._tile = max(1, QUERIES // self._group)
         packed = [packed_of(one) for one in (*model.linears().values(), model.head)]
         room = max(scratch_bytes(config.head_dim, self._tile * self._group),
-                   *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed))
+                   *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed),
+                   *(turning_bytes(one.shape[1]) for one in packed if one.rotated))
         self._scratch = torch.empty(threads, -(-room // 64) * 64, dtype=torch.uint8)
         self._ids = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
@@ -69,7 +72,7 @@ class StepProgram:
         self._partial = torch.empty(0)
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
         self._width = packed[-1].stripes * STRIPE
-        self._activations: dict[tuple[str, str, int], Activations] = {}
+        self._activations: dict[tuple[str, str, int, int], Activations] = {}
         self._kept: list[torch.Tensor] = []
         self._packed: dict[int, tuple[Packed, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
@@ -155,11 +158,18 @@ class StepProgram:
         from quantkit_kernels.cpu.rows import Rows
 
         for weight in {_key(packed_of(one)): packed_of(one) for one in linears}.values():
-            family, columns = _key(weight)
-            made = self._activations.setdefault((role, family, columns),
+            family, columns, rotated = key = _key(weight)
+            made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MOST_ROWS, self._pool.threads)))
-            self._program.add(Rows(source, family), x=x, x_stride=_stride(x), subgroups=columns // SUB,
-                              **made.written, **values)
+            self._program.add(Rows(source, family, rotated), x=x, x_stride=_stride(x),
+                              subgroups=columns // SUB, **made.written, **self._turning(rotated), **values)
+
+    def _turning(self, width: int) -> dict[str, Any]:
+        """What a row operation needs to rotate rows of this width, if it is not 0."""
+        if not width:
+            return {}
+        signs, mix = factors(width)
+        return {"signs": signs, "mix": mix, "room": self._scratch, "room_private": self._scratch.shape[1]}
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
@@ -347,8 +357,8 @@ def _buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0)
     return lazy_zeros(MOST_ROWS, -(-width // 16) * 16)
 
 
-def _key(weight: Packed) -> tuple[Any, int]:
-    return weight.kernel.decoder.family, weight.columns
+def _key(weight: Packed) -> tuple[Any, int, int]:
+    return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
 
 
 def _stride(x: torch.Tensor) -> int:

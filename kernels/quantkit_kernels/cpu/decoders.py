@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
@@ -17,29 +17,29 @@ NF4_LEVELS = 8191
 """NF4's table is rounded to whole multiples of 1/8191: nearer than bfloat16 would be."""
 
 
-def _int4(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
+def _int4(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
     """Byte j of a lane's run of four: value j of eight in its low half, j + 4 in its high half."""
     wide = vec(I8, 4 * isa.lanes)
     for i in range(SUB // 8):
         pair = e.load(source, wide, i * 4 * isa.lanes)
-        yield pair & 15
-        yield pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15
+        yield (pair & 15,)
+        yield (pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15,)
 
 
-def _int8(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
+def _int8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
     """Two neighbours of each lane's row side by side."""
     wide = vec(I8, 2 * isa.lanes)
     for i in range(SUB // 2):
-        yield e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes))
+        yield (e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes)),)
 
 
-def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
+def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
     """Two neighbours of each lane's row side by side: one is a lane's high half, one is shifted there."""
     real = vec(F32, isa.lanes)
     for i in range(SUB // 2):
         pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
-        yield (pair << 16).bits(real)
-        yield (pair & -65536).bits(real)
+        yield ((pair << 16).bits(real),)
+        yield ((pair & -65536).bits(real),)
 
 
 def nf4(table: tuple[float, ...]) -> Decoder:
@@ -51,7 +51,7 @@ def nf4(table: tuple[float, ...]) -> Decoder:
     words = [round(value * NF4_LEVELS) & 0xFFFF for value in table]
     low, high = (tuple(word >> shift & 255 for word in words) for shift in (0, 8))
 
-    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         wide = vec(I8, 4 * isa.lanes)
         count = 4 * isa.lanes
         halves = [[at + 16 * run for run in range(count // 16) for at in part]
@@ -62,10 +62,60 @@ def nf4(table: tuple[float, ...]) -> Decoder:
                 least, most = isa.lookup(e, low, codes), isa.lookup(e, high, codes)
                 for half in halves:
                     order = [place for at in half for place in (at, at + count)]
-                    yield least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes))
+                    yield (least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes)),)
 
     digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
     return Decoder(f"nf4_{digest}", "words", SUB // 2, unpack)
+
+
+def trellis(bits: int, window: int, code: tuple[int, int, int]) -> Decoder:
+    """Rings of 64 rows of symbols of 2 to 4 bits, of which the last ``window`` bits mean a number.
+
+    A word is four symbols of a ring, the first highest; vectors hold the 16 words of two columns each,
+    neighbours in k side by side. The number is the sum of the nibbles of
+    ``state · low ^ (state · high >> 16)``, less ``middle``, for a ``code`` of these three.
+    """
+    low, high, middle = code
+    words = vec(I16, 32)
+
+    def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+        for pair in range(SUB // 2):
+            own = _ring_words(e, source + pair * 16 * bits, bits)
+            before = _turned(own, 1)
+            if bits < 4:
+                before = before | _turned(own, 2) << 4 * bits
+            found: list[Value] = []
+            for step in range(4):
+                state = own.shr((3 - step) * bits)
+                if (step + 1) * bits < 16:
+                    state = state | before << (step + 1) * bits
+                if window < 16:
+                    state = state & 2**window - 1
+                product = state.zext(vec(I32, 32)) * high
+                mixed = state * low ^ product.shr(16).trunc(words)
+                nibbles = (mixed & 0x0F0F) + (mixed.shr(4) & 0x0F0F)
+                value = (nibbles * 0x0101).shr(8) - middle
+                found += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
+            yield found
+
+    return Decoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack, 64)
+
+
+def _ring_words(e: Emitter, source: Value, bits: int) -> Value:
+    """int16 ``[32]``, of ``4 · bits`` bits: those of 3 bits have their low bytes first, then high nibbles."""
+    words = vec(I16, 32)
+    if bits == 4:
+        return e.load(source, words)
+    least = e.load(source, vec(I8, 32)).zext(words)
+    if bits == 2:
+        return least
+    most = e.load(source, vec(I8, 16), 32)
+    return least | (most & 15).shuffle(range(32), most.shr(4)).zext(words) << 8
+
+
+def _turned(own: Value, places: int) -> Value:
+    """The words that lie so many places before, around the ring."""
+    return own.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
 INT4 = Decoder("int4", "bytes", SUB // 2, _int4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from llvmlite import ir
 
@@ -51,14 +51,20 @@ class Decoder:
         name: of the format.
         family: what its unpacked values are multiplied with.
         bytes: that a subgroup of one row takes.
-        unpack: ``(e, isa, pointer to a block's subgroup)`` → vectors of ``lanes · STEP`` values, in order
-            of k.
+        unpack: ``(e, isa, pointer to a subgroup)`` → for every step along k a vector of ``lanes · STEP``
+            values of each block that is unpacked together.
+        rows: that are unpacked together; 0: those of a block.
     """
 
     name: str
     family: Family
     bytes: int
-    unpack: Callable[[Emitter, Isa, Value], Iterator[Value]]
+    unpack: Callable[[Emitter, Isa, Value], Iterator[Sequence[Value]]]
+    rows: int = 0
+
+    def together(self, isa: Isa) -> int:
+        """Blocks that are unpacked together: their subgroups lie side by side."""
+        return self.rows // isa.lanes or 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def tile(isa: Isa) -> tuple[int, int]:
 
 def scratch_bytes(matmul: Matmul, isa: Isa, subgroups: int) -> int:
     """Scratch memory that a thread needs."""
-    return tile(isa)[0] * subgroups * SUB * isa.lanes * WIDTH[matmul.decoder.family]
+    blocks = max(tile(isa)[0], matmul.decoder.together(isa))
+    return blocks * subgroups * SUB * isa.lanes * WIDTH[matmul.decoder.family]
 
 
 class _Writer:
@@ -103,7 +110,7 @@ class _Writer:
         self.e, self.a, self.unit, thread = begin(module, spec.name, ARGUMENTS)
         self.isa, self.spec, a = isa, spec, self.a
         self.decoder, self.family = spec.decoder, spec.decoder.family
-        self.lanes, self.reals = isa.lanes, vec(F32, isa.lanes)
+        self.lanes, self.reals, self.together = isa.lanes, vec(F32, isa.lanes), self.decoder.together(isa)
         a.x, a.x_scales, a.x_sums = (p + thread * a.x_private for p in (a.x, a.x_scales, a.x_sums))
         a.scratch = a.scratch + thread * a.scratch_private
         self.block_bytes = self.a.subgroups * (self.decoder.bytes * self.lanes)
@@ -118,40 +125,55 @@ class _Writer:
         begin, end = first * per, e.min(first + a.stripes_a_unit, a.stripes) * per
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
-        alone = 4 if self.family == "floats" and lanes == 8 else 1
+        alone = 4 if self.family == "floats" and lanes == 8 else self.together
+        held = max(blocks, self.together)
         with e.either(bottom - top < rows) as otherwise:
             with e.loop(begin, end, alone) as block, e.loop(top, bottom) as row:
-                self._multiply(block, row, alone, 1, False)
+                self._multiply(block, row, alone, 1)
             otherwise()
-            with e.loop(begin, end, blocks) as block:
-                self._unpack(block, blocks)
+            with e.loop(begin, end, held) as block:
+                self._unpack(block, held)
                 whole = (bottom - top) // rows * rows + top
-                with e.loop(top, whole, rows) as row:
-                    self._multiply(block, row, blocks, rows, True)
-                with e.loop(whole, bottom) as row:
-                    self._multiply(block, row, blocks, 1, True)
+                with e.loop(0, held, blocks) as first:
+                    with e.loop(top, whole, rows) as row:
+                        self._multiply(block, row, blocks, rows, first)
+                    with e.loop(whole, bottom) as row:
+                        self._multiply(block, row, blocks, 1, first)
         e.ret()
 
-    def _scratch(self, block: int, subgroup: Value) -> Value:
+    def _scratch(self, block: Any, subgroup: Value) -> Value:
         """Where a block's unpacked subgroup lies."""
         size = SUB * self.lanes * WIDTH[self.family]
         place: Value = self.a.subgroups * block + subgroup
         return self.a.scratch + place * size
 
     def _packed(self, block: Value, subgroup: Value) -> Value:
-        return self.a.weights + block * self.block_bytes + subgroup * (self.decoder.bytes * self.lanes)
+        size = self.decoder.bytes * self.lanes * self.together
+        return self.a.weights + block * self.block_bytes + subgroup * size
+
+    def _steps(self, sources: Sequence[Value]) -> Iterator[list[Value]]:
+        """What lies there, unpacked as it is needed: there are few registers."""
+        for parts in zip(*(self.decoder.unpack(self.e, self.isa, one) for one in sources)):
+            yield [value for part in parts for value in part]
 
     def _unpack(self, block: Value, count: int) -> None:
         e = self.e
         with e.loop(0, self.a.subgroups) as s:
-            for b in range(count):
-                where = self._scratch(b, s)
-                for i, value in enumerate(self.decoder.unpack(e, self.isa, self._packed(block + b, s))):
-                    e.store(where, value, i * self.lanes * 4)
+            for b in range(0, count, self.together):
+                for i, values in enumerate(self._steps([self._packed(block + b, s)])):
+                    for j, value in enumerate(values):
+                        e.store(self._scratch(b + j, s), value, i * self.lanes * 4)
 
-    def _multiply(self, block: Value, row: Value, blocks: int, rows: int, unpacked: bool) -> None:
-        """A tile: ``blocks`` blocks of weights by ``rows`` rows of activations."""
+    def _multiply(self, block: Value, row: Value, blocks: int, rows: int,
+                  scratch: Value | None = None) -> None:
+        """A tile: ``blocks`` blocks of weights by ``rows`` rows of activations.
+
+        ``block`` is the first; where it was unpacked, ``scratch`` says which of those there it is.
+        """
         e, a = self.e, self.a
+        unpacked = scratch is not None
+        if scratch is not None:
+            start, block = scratch, block + scratch
         x = [a.x + (row + m) * a.x_stride for m in range(rows)]
         totals = [[e.var(e.const(self.reals, 0.0)) for _ in range(rows)] for _ in range(blocks)]
 
@@ -169,15 +191,15 @@ class _Writer:
             return [e.load(source, self._kind, i * self.lanes * 4) for source in sources]
 
         def subgroup(s: Value, scales: Sequence[Value] | None, zeros: Sequence[Value] | None) -> None:
-            sources = [self._scratch(b, s) if unpacked else self._packed(block + b, s) for b in range(blocks)]
+            sources = [self._scratch(start + b, s) for b in range(blocks)] if unpacked else [
+                self._packed(block + b, s) for b in range(0, blocks, self.together)]
             sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
             if not unpacked:
                 for source in sources:
-                    for line in range(0, self.decoder.bytes * self.lanes, 64):
+                    for line in range(0, self.decoder.bytes * self.lanes * self.together, 64):
                         e.prefetch(source + (AHEAD + line))
-                # unpacked as they are needed: there are few registers
-                for i, values in enumerate(zip(*(self.decoder.unpack(e, self.isa, one) for one in sources))):
-                    take(list(values), [self._factor(row_x, s, i) for row_x in x], sums)
+                for i, values in enumerate(self._steps(sources)):
+                    take(values, [self._factor(row_x, s, i) for row_x in x], sums)
             elif self.family == "floats":
                 for i in range(steps):
                     take(loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)

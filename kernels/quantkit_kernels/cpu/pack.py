@@ -47,6 +47,27 @@ def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     return _packed(codes, lanes, group, 7, runs)
 
 
+def trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Symbols uint8 ``[n, k]`` of 2 to 4 bits, n a multiple of 64 → uint8. Each 16 rows of a ring are a place
+    of its words."""
+    rows, columns = codes.shape
+    out = torch.empty(rows * (columns + -columns % SUB) * bits // 8, dtype=torch.uint8)
+    parts = out.view(rows // 64, -1)
+    for part, tile in zip(parts, codes.split(64)):  # a tile at a time: words are wide
+        steps = torch.nn.functional.pad(tile, (0, -columns % SUB)).view(4, 16, -1).to(torch.int32)
+        words = sum((steps[step] << (3 - step) * bits for step in range(4)), torch.zeros_like(steps[0]))
+        pairs = words.unflatten(1, (-1, 2)).transpose(0, 1).flatten(1)  # [pairs, 32]
+        if bits == 4:
+            made = pairs.to(torch.int16).view(torch.uint8)
+        elif bits == 2:
+            made = pairs.to(torch.uint8)
+        else:
+            most = pairs >> 8
+            made = torch.cat((pairs & 255, most[:, :16] | most[:, 16:] << 4), 1).to(torch.uint8)
+        part.copy_(made.flatten())
+    return out
+
+
 def scales(scale: torch.Tensor, lanes: int) -> torch.Tensor:
     """``[n, groups]``, bfloat16, float32 or uint8 → the same dtype ``[blocks, groups, lanes]``; 0 pads."""
     return _rows(scale, lanes).transpose(1, 2).contiguous()

@@ -77,6 +77,25 @@ def norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return x * factor[:, None] * weight
 
 
+def turn(x: Floats, signs: Floats, mix: Floats) -> Floats:
+    """Rows ``[m, n]`` times ``diag(signs) · (mix ⊗ Hadamard)``."""
+    span = x.shape[1] // len(mix)
+    turned = (x * signs).reshape(len(x), len(mix), span)
+    step = 1
+    while step < span:
+        pairs = turned.reshape(len(x), len(mix), -1, 2, step)
+        left, right = pairs[..., 0, :], pairs[..., 1, :]
+        turned = np.stack((left + right, left - right), axis=-2).reshape(turned.shape)
+        step *= 2
+    if len(mix) > 1:
+        total = turned[:, :1] * mix[:, 0, None]
+        for i in range(1, len(mix)):
+            total = total + turned[:, i:i + 1] * mix[:, i, None]
+        turned = total
+    scaled: Floats = (turned * F(span**-0.5)).reshape(x.shape)
+    return scaled
+
+
 def silu_mul(gate: Floats, up: Floats) -> Floats:
     """``silu(gate) · up``."""
     return gate / (exp(-gate) + F(1)) * up

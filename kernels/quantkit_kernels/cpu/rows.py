@@ -1,7 +1,8 @@
 """What happens to a row of activations between two multiplications: norm, SiLU, quantization.
 
 A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``) and leaves it as a multiplication
-wants it: float32, int16 or int8 with a scale for each subgroup of 32. A unit is a row.
+wants it: float32, int16 or int8 with a scale for each subgroup of 32; rotated before
+(:mod:`~quantkit_kernels.cpu.rotation`) if the weights are. A unit is a row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Literal
 
 from llvmlite import ir
 
+from quantkit_kernels.cpu import rotation
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
@@ -24,9 +26,10 @@ LEVELS = {"bytes": 127, "words": 8191}
 SMALLEST = 2.0**-100
 """A subgroup's largest value is taken to be at least this: its inverse stays finite."""
 ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
-             "subgroups", "out_stride", "out_private", "eps")
+             "subgroups", "out_stride", "out_private", "eps", "*signs", "*mix", "*room", "room_private")
 """Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
-scales and of sums; ``out_private``: between threads. ``eps``: the bits of a float32."""
+scales and of sums; ``out_private``: between threads. ``eps``: the bits of a float32. ``signs``, ``mix`` and
+``room`` are those of the rotation; ``room_private``: between threads."""
 Source = Literal["plain", "norm", "silu"]
 
 
@@ -39,15 +42,17 @@ class Rows:
             https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``,
             https://arxiv.org/abs/2002.05202.
         family: how the row is left.
+        rotation: the rotation's width, which is the row's; 0: none.
     """
 
     source: Source
     family: Family
+    rotation: int = 0
 
     @property
     def name(self) -> str:
         """Of the function."""
-        return f"rows_{self.source}_{self.family}"
+        return f"rows_{self.source}_{self.family}{f'_rotated{self.rotation}' if self.rotation else ''}"
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
@@ -60,16 +65,25 @@ class Rows:
         shift = unit * a.out_stride + thread * a.out_private
         out, scales, sums = (p + shift for p in (a.out, a.scales, a.sums))
         wide = vec(F32, LANES)
+
+        def value(at: Value) -> Value:
+            made = e.load(x, wide, at)
+            if factor is not None:
+                made = made * factor.spread(LANES) * e.load(a.weight, wide, at)
+            if self.source == "silu":
+                made = made / (exp(e, -made) + 1.0) * e.load(second, wide, at)
+            return made
+
+        if self.rotation:
+            room = a.room + thread * a.room_private
+            with e.loop(0, self.rotation, LANES) as i:
+                e.store(room, value(i * 4) * e.load(a.signs, wide, i * 4), i * 4)
+            turned = rotation.emit(e, room, a.mix, self.rotation)
+            with e.loop(self.rotation, a.subgroups * SUB, LANES) as i:
+                e.store(turned, e.const(wide, 0.0), i * 4)
         with e.loop(0, a.subgroups) as s:
-            values = []
-            for half in range(SUB // LANES):
-                at = s * (SUB * 4) + half * LANES * 4
-                value = e.load(x, wide, at)
-                if factor is not None:
-                    value = value * factor.spread(LANES) * e.load(a.weight, wide, at)
-                if self.source == "silu":
-                    value = value / (exp(e, -value) + 1.0) * e.load(second, wide, at)
-                values.append(value)
+            places = [s * (SUB * 4) + half * LANES * 4 for half in range(SUB // LANES)]
+            values = [e.load(turned, wide, at) if self.rotation else value(at) for at in places]
             _leave(e, self.family, values, out, scales, sums, s)
         e.ret()
 

@@ -106,8 +106,9 @@ def multiply(pools, room):
     def run(isa, matmul: Matmul, x, weights, scales=None, zeros=None, n=1, *, threads=1, stripes_a_unit=1,
             rows_a_unit=None, bias=None, add=None):
         m, k = x.shape
-        family = matmul.decoder.family
-        subgroups, stripes = k // SUB, -(-n // STRIPE)
+        family, together = matmul.decoder.family, max(1, matmul.decoder.rows // STRIPE)
+        subgroups, stripes = k // SUB, -(-n // (STRIPE * together)) * together
+        stripes_a_unit *= together
         stride = -(-(k * WIDTH[family] + 8 * subgroups) // 64) * 64
         codes = room(m * stride, dtype=torch.uint8)
         places = [codes[at:] for at in (0, k * WIDTH[family], k * WIDTH[family] + 4 * subgroups)]

@@ -18,8 +18,27 @@ TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
          0.7229568362236023, 1.0)
 NF4 = decoders.nf4(TABLE)
 KINDS = ("bf16", "int8", "int8 g64", "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp",
-         "int4 g128 zp", "nf4 g32", "nf4 g64")
+         "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13",
+         "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
+
+
+CODE = (0x9E35, 0x6A4D, 30)
+
+
+def trellis_values(symbols, width, window):
+    """Of symbols ``[n, k]``: row r of a tile is place ``4 (r % 16) + r // 16`` of its ring."""
+    rows = torch.arange(64)
+    places = 4 * (rows % 16) + rows // 16
+    order = places.argsort()
+    state = torch.zeros_like(symbols.int()).unflatten(0, (-1, 64))
+    for back in range(16):
+        earlier = order[(places - back) % 64]
+        if back * width < window:
+            state += symbols.int().unflatten(0, (-1, 64))[:, earlier] << back * width
+    state %= 2**window
+    mixed = state * CODE[0] % 65536 ^ state * CODE[1] // 65536
+    return (sum(mixed // 16**digit % 16 for digit in range(4)) - CODE[2]).flatten(0, 1)
 
 
 class Case:
@@ -43,7 +62,11 @@ class Case:
             self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
             return
         family, dtype = "words", torch.float32
-        if name == "int8":
+        if name.startswith("trellis"):
+            width, window = int(name[-1]), int(rest[0][1:])
+            codes = torch.randint(0, 2**width, (-(-n // 64) * 64, k), generator=make, dtype=torch.uint8)
+            levels, decoder = trellis_values(codes, width, window)[:n], decoders.trellis(width, window, CODE)
+        elif name == "int8":
             codes = torch.randint(-127, 128, (n, k), generator=make, dtype=torch.int8)
             levels, decoder, dtype = codes.int(), decoders.INT8, torch.bfloat16
         else:
@@ -66,7 +89,7 @@ class Case:
             self.weight = torch.tensor(TABLE, dtype=torch.float64)[codes.long()] * decoders.NF4_LEVELS * wide
         else:
             self.weight = levels.double() * wide
-        packer = getattr(pack, name)
+        packer = getattr(pack, name, lambda codes, *_: pack.trellis(codes, width))
         self.pack = lambda lanes: (packer(codes, lanes, self.multiple), pack.scales(scale, lanes),
                                    None if self.zeros is None else pack.scales(self.zeros, lanes))
         self.exact = lambda x: reference.integer_matmul(x, _pad(levels, self.k).numpy(),

@@ -1,0 +1,82 @@
+"""``trellis``: symbols of 2 to 4 bits, of which each means something only after those before it.
+
+==================  ===========  ============================================================
+suffix              dtype        shape
+==================  ===========  ============================================================
+``weight_trellis``  int32        ``[out / 64, in, 2 * bits]``: a ring's symbols, in order of its places
+``weight_scale``    the model's  ``[out, 1]``
+==================  ===========  ============================================================
+
+:mod:`~quantkit.formats.trellis_code` says what symbols mean. Rings are little-endian streams, as in
+``pack-quantized``. The window is in the configuration.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import SpecError
+from quantkit.formats import bits as stream
+from quantkit.formats import trellis_code
+from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
+from quantkit.spec import QuantSpec
+
+
+class Trellis:
+    """See the module's docstring."""
+
+    name = "trellis"
+    quant_method = "quantkit"
+
+    def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
+        """Anything but a trellis; rows that aren't whole rings."""
+        rows, cols = shape
+        if spec.kind != "trellis":
+            return f"{self.name} holds a trellis, not {spec.kind}; use format pack-quantized"
+        if rows < 1 or cols < 1:
+            return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
+        if rows % trellis_code.RING:
+            return (f"it takes out_features in multiples of {trellis_code.RING}, not {rows}; "
+                    "use kind int with format pack-quantized")
+        return None
+
+    def layout(self, spec: QuantSpec, shape: tuple[int, int],
+               dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
+        if (reason := self.refuses(spec, shape)) is not None:
+            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+        if scale_dtype(spec, dtype) != dtype:
+            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales for {dtype_name(dtype)}",
+                            why="its scales are of the model's dtype", next="scale_dtype: model")
+        rows, cols = shape
+        ring = trellis_code.RING
+        return {"weight_trellis": (torch.int32, (rows // ring, cols, stream.words(ring, spec.bits))),
+                "weight_scale": (dtype, (rows, 1))}
+
+    def pack(self, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
+        """Symbols → words. Raises SpecError as :meth:`layout` does."""
+        spec = resolve(codes.spec, dtype)
+        rows, cols = codes.codes.shape
+        layout = self.layout(spec, (rows, cols), dtype)
+        symbols = trellis_code.rings(codes.codes).reshape(-1, trellis_code.RING)
+        words = stream.pack(symbols, spec.bits).reshape(layout["weight_trellis"][1])
+        return QuantizedTensor(self.name, spec, (rows, cols), dtype,
+                               {"weight_trellis": words, "weight_scale": codes.scale.to(dtype)})
+
+    def unpack(self, packed: QuantizedTensor) -> Codes:
+        """Words → symbols, exactly those that were packed."""
+        spec = resolve(packed.spec, packed.dtype)
+        words = packed.tensors["weight_trellis"]
+        symbols = stream.unpack(words.reshape(-1, words.shape[-1]), spec.bits, trellis_code.RING)
+        codes = trellis_code.unring(symbols.reshape(*words.shape[:2], trellis_code.RING))
+        return Codes(spec, codes, packed.tensors["weight_scale"].to(torch.float32))
+
+    def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
+        """``value(state) * scale`` in float32 ``[out, in]``."""
+        codes = self.unpack(packed)
+        assert codes.spec.window is not None
+        return trellis_code.decode(codes.codes, codes.spec.bits, codes.spec.window) * codes.scale
+
+
+FORMAT = Trellis()
