@@ -22,6 +22,7 @@ from quantkit.spec import Granularity, QuantSpec
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "head_dim": 16},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "pad_token_id": 0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
               "max_window_layers": 2},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
@@ -47,7 +48,7 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
 
     Args:
         folder: made if missing; files of the same names are overwritten.
-        family: ``llama``, ``mistral``, ``qwen2`` or ``qwen3``.
+        family: one of :data:`FAMILIES`.
         seed: the same seed gives the same bytes.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         overrides: keys of ``config.json``; ``None`` writes null.
@@ -113,8 +114,8 @@ def tiny_tokenizer(adds_bos: bool = True) -> Tokenizer:
 
 
 def _adds_bos(family: str) -> bool:
-    """Llama's and Mistral's tokenizers put a BOS in front, Qwen's have none."""
-    return family in ("llama", "mistral")
+    """Llama's, Mistral's and Gemma's tokenizers put a BOS in front, Phi's and Qwen's don't."""
+    return family.startswith(("llama", "mi", "gemma"))
 
 
 def _tokenizer_config(family: str) -> dict[str, Any]:

@@ -4,26 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.models.reader import ConfigReader
 from quantkit.models.rope_config import RopeConfig, parse_rope
 
-__all__ = ["ModelConfig", "RopeConfig", "parse_dense"]
+__all__ = ["Experts", "ModelConfig", "RopeConfig", "parse_dense"]
+
+Activation = Literal["silu", "gelu_tanh"]
 
 MAX_LAYERS = 4096
 """More is a malformed file, not a model."""
 
 
 @dataclass(frozen=True)
+class Experts:
+    """MLPs of which a router chooses some for every token, https://arxiv.org/abs/1701.06538.
+
+    Attributes:
+        count: of a layer; each is a Linear of its own.
+        chosen: of them, for a token.
+        intermediate_size: of each.
+        normalized: the chosen ones' weights sum to 1.
+        layers: one a layer, whether it has experts or an MLP.
+        module: what they are called in the file, beside ``self_attn``.
+        projections: gate, up and down of an expert, as they are called there.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+    module: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP.
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP, or experts.
+
+    What follows ``sliding_windows`` is what some families do otherwise than Llama.
 
     Attributes:
         sliding_windows: one a layer; with ``w`` a query at position p sees keys at ``(p - w, p]``,
             with ``None`` all keys up to p.
         qkv_bias, o_bias, mlp_bias: whether those linear layers have a bias.
         qk_norm: queries and keys are normalized a head before they are rotated.
+        fused_projections: q, k and v are one Linear, gate and up another.
+        experts: in place of some or all layers' MLP.
+        activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh.
+        local_rope: of layers with a window; ``None``: the same as of all others.
+        sandwich_norms: what attention and MLP give is normalized too before it is added.
+        offset_norms: the norms' weights are stored less 1.
+        embedding_scale: embeddings are multiplied by it.
+        attention_scale: of the scores, in place of ``head_dim ** -0.5``.
+        attention_softcap, logit_softcap: ``c``, where scores or logits ``x`` become ``c · tanh(x / c)``.
     """
 
     model_type: str
@@ -43,13 +79,27 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
+    fused_projections: bool = False
+    experts: Experts | None = None
+    activation: Activation = "silu"
+    local_rope: RopeConfig | None = None
+    sandwich_norms: bool = False
+    offset_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
 
 
 def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | None, ...], qkv_bias: bool,
                 o_bias: bool, mlp_bias: bool = False, qk_norm: bool = False, kv_heads: int | None = None,
-                max_positions: int = 2048, head_dim: int | None = None,
-                tied: bool = False) -> ModelConfig:
-    """What all dense families share. The keyword arguments after ``qk_norm`` are the family's defaults.
+                max_positions: int = 2048, head_dim: int | None = None, tied: bool = False,
+                eps: float = 1e-6, rope: RopeConfig | None = None, **differences: Any) -> ModelConfig:
+    """What all families share. The keyword arguments after ``qk_norm`` are the family's defaults.
+
+    Args:
+        rope: if the family has read it already.
+        differences: from Llama: fields of :class:`ModelConfig` after ``sliding_windows``.
 
     Raises:
         UnsupportedModelError: a key is missing, malformed, unknown or not implemented.
@@ -59,22 +109,29 @@ def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | N
     kv = config.integer("num_key_value_heads", kv_heads or heads)
     if heads % kv:
         raise config.wrong("num_key_value_heads", kv, f"it must divide num_attention_heads {heads}")
-    if config.raw("head_dim", head_dim) is None and hidden % heads:
-        raise config.wrong("hidden_size", hidden,
-                           f"without head_dim it must be a multiple of num_attention_heads {heads}")
-    dim = config.integer("head_dim", head_dim or hidden // heads, minimum=2)
-    if dim % 2:
-        raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
+    dim = head_size(config, head_dim)
     positions = config.integer("max_position_embeddings", max_positions)
     parsed = ModelConfig(
         model_type=model_type, vocab_size=config.integer("vocab_size"), hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size"), num_layers=layer_count(config),
-        num_heads=heads, num_kv_heads=kv, head_dim=dim, rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(config, positions), max_position_embeddings=positions,
+        num_heads=heads, num_kv_heads=kv, head_dim=dim, rms_norm_eps=config.number("rms_norm_eps", eps),
+        rope=rope or parse_rope(config, positions), max_position_embeddings=positions,
         tie_word_embeddings=config.flag("tie_word_embeddings", tied), qkv_bias=qkv_bias, o_bias=o_bias,
-        mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows)
+        mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows, **differences)
     config.finish()
     return parsed
+
+
+def head_size(config: ConfigReader, default: int | None = None) -> int:
+    """``head_dim``; where neither it nor a default is given, ``hidden_size / num_attention_heads``."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if config.raw("head_dim", default) is None and hidden % heads:
+        raise config.wrong("hidden_size", hidden,
+                           f"without head_dim it must be a multiple of num_attention_heads {heads}")
+    dim = config.integer("head_dim", default or hidden // heads, minimum=2)
+    if dim % 2:
+        raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
+    return dim
 
 
 def layer_count(config: ConfigReader) -> int:

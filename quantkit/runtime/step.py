@@ -12,6 +12,7 @@ import torch
 
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
+from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops import cpu_linear
@@ -88,15 +89,15 @@ class StepProgram:
         from quantkit_kernels.cpu.embedding import Embed
 
         config, layers = self._config, model.layers
-        attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
-        gates = [one for mlp in mlps for one in (mlp.gate_proj, mlp.up_proj)]
+        attentions, mlps = [one.self_attn for one in layers], [mlp_of(one) for one in layers]
+        gates = [one for mlp in mlps for one in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
         outs = [one.o_proj for one in attentions]
-        ins = [one for a in attentions for one in (a.q_proj, a.k_proj, a.v_proj)]
+        ins = [one for a in attentions for one in a.inputs]
         self._hidden = _buffer([*outs, *downs], [*ins, *gates, model.head])
-        self._qkv = [_buffer(list(ins[i::3]), []) for i in range(3)]
+        self._qkv = _buffers([one.inputs for one in attentions], [], attentions[0].sizes)
         self._mixed = _buffer([], outs, config.num_heads * config.head_dim)
-        self._gate, self._up = _buffer(gates, downs), _buffer(gates, downs)
+        self._gate, self._up = _buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
         lanes = cpu_linear.isa().lanes if isinstance(table, Packed) else 0
         self._program.add(Embed(lanes), ids=self._ids, out=self._hidden, out_stride=_stride(self._hidden),
@@ -112,12 +113,10 @@ class StepProgram:
     def _layer(self, index: int, layer: DecoderLayer) -> None:
         from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine, RopeStore
 
-        config, program, attention, mlp = self._config, self._program, layer.self_attn, layer.mlp
+        config, program, attention, mlp = self._config, self._program, layer.self_attn, mlp_of(layer)
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
-        ins = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._norm(layer.before_attention.weight, ins)
-        for linear, out in zip(ins, (q, k, v)):
-            self._multiply(linear, "hidden", out, barrier=out is v)
+        self._norm(layer.before_attention.weight, attention.inputs)
+        self._project(attention.inputs, (q, k, v))
         where: dict[str, Any] = {"rows": self._rows, "sequences": self._sequences, "layer": index,
                                  "heads": config.num_kv_heads}
         q_norm, k_norm = (None if one is None else self._float(one.weight)
@@ -133,9 +132,8 @@ class StepProgram:
             program.add(Combine(dim), out=mixed, out_stride=_stride(mixed), query_heads=config.num_heads)))
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._multiply(attention.o_proj, "mixed", self._hidden, add=1)
-        self._norm(layer.before_mlp.weight, [mlp.gate_proj, mlp.up_proj])
-        self._multiply(mlp.gate_proj, "hidden", self._gate, barrier=False)
-        self._multiply(mlp.up_proj, "hidden", self._up)
+        self._norm(layer.before_mlp.weight, mlp.inputs)
+        self._project(mlp.inputs, (self._gate, self._up))
         self._prepare("silu", "gate", self._gate, [mlp.down_proj], second=self._up)
         self._multiply(mlp.down_proj, "gate", self._hidden, add=1)
 
@@ -145,11 +143,13 @@ class StepProgram:
         wide[:weight.numel()] = weight.float()
         return wide
 
-    def _norm(self, weight: torch.Tensor, linears: list[Linear], picked: torch.Tensor | None = None) -> None:
+    def _norm(self, weight: torch.Tensor, linears: Sequence[Linear],
+              picked: torch.Tensor | None = None) -> None:
         self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=picked,
                       weight=self._float(weight, self._hidden.shape[1]), eps=self._eps)
 
-    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: list[Linear], **values: Any) -> None:
+    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
+                 **values: Any) -> None:
         """Leave rows as these Linears want them, once for each way and width."""
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import Rows
@@ -160,6 +160,11 @@ class StepProgram:
                                                 Activations(weight, max(MOST_ROWS, self._pool.threads)))
             self._program.add(Rows(source, family), x=x, x_stride=_stride(x), subgroups=columns // SUB,
                               **made.written, **values)
+
+    def _project(self, linears: Sequence[Linear], outs: Sequence[torch.Tensor]) -> None:
+        """Linears that read the same rows; if one makes all outs, they are parts of its buffer's rows."""
+        for linear, out in zip(linears, outs):
+            self._multiply(linear, "hidden", out, barrier=linear is linears[-1])
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
@@ -336,6 +341,24 @@ def packed_of(linear: Linear) -> Packed:
     if not isinstance(linear.weight, Packed):
         raise TypeError(f"{linear.name} isn't packed")
     return linear.weight
+
+
+def mlp_of(layer: DecoderLayer) -> MLP:
+    """A layer's MLP. Raises TypeError if it has experts."""
+    if not isinstance(layer.mlp, MLP):
+        raise TypeError("a layer of experts has no MLP")
+    return layer.mlp
+
+
+def _buffers(made_by: Sequence[Sequence[Linear]], read_by: Sequence[Linear],
+             sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A buffer for each of the results that layers' Linears give; parts of one, where one gives all."""
+    if len(made_by[0]) == len(sizes):
+        return [_buffer([ones[i] for ones in made_by], read_by) for i in range(len(sizes))]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    room = max([starts[-1], *(starts[-1] + packed_of(one).columns for one in read_by)])
+    whole = _buffer([ones[0] for ones in made_by], [], room)
+    return [whole[:, start:] for start in starts]
 
 
 def _buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0) -> torch.Tensor:

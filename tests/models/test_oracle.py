@@ -15,6 +15,14 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+
+
+def factors(count):
+    """longrope's, for so many pairs of dimensions."""
+    return {"short_factor": [1 + 0.1 * i for i in range(count)],
+            "long_factor": [2 + 1.5 * i for i in range(count)]}
+
+
 CASES = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -31,6 +39,15 @@ CASES = {
         "mscale_all_dim": 0.5}}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3-window-untied": ("phi3", {"sliding_window": 5, "tie_word_embeddings": False,
+                                    "num_key_value_heads": 4}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75}),
+    "phi3-longrope-short": ("phi3", {"original_max_position_embeddings": 64, "rope_scaling": {
+        "type": "longrope", **factors(8)}}),
+    "phi3-longrope-partial": ("phi3", {"original_max_position_embeddings": 60, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 60, "factor": 8.0, "attention_factor": 1.2, **factors(6)}}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {**WINDOW, "max_window_layers": 1}),
     "qwen2-layer-types": ("qwen2", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
