@@ -22,11 +22,17 @@ from quantkit.spec import Granularity, QuantSpec
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "head_dim": 16},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "intermediate_size": 64},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "pad_token_id": 0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
               "max_window_layers": 2},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
               "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": False,
+                  "sliding_window": None, "head_dim": 32, "attention_bias": False, "num_experts": 6,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+                  "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "Ġ a", "i n", "e r", "Ġt he", "o n", "r e", "Ġ s", "a t", "n d", "Ġ w", "Ġ o", "o u",

@@ -6,13 +6,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantkit.models.reader import ConfigReader
+from quantkit.models.reader import HARMLESS, ConfigReader
 from quantkit.models.rope_config import RopeConfig, parse_rope
 
 __all__ = ["Experts", "ModelConfig", "RopeConfig", "parse_dense"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
+ROUTER_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+"""Keys that matter only while experts are trained."""
+MAX_EXPERTS = 4096
 MAX_LAYERS = 4096
 """More is a malformed file, not a model."""
 
@@ -94,11 +97,13 @@ class ModelConfig:
 def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | None, ...], qkv_bias: bool,
                 o_bias: bool, mlp_bias: bool = False, qk_norm: bool = False, kv_heads: int | None = None,
                 max_positions: int = 2048, head_dim: int | None = None, tied: bool = False,
-                eps: float = 1e-6, rope: RopeConfig | None = None, **differences: Any) -> ModelConfig:
+                eps: float = 1e-6, rope: RopeConfig | None = None, ignored: Collection[str] = (),
+                **differences: Any) -> ModelConfig:
     """What all families share. The keyword arguments after ``qk_norm`` are the family's defaults.
 
     Args:
         rope: if the family has read it already.
+        ignored: the family's own keys that say nothing about the maths.
         differences: from Llama: fields of :class:`ModelConfig` after ``sliding_windows``.
 
     Raises:
@@ -118,7 +123,7 @@ def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | N
         rope=rope or parse_rope(config, positions), max_position_embeddings=positions,
         tie_word_embeddings=config.flag("tie_word_embeddings", tied), qkv_bias=qkv_bias, o_bias=o_bias,
         mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows, **differences)
-    config.finish()
+    config.finish(HARMLESS | set(ignored))
     return parsed
 
 
@@ -132,6 +137,25 @@ def head_size(config: ConfigReader, default: int | None = None) -> int:
     if dim % 2:
         raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
     return dim
+
+
+def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, int]:
+    """Experts of a layer, ``num_local_experts`` or ``num_experts``, and how many of them a token gets.
+
+    Args:
+        config: the model's.
+        count, chosen: the family's defaults.
+
+    Raises:
+        UnsupportedModelError: the two names disagree, or more are chosen than there are.
+    """
+    names = ("num_local_experts", "num_experts")
+    given = {name: config.integer(name, count, maximum=MAX_EXPERTS) for name in names
+             if config.raw(name) is not None}
+    if len(set(given.values())) > 1:
+        raise config.wrong(names[1], given[names[1]], f"{names[0]} is {given[names[0]]}")
+    count = next(iter(given.values()), count)
+    return count, config.integer("num_experts_per_tok", chosen, maximum=count)
 
 
 def layer_count(config: ConfigReader) -> int:

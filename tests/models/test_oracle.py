@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
@@ -39,6 +40,10 @@ CASES = {
         "mscale_all_dim": 0.5}}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 32}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window-untied": ("mixtral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 24,
+                                          "num_experts_per_tok": 3}),
+    "mixtral-one": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}),
     "phi3": ("phi3", {}),
     "phi3-window-untied": ("phi3", {"sliding_window": 5, "tie_word_embeddings": False,
                                     "num_key_value_heads": 4}),
@@ -54,13 +59,19 @@ CASES = {
     "qwen2-yarn": ("qwen2", {"rope_scaling": {"type": "yarn", **YARN}, "tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
     "qwen3-biases-untied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-own-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 4}),
+    "qwen3-moe-some-layers": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2,
+                                            "mlp_only_layers": [3], "tie_word_embeddings": False}),
+    "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6,
+                                       "attention_bias": True}),
     "qwen3-window": ("qwen3", {**WINDOW, "max_window_layers": 0, "head_dim": 16}),
 }
 
 
 @pytest.fixture(params=CASES, ids=str)
-def pair(request, make_config, make_model):
-    """transformers' model with random weights of every kind, and ours from its state dict."""
+def pair(request, make_config, make_model, tmp_path):
+    """transformers' model with random weights of every kind, and ours from what it saves."""
     family, keys = CASES[request.param]
     config = make_config(family, **keys)
     with warnings.catch_warnings():
@@ -74,7 +85,8 @@ def pair(request, make_config, make_model):
         noise = torch.randn(value.shape, generator=random)
         value.data = 1 + 0.2 * noise if "norm" in name else noise * (
             0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
-    return hf, make_model(config, dict(hf.state_dict()))
+    hf.save_pretrained(tmp_path)  # in memory experts are one tensor
+    return hf, make_model(config, load_file(tmp_path / "model.safetensors"))
 
 
 def ids_of(batch, length, seed=2):

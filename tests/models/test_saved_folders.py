@@ -16,7 +16,7 @@ from quantkit.testing import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
 
-FAMILIES = ["phi3"]
+FAMILIES = ["mixtral", "phi3", "qwen3_moe"]
 
 
 @pytest.fixture(params=FAMILIES)
