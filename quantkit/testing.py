@@ -19,7 +19,13 @@ from quantkit.plugins import registry
 from quantkit.recipe import DEFAULT_FORMATS
 from quantkit.spec import Granularity, QuantSpec
 
+_GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+                          "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_GEMMA, "attn_logit_softcapping": 5.0,
+               "final_logit_softcapping": 10.0},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2,
+                    "rope_theta": 100000.0, "rope_local_base_freq": 10000.0},
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "head_dim": 16},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
@@ -92,10 +98,13 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
     dtype = getattr(torch, str(config.get("torch_dtype", "float32")))
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in tensor_shapes(parse_config(config)).items():
+    parsed = parse_config(config)
+    for name, shape in tensor_shapes(parsed).items():
         value = torch.randn(shape, generator=random)
         if name.endswith("norm.weight"):
-            value = 1 + 0.1 * value
+            value = (not parsed.offset_norms) + 0.1 * value
+            if parsed.sandwich_norms and ".post_" in name:
+                value += 3  # or the large embeddings would drown what the layers add
         elif name.endswith(".bias"):
             value = 0.1 * value
         else:

@@ -187,11 +187,23 @@ def mixed_windows(config: ConfigReader, *, default_window: int,
     given = config.integer("sliding_window", default_window)
     full = config.integer("max_window_layers", default_full_layers, minimum=0)
     window = given if enabled else None
+    return _listed(config, window, tuple(window if i >= full else None for i in range(layers)))
+
+
+def periodic_windows(config: ConfigReader, window: int, period: int) -> tuple[int | None, ...]:
+    """Gemma's rule: ``layer_types`` if given, else every ``period``-th layer has no window, all others do.
+    Raises UnsupportedModelError as :func:`mixed_windows`."""
+    return _listed(config, window, tuple(window if (i + 1) % period else None
+                                         for i in range(layer_count(config))))
+
+
+def _listed(config: ConfigReader, window: int | None,
+            default: tuple[int | None, ...]) -> tuple[int | None, ...]:
     types: Collection[Any] | None = config.raw("layer_types")
     if types is None:
-        return tuple(window if i >= full else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
-        raise config.wrong("layer_types", types, f"it must list {layers} layers")
+        return default
+    if not isinstance(types, list) or len(types) != len(default):
+        raise config.wrong("layer_types", types, f"it must list {len(default)} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise config.wrong("layer_types", types, f"{kind!r} is not implemented")

@@ -25,6 +25,21 @@ def factors(count):
 
 
 CASES = {
+    "gemma2": ("gemma2", {"sliding_window": 5}),
+    "gemma2-27b-like": ("gemma2", {"query_pre_attn_scalar": 24, "num_key_value_heads": 4, "head_dim": 32,
+                                   "tie_word_embeddings": False, "sliding_window": 5}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                  "attention_bias": True}),
+    "gemma2-layer-types": ("gemma2", {"sliding_window": 6, "num_hidden_layers": 3, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"]}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "num_hidden_layers": 3}),
+    "gemma3-linear": ("gemma3_text", {"sliding_window": 5, "rope_scaling": {
+        "rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 24, "rope_local_base_freq": 500.0}),
+    "gemma3-v5": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": 8.0,
+                                  "attention_bias": True, "rope_theta": None, "rope_local_base_freq": None,
+                                  "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}}),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa-untied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),

@@ -16,7 +16,15 @@ from quantkit.testing import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
 
-FAMILIES = ["mixtral", "phi3", "qwen3_moe"]
+FAMILIES = ["gemma2", "gemma3_text", "mixtral", "phi3", "qwen3_moe"]
+
+
+def randomize(model):
+    """Weights with which logits are far apart."""
+    random = torch.Generator().manual_seed(3)
+    for value in model.parameters():
+        value.data = torch.randn(value.shape, generator=random) * (
+            0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -30,10 +38,7 @@ def saved(request, tmp_path):
         made = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**keys), attn_implementation="eager",
             dtype=torch.float32).eval()
-        random = torch.Generator().manual_seed(3)
-        for value in made.parameters():
-            value.data = torch.randn(value.shape, generator=random) * (
-                0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
+        randomize(made)
         made.save_pretrained(tmp_path / "saved")
     tiny_tokenizer().save(str(tmp_path / "saved" / "tokenizer.json"))
     return made, tmp_path / "saved"
@@ -53,4 +58,28 @@ def test_it_loads_and_computes_the_same(saved):
     expected = theirs(ids).logits
     assert expected.std() > 0.2, "logits too flat to tell models apart"
     ours = load(str(folder), dtype="float32")
+    assert (ours.model(ids) - expected).abs().max() <= 1e-4
+
+
+@torch.no_grad()
+def test_the_text_model_inside_a_model_of_images(tmp_path):
+    text = json.loads((tiny_model(tmp_path / "config", "gemma3_text", dtype="float32") /
+                       "config.json").read_text())
+    del text["architectures"], text["torch_dtype"]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4,
+                                           boi_token_index=7, eoi_token_index=8, image_token_index=9)
+        theirs = transformers.Gemma3ForConditionalGeneration._from_config(
+            config, attn_implementation="eager", dtype=torch.float32).eval()
+        randomize(theirs)
+        theirs.save_pretrained(tmp_path / "saved")
+    tiny_tokenizer().save(str(tmp_path / "saved" / "tokenizer.json"))
+    ids = torch.randint(10, 300, (2, 30), generator=torch.Generator().manual_seed(4))
+    ours = load(str(tmp_path / "saved"), dtype="float32")
+    assert ours.config.model_type == "gemma3_text"
+    expected = theirs(ids).logits
+    assert expected.std() > 0.2
     assert (ours.model(ids) - expected).abs().max() <= 1e-4
