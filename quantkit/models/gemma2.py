@@ -1,4 +1,4 @@
-"""Gemma 2, https://arxiv.org/abs/2408.00118: norms on both sides, capped scores and logits, windows by turns."""
+"""Gemma 2, https://arxiv.org/abs/2408.00118: norms on both sides, capped scores and logits, alternating windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD_DIM = 256
 
 
 def parse(config: Mapping[str, Any]) -> ModelConfig:
-    """Every second layer, from the first on, has a window. A cap that is missing has a value, null is none."""
+    """Every second layer, from the first on, has a window. A missing cap has a value, null is none."""
     reader = ConfigReader(config, "config.json of a gemma2 model")
     caps = [reader.number(key, default) if config.get(key, default) is not None else None
             for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))]

@@ -1,5 +1,5 @@
-"""Gemma 3's text model, https://arxiv.org/abs/2503.19786: Gemma 2's layers, normalized queries and keys in place
-of capped scores, five layers with a window and a rope of their own to each without."""
+"""Gemma 3's text model, https://arxiv.org/abs/2503.19786: Gemma 2's layers, normalized queries and keys in
+place of capped scores, five layers with a window and a rope of their own to each without."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class TextPart:
         outer = source.config()
         inner = outer.get("text_config")
         if not isinstance(inner, dict):
-            raise SourceError(f"{source.uri}: config.json of a {outer['model_type']} model has no text_config",
+            raise SourceError(f"{source.uri}: its config.json, of a {outer['model_type']} model, has no "
+                              "text_config",
                               why="the language model inside is described there",
                               next="get the model's complete config.json")
         self._config = {**{key: outer[key] for key in OUTER if key in outer}, **inner,

@@ -64,5 +64,5 @@ def test_without_a_text_model_inside(wrapped):
     config = json.loads((outer / "config.json").read_text())
     del config["text_config"]
     (outer / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match="no text_config"):
+    with pytest.raises(SourceError, match="has no text_config"):
         open_source(str(outer))
