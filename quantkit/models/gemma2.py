@@ -1,4 +1,4 @@
-"""Gemma 2, https://arxiv.org/abs/2408.00118: norms on both sides, capped scores and logits, alternating windows."""
+"""Gemma 2, https://arxiv.org/abs/2408.00118: norms on both sides, capped scores, windows by turns."""
 
 from __future__ import annotations
 
