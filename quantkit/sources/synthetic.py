@@ -22,8 +22,8 @@ _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 class SyntheticSource:
-    """Weights drawn from N(0, 0.02²), norms without weights of their own; the same name and seed give the same
-    bytes."""
+    """Weights drawn from N(0, 0.02²), norms without weights of their own; the same name and seed give the
+    same bytes."""
 
     def __init__(self, name: str, seed: int, uri: str) -> None:
         self.uri, self._seed, self._config = uri, seed, CONFIGS[name]
