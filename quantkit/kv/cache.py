@@ -44,6 +44,7 @@ class KVCache:
         self.policy, self.codec = build_policy(self.spec), build_codec(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.plain = config.plain_attention
         self._device = torch.device(device)
         one = self.codec.layout(config.head_dim, dtype)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -261,7 +262,7 @@ class Batch:
         cache = self.cache
         rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
         cos, sin = step.rotation(window)
-        if (on_gpu := gpu.fits(cache, q, cos.shape[-1])):
+        if (on_gpu := gpu.fits(cache, q)):
             q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step, cos, sin)
         else:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from quantkit_kernels.triton.rope_kv import Pages
 
 
-def fits(cache: KVCache, q: torch.Tensor, rotated: int) -> bool:
-    """Whether both kernels take this cache with queries like ``q [B, H, T, D]`` of which so many
-    dimensions are rotated."""
-    if not (q.is_cuda or gpu.SIMULATE):
-        return False
-    if cache.scale is not None or cache.softcap is not None or rotated != q.shape[-1]:
+def fits(cache: KVCache, q: torch.Tensor) -> bool:
+    """Whether both kernels take this cache with queries like ``q [B, H, T, D]``."""
+    if not (q.is_cuda or gpu.SIMULATE) or not cache.plain:
         return False
     codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
     group = q.shape[1] // cache.heads

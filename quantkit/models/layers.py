@@ -44,7 +44,7 @@ class Step:
 
     def rotation(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``cos`` and ``sin`` of :func:`~quantkit.ops.rope.tables` for layers with this window."""
-        rope = self._config.rope if window is None else self._config.local_rope or self._config.rope
+        rope = self._config.rope_of(window)
         if rope not in self._rotations:
             inverse = inverse_frequencies(rope, self._config.head_dim, self.positions.device)
             if rope.kind == "longrope":

@@ -20,7 +20,8 @@ from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.dispatch import Kernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.step import MOST_ROWS, Piece, StepProgram, packed_of
+from quantkit.runtime.buffers import MOST_ROWS, packed_of
+from quantkit.runtime.step import Piece, StepProgram
 from quantkit.spec import KVSpec
 
 CODECS = {"none": "bf16", "bf16": "bf16", "int8": "int8", "int4": "int4"}
@@ -55,14 +56,9 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def _other_maths(config: ModelConfig) -> str | None:
     """What no kernel computes."""
     has = {"mixtures of experts": config.experts is not None,
-           "norms behind attention and MLP": config.sandwich_norms,
-           f"the activation {config.activation}": config.activation != "silu",
-           "scaled embeddings": config.embedding_scale != 1.0,
            "scaled scores": config.attention_scale is not None,
            "capped scores": config.attention_softcap is not None,
-           "capped logits": config.logit_softcap is not None,
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
-           "a rotation of its own for some layers": config.local_rope is not None,
            "a rotation of parts of a head": config.rope.partial != 1.0}
     if (found := next((what for what, asked in has.items() if asked), None)) is not None:
         return f"has no kernel for {found}"

@@ -108,8 +108,12 @@ def test_pages_of_another_type_are_not_read_as_bfloat16(fused):
 
 
 @pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4-head8"])
-def test_fused_projections_are_parts_of_one_row(tmp_path, recipe):
-    folder = tiny_model(tmp_path / "phi3", "phi3", sliding_window=40)
+@pytest.mark.parametrize(("family", "keys"), [
+    ("phi3", {"sliding_window": 40}),
+    ("gemma3_text", {"sliding_window": 40, "final_logit_softcapping": 20.0}),
+    ("gemma2", {"attn_logit_softcapping": None, "tie_word_embeddings": False})])
+def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
+    folder = tiny_model(tmp_path / "model", family, **keys)
     if recipe is not None:
         folder = quantize(str(folder), recipe, tmp_path / "out").out
     loaded = load(str(folder))
@@ -127,7 +131,7 @@ def test_fused_projections_are_parts_of_one_row(tmp_path, recipe):
 
 @pytest.mark.parametrize(("family", "keys", "reason"), [
     ("mixtral", {}, "mixtures of experts"), ("qwen3_moe", {}, "mixtures of experts"),
-    ("gemma2", {}, "norms behind attention and MLP"), ("gemma3_text", {}, "norms behind attention and MLP"),
+    ("gemma2", {}, "capped scores"), ("gemma3_text", {"query_pre_attn_scalar": 20}, "scaled scores"),
     ("phi3", {"partial_rotary_factor": 0.5}, "a rotation of parts of a head"),
     ("phi3", {"intermediate_size": 96}, "fused MLPs whose size 64 divides, not 96"),
     ("phi3", {"original_max_position_embeddings": 64, "rope_scaling": {
