@@ -40,6 +40,7 @@ def parse_gemma(reader: ConfigReader, model_type: str, *, period: int, positions
     reader.only("use_bidirectional_attention", (False,))
     reader.only("mlp_bias", (False,))
     bias, window = reader.flag("attention_bias"), reader.integer("sliding_window", 4096)
+    reader.only("sliding_window_size", (window,))  # its older name, beside the new one
     scalar, dim = reader.number("query_pre_attn_scalar", 256), reader.integer("head_dim", HEAD_DIM)
     return parse_dense(
         reader, model_type, windows=periodic_windows(reader, window, period), qkv_bias=bias, o_bias=bias,

@@ -18,6 +18,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config, "config.json of a phi3 model")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         reader.only(key, (False,))
+    for key in ("full_attn_mod", "interpolate_factor"):
+        reader.only(key, (1,))
     given = reader.raw("sliding_window")
     window = None if given is None else reader.integer("sliding_window")
     rope = parse_longrope(reader, reader.integer("max_position_embeddings", POSITIONS), head_size(reader),

@@ -29,6 +29,8 @@ def test_what_changes_the_maths_is_an_error(make_config, family, key, value):
 @pytest.mark.parametrize(("family", "keys", "named"), [
     ("phi3", {"attention_bias": True}, "attention_bias"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+    ("phi3", {"interpolate_factor": 2}, "interpolate_factor"),
+    ("gemma2", {"sliding_window_size": 25}, "sliding_window_size"),
     ("phi3", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar"),
     ("mixtral", {"attention_bias": True}, "attention_bias"),
     ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -101,3 +103,12 @@ def test_gemma3_4b_leaves_out_most_of_its_config():
     assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("linear", 8.0, 1e6)
     assert config.local_rope.kind == "default" and config.tie_word_embeddings
     assert config.sliding_windows.count(None) == 5 and config.max_position_embeddings == 131072
+
+
+def test_keys_of_published_configs_that_say_nothing_new(make_config):
+    for family, keys in (("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
+                                   "embd_pdrop": 0.0, "original_max_position_embeddings": 4096}),
+                         ("gemma2", {"sliding_window_size": 24, "cache_implementation": "hybrid"}),
+                         ("gemma3_text", {"cache_implementation": "hybrid", "attn_logit_softcapping": None}),
+                         ("qwen3_moe", {"max_window_layers": 48, "output_router_logits": False})):
+        assert parse_config(make_config(family, **keys)) == parse_config(make_config(family))
