@@ -18,7 +18,8 @@ def register_sources(register: Register) -> None:
 
 @hookimpl
 def register_architectures(register: Register) -> None:
-    for name in ("llama", "mistral", "qwen2", "qwen3"):
+    for name in ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
+                 "qwen3_moe"):
         register(name, f"quantkit.models.{name}:ARCHITECTURE")
 
 

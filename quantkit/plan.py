@@ -365,7 +365,10 @@ def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | N
     weighing = 4 * calibration.samples * calibration.length * len(needs)
     weights = max(sum(4 * row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
     tokens = min(calibration.samples * calibration.length, max(BACKWARD_TOKENS, calibration.length))
-    kept = 10 * config.hidden_size + 4 * config.intermediate_size + 3 * config.num_heads * calibration.length
+    wide = config.intermediate_size
+    if config.experts is not None:
+        wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
+    kept = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
     logits = config.vocab_size * min(tokens, max(1, BACKWARD_LOGITS // config.vocab_size))
     backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 6 * logits))
     return RUNTIME_BYTES + weighing + max(

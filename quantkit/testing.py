@@ -20,13 +20,26 @@ from quantkit.plugins import registry
 from quantkit.recipe import DEFAULT_FORMATS
 from quantkit.spec import Granularity, QuantSpec
 
+_GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+                          "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], **_GEMMA, "attn_logit_softcapping": 5.0,
+               "final_logit_softcapping": 10.0},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], **_GEMMA, "sliding_window_pattern": 2,
+                    "rope_theta": 100000.0, "rope_local_base_freq": 10000.0},
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "head_dim": 16},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "intermediate_size": 64},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "pad_token_id": 0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
               "max_window_layers": 2},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": None,
               "max_window_layers": 2, "head_dim": 32, "attention_bias": False},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": False,
+                  "sliding_window": None, "head_dim": 32, "attention_bias": False, "num_experts": 6,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+                  "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 SPECIAL = ("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>")
 MERGES = ("Ġ t", "h e", "Ġ a", "i n", "e r", "Ġt he", "o n", "r e", "Ġ s", "a t", "n d", "Ġ w", "Ġ o", "o u",
@@ -48,7 +61,7 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
 
     Args:
         folder: made if missing; files of the same names are overwritten.
-        family: ``llama``, ``mistral``, ``qwen2`` or ``qwen3``.
+        family: one of :data:`FAMILIES`.
         seed: the same seed gives the same bytes.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         overrides: keys of ``config.json``; ``None`` writes null.
@@ -86,10 +99,13 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
     dtype = getattr(torch, str(config.get("torch_dtype", "float32")))
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in tensor_shapes(parse_config(config)).items():
+    parsed = parse_config(config)
+    for name, shape in tensor_shapes(parsed).items():
         value = torch.randn(shape, generator=random)
         if name.endswith("norm.weight"):
-            value = 1 + 0.1 * value
+            value = (not parsed.offset_norms) + 0.1 * value
+            if parsed.sandwich_norms and ".post_" in name:
+                value += 3  # or the large embeddings would drown what the layers add
         elif name.endswith(".bias"):
             value = 0.1 * value
         else:
@@ -114,8 +130,8 @@ def tiny_tokenizer(adds_bos: bool = True) -> Tokenizer:
 
 
 def _adds_bos(family: str) -> bool:
-    """Llama's and Mistral's tokenizers put a BOS in front, Qwen's have none."""
-    return family in ("llama", "mistral")
+    """Llama's, Mistral's and Gemma's tokenizers put a BOS in front, Phi's and Qwen's don't."""
+    return family.startswith(("llama", "mi", "gemma"))
 
 
 def _tokenizer_config(family: str) -> dict[str, Any]:

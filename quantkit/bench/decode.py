@@ -127,7 +127,7 @@ class _Runner:
         for run in range(self._settings.repeats + 1):
             cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
             begin = time.perf_counter()
-            self._feed(cache, cache.add(), length)
+            self._feed(cache, cache.add(length), length)
             if run:
                 speeds.append(length / (time.perf_counter() - begin))
                 self._tell(f"prefill {kv}")
@@ -136,7 +136,7 @@ class _Runner:
     def decode(self, kv: KVSpec, batch: int, context: int) -> dict[str, Any]:
         """Sequences with the same context decode greedily, each on its own."""
         cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
-        first = cache.add()
+        first = cache.add(context + self._settings.tokens)
         token = self._feed(cache, first, max(1, context))
         speeds, shares, reads = [], [], []
         for run in range(self._settings.repeats + 1):

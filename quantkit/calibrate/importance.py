@@ -23,12 +23,15 @@ from quantkit.calibrate.stats import require_finite_states
 from quantkit.errors import CalibrationError
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.layers import RMSNorm
+from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
+from quantkit.ops.activation import softcapped
 from quantkit.plan import BACKWARD_LOGITS, BACKWARD_TOKENS
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
+NEVER = -1.0
+"""Stands for the square of a gradient where a token didn't reach an expert."""
 
 
 @torch.inference_mode(False)
@@ -47,8 +50,9 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
         step: called after each layer, twice: forward and backward.
 
     Returns:
-        By full name, float32 ``[samples · length]`` on the CPU, 1 on average; 1 everywhere for a
-        Linear on which no answer depends (what follows it may be 0).
+        By full name, float32 ``[samples · length]`` on the CPU, 1 on average over the tokens that reach
+        the Linear (an expert is reached by some); 1 everywhere for one on which no answer depends (what
+        follows it may be 0).
 
     Raises:
         CalibrationError: a hidden state or a gradient isn't finite, or all gradients are 0.
@@ -61,7 +65,7 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
     with Spill(folder) as states:
         with torch.no_grad():
             table = weights.tensor(EMBEDDING)
-            now = [F.embedding(part.to(weights.device), table) for part in parts]
+            now = [embedded(config, part.to(weights.device), table) for part in parts]
             del table
             for index in range(config.num_layers):
                 layer = DecoderLayer(config, index, weights)
@@ -88,7 +92,7 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
 def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
           seed: int) -> list[torch.Tensor]:
     """At the last layer's end: the gradient of minus the log-likelihood of an answer drawn for each token."""
-    norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
+    norm = RMSNorm("model.norm", config.hidden_size, config, weights)
     head = weights.tensor(EMBEDDING if config.tie_word_embeddings else "lm_head.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
     slopes, count = [], max(1, BACKWARD_LOGITS // head.shape[0])
@@ -100,12 +104,15 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
             with torch.enable_grad():
                 entered = flat[part].detach().requires_grad_(True)
                 normed = norm(entered)
-            chances = F.softmax((normed.detach() @ head.T).float(), dim=-1)
+            logits = softcapped((normed.detach() @ head.T).float(), config.logit_softcap)
+            chances = F.softmax(logits, dim=-1)
             if not bool(torch.isfinite(chances).all()):
                 raise CalibrationError("the model's output on the calibration text is NaN or infinite",
                                        next="use another calibration text, or check the model's files")
             drawn = torch.multinomial(chances, 1, generator=random)
             chances.scatter_add_(1, drawn, -torch.ones_like(chances[:, :1]))
+            if config.logit_softcap is not None:  # its slope
+                chances *= 1 - (logits / config.logit_softcap).square()
             (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
         slopes.append(slope)
     return slopes
@@ -114,36 +121,46 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
 def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], slopes: list[torch.Tensor],
               states: Spill, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Each Linear's importance; ``slopes`` go from the layer's end to its beginning."""
-    squares: dict[str, list[torch.Tensor]] = {}
-    for name, linear in layer.linears().items():
-        if name in wanted:
-            squares[name] = []
-            linear.on_output = _watch(squares[name])
+    squares: dict[str, torch.Tensor] = {}
+    count, first = sum(slope.shape[0] * slope.shape[1] for slope in slopes), 0
+    watched = {name: one for name, one in layer.linears().items() if name in wanted}
+    for name in watched:
+        squares[name] = torch.full((count,), NEVER)
     for i, slope in enumerate(slopes):
+        for name, linear in watched.items():
+            linear.on_output = _watch(squares[name], first)
         with torch.enable_grad():
             x = states.take(f"{index}.{i}").to(slope.device).requires_grad_(True)
             y = layer(x, positions[:x.shape[0]], None)
         (slopes[i],) = torch.autograd.grad(y, x, slope)
-    return {name: _balanced(name, torch.cat(parts)) for name, parts in squares.items()}
+        first += slope.shape[0] * slope.shape[1]
+    return {name: _balanced(name, found) for name, found in squares.items()}
 
 
-def _watch(squares: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    def take(slope: torch.Tensor) -> None:
-        squares.append(slope.detach().float().square().mean(-1).flatten().cpu())
+def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
+    """Puts the squares of a pass's slopes where its tokens are; ``first``: the pass's first."""
+    def watch(y: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        def take(slope: torch.Tensor) -> None:
+            found = slope.detach().float().square().mean(-1).flatten().cpu()
+            at = torch.arange(len(found)) if tokens is None else tokens.cpu()
+            squares[first + at] = found
 
-    def watch(y: torch.Tensor) -> None:
         y.register_hook(take)
 
     return watch
 
 
 def _balanced(name: str, squares: torch.Tensor) -> torch.Tensor:
-    """1 on average; the largest are cut to :data:`MOST` times the mean before."""
-    mean = squares.mean()
+    """1 on average over the tokens that reached the Linear; the largest are cut to :data:`MOST` times the
+    mean before. Another token, which quantized layers may send to this expert, counts 1."""
+    reached = squares != NEVER
+    found = squares[reached]
+    mean = found.mean() if found.numel() else torch.tensor(0.0)
     if not bool(torch.isfinite(mean)):
         raise CalibrationError(f"the gradient at {name} is NaN or infinite",
                                next="use another calibration text, or calibration: {importance: equal}")
-    if not float(mean) > 0:
-        return torch.ones_like(squares)
-    limited = (squares / mean).clamp(max=MOST)
-    return limited / limited.mean()
+    weights = torch.ones_like(squares)
+    if float(mean) > 0:
+        limited = (found / mean).clamp(max=MOST)
+        weights[reached] = limited / limited.mean()
+    return weights

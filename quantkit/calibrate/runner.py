@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-import torch.nn.functional as F
 
 from quantkit.calibrate.stats import HessianObserver, require_finite_states
 from quantkit.formats.base import QuantizedTensor
@@ -17,7 +16,8 @@ from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.linear import Weights
+from quantkit.models.layers import embedded
+from quantkit.models.linear import Linear, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 BATCH_TOKENS = 4096
@@ -49,7 +49,7 @@ class LayerRunner:
         samples, length = tokens.shape
         batch = max(1, BATCH_TOKENS // length)
         table = weights.tensor(EMBEDDING)
-        self._states = [F.embedding(part.to(table.device), table) for part in tokens.split(batch)]
+        self._states = [embedded(config, part.to(table.device), table) for part in tokens.split(batch)]
         self._positions = torch.arange(length, device=table.device).expand(min(batch, samples), length)
         self._check("the embedding")
 
@@ -57,7 +57,8 @@ class LayerRunner:
     def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
         """Statistics of the inputs of layer ``index``, by the full name of the Linear that they enter.
 
-        Linears that share an input share its statistics too, unless tokens have an importance.
+        Linears that share an input share its statistics too, unless tokens have an importance. An expert's
+        are of the tokens that were sent to it; of one that got none they are zeros.
 
         Args:
             index: must be :attr:`next`.
@@ -76,12 +77,17 @@ class LayerRunner:
                 observers[key[name]] = linears[name].observer = HessianObserver(
                     name, self._importance[name] if self._importance else None)
         try:
+            first = 0
             for states in self._states if observers else ():
+                for observer in observers.values():
+                    observer.first = first
                 self._forward(layer, states)
+                first += states.shape[0] * states.shape[1]
         finally:
             for linear in linears.values():
                 linear.observer = None
-        found = {one: observer.result() for one, observer in observers.items()}
+        found = {one: observer.result() if observer.tokens else _nothing(linears[observer.name])
+                 for one, observer in observers.items()}
         return {name: found[key[name]] for name in names}
 
     @torch.no_grad()
@@ -128,3 +134,9 @@ class LayerRunner:
         for states in self._states:
             require_finite_states(states, sample, where)
             sample += states.shape[0]
+
+
+def _nothing(linear: Linear) -> LayerStats:
+    """What is known of an expert to which no token was sent."""
+    size = linear.shape[1]
+    return LayerStats(0, torch.zeros(size, size))

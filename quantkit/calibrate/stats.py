@@ -34,15 +34,24 @@ class HessianObserver:
 
     Args:
         name: the layer watched, for messages.
-        importance: float32 ``[tokens]``, a weight on each of the tokens to come, 1 on average.
+        importance: float32 ``[tokens]``, a weight on each of all tokens, 1 on average.
+
+    Attributes:
+        tokens: how many entered the layer so far.
+        first: number of the first token of the forward pass that is under way.
     """
 
     def __init__(self, name: str, importance: torch.Tensor | None = None) -> None:
-        self.name, self.importance, self.tokens = name, importance, 0
+        self.name, self.importance, self.tokens, self.first = name, importance, 0, 0
         self._sum: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> None:
-        """Take ``x [..., in]``, any floating dtype. Raises CalibrationError if a value isn't finite."""
+    def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        """Take ``x [..., in]``, any floating dtype. Raises CalibrationError if a value isn't finite.
+
+        Args:
+            x: what enters the layer.
+            tokens: int64 ``[n]``, which of the pass's tokens these are; by default all, in order.
+        """
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
         if not bool(torch.isfinite(rows).all()):
             raise CalibrationError(f"the input of {self.name} holds NaN or infinity",
@@ -52,7 +61,10 @@ class HessianObserver:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
         weighted = rows
         if self.importance is not None:
-            weighted = rows * self.importance[self.tokens:self.tokens + rows.shape[0], None].to(rows.device)
+            if tokens is None:
+                tokens = torch.arange(rows.shape[0], device=rows.device)
+            mine = self.importance[self.first + tokens.to(self.importance.device)]
+            weighted = rows * mine[:, None].to(rows.device)
         for start in range(0, rows.shape[1], _BLOCK):
             stop = start + _BLOCK
             self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, rows[:, :stop])

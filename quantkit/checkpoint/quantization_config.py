@@ -15,6 +15,7 @@ from quantkit.spec import QuantSpec
 
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
 """What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
+_EXPERT = re.compile(r"(.*)\.experts\.\d+\.")
 
 
 class Row(Protocol):
@@ -41,6 +42,8 @@ def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
         return None
     formats = {row.format for row in packed}
     kept = [row.name for row in rows if row.spec is None]
+    # the router beside experts is never quantized; other engines have a Linear there too
+    kept += dict.fromkeys(f"{match[1]}.gate" for row in rows if (match := _EXPERT.match(row.name)))
     if all(row.name != "lm_head" for row in rows):
         kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
     if any(row.spec.rotation for row in packed if row.spec):

@@ -140,7 +140,8 @@ def _config_facts(config: ModelConfig, kv: KVSpec) -> dict[str, Any]:
             "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": config.tie_word_embeddings,
             "operations": other_kernels(torch.bfloat16, config.hidden_size, config.head_dim,
-                                        config.num_heads // config.num_kv_heads, kv.codec)}
+                                        config.num_heads // config.num_kv_heads, kv.codec,
+                                        config.plain_attention)}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:

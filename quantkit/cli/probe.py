@@ -50,7 +50,8 @@ def best_device() -> tuple[str, tuple[int, int] | None]:
     return ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
 
 
-def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: str) -> list[dict[str, Any]]:
+def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: str,
+                  plain: bool = True) -> list[dict[str, Any]]:
     """Who runs what isn't a matrix product: ``op``, ``kernel``, and why not a kernel of our own.
 
     Args:
@@ -59,12 +60,14 @@ def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: 
         dim: of a head.
         group: query heads a key head.
         codec: of the KV cache.
+        plain: the model's attention is Llama's.
     """
     import dataclasses
 
     from quantkit.ops.gpu import choices
 
-    return [dataclasses.asdict(one) for one in choices(best_device()[0], dtype, hidden, dim, group, codec)]
+    return [dataclasses.asdict(one)
+            for one in choices(best_device()[0], dtype, hidden, dim, group, codec, plain)]
 
 
 def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Forced:
         """Logits ``[n - prompt, vocab]`` of ``window`` int64 ``[n]`` from position ``prompt`` on."""
         model = self.loaded.model
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, model.device)
-        row, end = cache.add(), len(window)
+        row, end = cache.add(len(window)), len(window)
         step = min(cache.policy.every or CHUNK, CHUNK)
         if cache.policy.every and cache.policy.every % step:
             step = 1

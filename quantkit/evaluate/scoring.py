@@ -202,7 +202,7 @@ class Scorer:
             contexts.setdefault(one.context, {}).setdefault(one.continuation[:-1], []).append(index)
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         for context in sorted(contexts, key=lambda ids: (-len(ids), ids)):
-            row = cache.add()
+            row = cache.add(len(context) + max(map(len, contexts[context])))
             first = self._prompt(cache, row, context)
             forced = sorted(contexts[context])
             for start in range(0, len(forced), DECODE_ROWS):

@@ -43,6 +43,8 @@ class KVCache:
         self.spec = spec or KVSpec()
         self.policy, self.codec = build_policy(self.spec), build_codec(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.plain = config.plain_attention
         self._device = torch.device(device)
         one = self.codec.layout(config.head_dim, dtype)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -66,10 +68,15 @@ class KVCache:
         """Bytes of the pages that belong to a sequence."""
         return sum(pages.used * pages.page_bytes for pages in self.pages)
 
-    def add(self) -> int:
-        """Begin a sequence; returns its id."""
+    def add(self, extent: int = 0) -> int:
+        """Begin a sequence; returns its id.
+
+        Args:
+            extent: how many tokens it will have in the end at most. Only a model whose rotation depends on
+                that (longrope) asks; 0 means few.
+        """
         number = next(self._ids)
-        self._sequences[number] = HeldSequence(self._layers, self.heads)
+        self._sequences[number] = HeldSequence(self._layers, self.heads, extent)
         return number
 
     def fork(self, number: int) -> int:
@@ -81,7 +88,8 @@ class KVCache:
         Raises:
             KeyError: ``number`` is unknown.
         """
-        old, copy = self._sequences[number], self.add()
+        old = self._sequences[number]
+        copy = self.add(old.extent)
         for pages, held, own in zip(self.pages, old.layers, self._sequences[copy].layers):
             own.pages = [pages.take(len(one)) for one in held.pages]
             source, target = ([page for one in side.pages for page in one] for side in (held, own))
@@ -190,7 +198,7 @@ class KVCache:
         def weights() -> torch.Tensor:
             assert held.queries is not None
             return attention_weights(held.queries, self._read(layer, held, "k"),
-                                     self._positions(layer, held), held.seen)
+                                     self._positions(layer, held), held.seen, self.scale, self.softcap)
 
         kept = self.policy.keep(Held(
             tuple(held.lengths.tolist()), held.seen, lambda: self._positions(layer, held),
@@ -238,6 +246,10 @@ class Batch:
         starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache._device)[:, None]
         return starts if count == 1 else starts + torch.arange(count, device=self.cache._device)
 
+    def extents(self) -> torch.Tensor:
+        """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
+        return torch.tensor([one.extent for one in self.sequences], dtype=torch.int64)
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:
         """Rotate, store, attend, and let the policy act.
@@ -249,10 +261,11 @@ class Batch:
             self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
         cache = self.cache
         rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
+        cos, sin = step.rotation(window)
         if (on_gpu := gpu.fits(cache, q)):
-            q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step)
+            q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step, cos, sin)
         else:
-            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             cache._store(layer, rows, k, v, step.positions)
         if on_gpu and gpu.decodes(cache, rows, q, window):
             out = gpu.decode_attention(cache, layer, rows, q, step.positions)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def fits(cache: KVCache, q: torch.Tensor) -> bool:
     """Whether both kernels take this cache with queries like ``q [B, H, T, D]``."""
-    if not (q.is_cuda or gpu.SIMULATE):
+    if not (q.is_cuda or gpu.SIMULATE) or not cache.plain:
         return False
     codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
     group = q.shape[1] // cache.heads
@@ -27,7 +27,7 @@ def fits(cache: KVCache, q: torch.Tensor) -> bool:
 
 
 def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k: torch.Tensor,
-                     v: torch.Tensor, step: Step) -> torch.Tensor:
+                     v: torch.Tensor, step: Step, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotated queries ``[B, H, T, D]``; keys and values of the step are in the pages."""
     from quantkit_kernels.triton.rope_kv import rope_kv
 
@@ -39,7 +39,7 @@ def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k:
         size = k.shape[1] * count
         slots[row, :, :count] = torch.tensor(flat[begin:begin + size], dtype=torch.int64).view(-1, count)
         begin += size
-    cos, sin = (t[:, 0].expand(batch, length, dim).reshape(-1, dim).float() for t in (step.cos, step.sin))
+    cos, sin = (t[:, 0].expand(batch, length, dim).reshape(-1, dim).float() for t in (cos, sin))
     half = sin[:, dim // 2:]  # the model's tables have the first half negated
     q, k, v = (t.transpose(1, 2).reshape(batch * length, -1, dim) for t in (q, k, v))
     pages = _pages(cache, layer)

@@ -52,6 +52,7 @@ class HeldSequence:
     """A sequence in all layers.
 
     Attributes:
+        extent: tokens that it was announced to have in the end; 0: few.
         layers: one by one.
         lengths: int32 ``[layers, Hkv]``.
         seen: tokens that each layer had, int64 ``[layers]``.
@@ -60,7 +61,8 @@ class HeldSequence:
         where: addresses of table and lengths, the table's width between them, where there is a table.
     """
 
-    def __init__(self, layers: int, heads: int) -> None:
+    def __init__(self, layers: int, heads: int, extent: int = 0) -> None:
+        self.extent = extent
         self.lengths = np.zeros((layers, heads), np.int32)
         self.seen = np.zeros(layers, np.int64)
         self.layers = [HeldLayer(self, index) for index in range(layers)]

@@ -59,13 +59,14 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
         heads = held.lengths.tolist()
         if (_same(cache) or window is None) and min(heads) == max(heads):
             seen = _seen(cache, layer, row, positions[row, :count], held, window, shared)
-            got = attention(query[None].to(keys.dtype), keys[None], values[None], seen)
+            got = attention(query[None].to(keys.dtype), keys[None], values[None], seen, cache.scale,
+                            cache.softcap)
             out[row, :, :count] = got[0].to(q.dtype)
         else:  # heads that hold different positions are the rows of a batch
             grouped = query.unflatten(0, (len(heads), -1)).to(keys.dtype)
             seen = _visibility(cache, positions[row, :count].expand(len(heads), -1),
                                cache._positions(layer, held), window)
-            got = attention(grouped, keys[:, None], values[:, None], seen)
+            got = attention(grouped, keys[:, None], values[:, None], seen, cache.scale, cache.softcap)
             out[row, :, :count] = got.flatten(0, 1).to(q.dtype)
     return out
 

@@ -24,7 +24,7 @@ class LayerStats:
     """What calibration measured at a Linear's input.
 
     Attributes:
-        tokens: how many rows went in.
+        tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
         hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
             this Linear if the recipe's calibration says so; if a method asked for it.
         notes: fallbacks taken while measuring, a sentence each.

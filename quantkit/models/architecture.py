@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ class LinearSlot:
     Attributes:
         name: full name without ``.weight``: ``model.layers.0.self_attn.q_proj``.
         layer: index of its decoder layer; ``None`` for ``lm_head``.
-        shares: layers of equal value see the same input (q/k/v; gate/up) and share statistics.
+        shares: layers of equal value see the same input (q/k/v; gate/up of an MLP or of one expert) and
+            share statistics.
     """
 
     name: str
@@ -71,37 +72,60 @@ def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 def linear_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:
     """Every Linear in the model's order, ``lm_head`` last and only if it has a weight of its own."""
-    hidden, inter = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    table = (("self_attn.q_proj", q, hidden, "qkv"), ("self_attn.k_proj", kv, hidden, "qkv"),
-             ("self_attn.v_proj", kv, hidden, "qkv"), ("self_attn.o_proj", hidden, q, "o"),
-             ("mlp.gate_proj", inter, hidden, "gate_up"), ("mlp.up_proj", inter, hidden, "gate_up"),
-             ("mlp.down_proj", hidden, inter, "down"))
-    slots = [LinearSlot(f"model.layers.{i}.{name}", rows, cols, i, f"model.layers.{i}.{shares}")
-             for i in range(config.num_layers) for name, rows, cols, shares in table]
+    slots = [slot for index in range(config.num_layers)
+             for slot in (*_attention_slots(config, index), *_mlp_slots(config, index))]
     if not config.tie_word_embeddings:
-        slots.append(LinearSlot("lm_head", config.vocab_size, hidden, None, "lm_head"))
+        slots.append(LinearSlot("lm_head", config.vocab_size, config.hidden_size, None, "lm_head"))
     return tuple(slots)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that an unquantized model has, by its Hugging Face name, in order."""
-    hidden = config.hidden_size
+    hidden, experts = config.hidden_size, config.experts
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    slots = linear_slots(config)
+    norms = ["post_attention", *(("pre_feedforward", "post_feedforward") if config.sandwich_norms else ())]
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        for slot in slots[7 * i: 7 * i + 7]:
+        for slot in (*_attention_slots(config, i), *_mlp_slots(config, i)):
             shapes |= _slot_shapes(slot, _has_bias(config, slot))
+        if experts is not None and experts.layers[i]:
+            shapes[f"{prefix}.{experts.module}.gate.weight"] = (experts.count, hidden)
         if config.qk_norm:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in norms}
     shapes["model.norm.weight"] = (hidden,)
-    for slot in slots[7 * config.num_layers:]:
-        shapes |= _slot_shapes(slot, False)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _attention_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
+    prefix, hidden = f"model.layers.{index}", config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inputs = (("qkv", q + 2 * kv),) if config.fused_projections else (("q", q), ("k", kv), ("v", kv))
+    for name, rows in inputs:
+        yield LinearSlot(f"{prefix}.self_attn.{name}_proj", rows, hidden, index, f"{prefix}.qkv")
+    yield LinearSlot(f"{prefix}.self_attn.o_proj", hidden, q, index, f"{prefix}.o")
+
+
+def _mlp_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
+    """Of a layer's MLP, or of its experts one by one: each of these has inputs of its own."""
+    prefix, hidden, experts = f"model.layers.{index}", config.hidden_size, config.experts
+    if experts is not None and experts.layers[index]:
+        gate, up, down = experts.projections
+        for number in range(experts.count):
+            name, size = f"{prefix}.{experts.module}.experts.{number}", experts.intermediate_size
+            for part in (gate, up):
+                yield LinearSlot(f"{name}.{part}", size, hidden, index, f"{name}.gate_up")
+            yield LinearSlot(f"{name}.{down}", hidden, size, index, f"{name}.down")
+        return
+    size = config.intermediate_size
+    inputs = (("gate_up", 2 * size),) if config.fused_projections else (("gate", size), ("up", size))
+    for part, rows in inputs:
+        yield LinearSlot(f"{prefix}.mlp.{part}_proj", rows, hidden, index, f"{prefix}.gate_up")
+    yield LinearSlot(f"{prefix}.mlp.down_proj", hidden, size, index, f"{prefix}.down")
 
 
 def _slot_shapes(slot: LinearSlot, bias: bool) -> dict[str, tuple[int, ...]]:
@@ -110,6 +134,6 @@ def _slot_shapes(slot: LinearSlot, bias: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _has_bias(config: ModelConfig, slot: LinearSlot) -> bool:
-    last = slot.name.rsplit(".", 1)[-1]
-    return {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias,
-            "o_proj": config.o_bias}.get(last, config.mlp_bias)
+    if ".self_attn." not in slot.name:
+        return config.mlp_bias
+    return config.o_bias if slot.name.endswith(".o_proj") else config.qkv_bias

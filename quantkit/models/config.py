@@ -4,26 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from quantkit.models.reader import ConfigReader
+from quantkit.models.reader import HARMLESS, ConfigReader
 from quantkit.models.rope_config import RopeConfig, parse_rope
 
-__all__ = ["ModelConfig", "RopeConfig", "parse_dense"]
+__all__ = ["Experts", "ModelConfig", "RopeConfig", "parse_dense"]
 
+Activation = Literal["silu", "gelu_tanh"]
+
+ROUTER_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+"""Keys that matter only while experts are trained."""
+MAX_EXPERTS = 4096
 MAX_LAYERS = 4096
 """More is a malformed file, not a model."""
 
 
 @dataclass(frozen=True)
+class Experts:
+    """MLPs of which a router chooses some for every token, https://arxiv.org/abs/1701.06538.
+
+    Attributes:
+        count: of a layer; each is a Linear of its own.
+        chosen: of them, for a token.
+        intermediate_size: of each.
+        normalized: the chosen ones' weights sum to 1.
+        layers: one a layer, whether it has experts or an MLP.
+        module: what they are called in the file, beside ``self_attn``.
+        projections: gate, up and down of an expert, as they are called there.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+    module: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP.
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP, or experts.
+
+    What follows ``sliding_windows`` is what some families do otherwise than Llama.
 
     Attributes:
         sliding_windows: one a layer; with ``w`` a query at position p sees keys at ``(p - w, p]``,
             with ``None`` all keys up to p.
         qkv_bias, o_bias, mlp_bias: whether those linear layers have a bias.
         qk_norm: queries and keys are normalized a head before they are rotated.
+        fused_projections: q, k and v are one Linear, gate and up another.
+        experts: in place of some or all layers' MLP.
+        activation: of the MLP's gate; ``gelu_tanh`` is GELU's approximation by tanh.
+        local_rope: of layers with a window; ``None``: the same as of all others.
+        sandwich_norms: what attention and MLP give is normalized too before it is added.
+        offset_norms: the norms' weights are stored less 1.
+        embedding_scale: embeddings are multiplied by it.
+        attention_scale: of the scores, in place of ``head_dim ** -0.5``.
+        attention_softcap, logit_softcap: ``c``, where scores or logits ``x`` become ``c · tanh(x / c)``.
     """
 
     model_type: str
@@ -43,13 +82,38 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
+    fused_projections: bool = False
+    experts: Experts | None = None
+    activation: Activation = "silu"
+    local_rope: RopeConfig | None = None
+    sandwich_norms: bool = False
+    offset_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether whole heads are rotated, and scores are neither capped nor scaled in a way of their own."""
+        return self.attention_scale is None and self.attention_softcap is None and self.rope.partial == 1.0
+
+    def rope_of(self, window: int | None) -> RopeConfig:
+        """The rope of layers with this window."""
+        return self.rope if window is None else self.local_rope or self.rope
 
 
 def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | None, ...], qkv_bias: bool,
                 o_bias: bool, mlp_bias: bool = False, qk_norm: bool = False, kv_heads: int | None = None,
-                max_positions: int = 2048, head_dim: int | None = None,
-                tied: bool = False) -> ModelConfig:
-    """What all dense families share. The keyword arguments after ``qk_norm`` are the family's defaults.
+                max_positions: int = 2048, head_dim: int | None = None, tied: bool = False,
+                eps: float = 1e-6, rope: RopeConfig | None = None, ignored: Collection[str] = (),
+                **differences: Any) -> ModelConfig:
+    """What all families share. The keyword arguments after ``qk_norm`` are the family's defaults.
+
+    Args:
+        rope: if the family has read it already.
+        ignored: the family's own keys that say nothing about the maths.
+        differences: from Llama: fields of :class:`ModelConfig` after ``sliding_windows``.
 
     Raises:
         UnsupportedModelError: a key is missing, malformed, unknown or not implemented.
@@ -59,22 +123,48 @@ def parse_dense(config: ConfigReader, model_type: str, *, windows: tuple[int | N
     kv = config.integer("num_key_value_heads", kv_heads or heads)
     if heads % kv:
         raise config.wrong("num_key_value_heads", kv, f"it must divide num_attention_heads {heads}")
-    if config.raw("head_dim", head_dim) is None and hidden % heads:
-        raise config.wrong("hidden_size", hidden,
-                           f"without head_dim it must be a multiple of num_attention_heads {heads}")
-    dim = config.integer("head_dim", head_dim or hidden // heads, minimum=2)
-    if dim % 2:
-        raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
+    dim = head_size(config, head_dim)
     positions = config.integer("max_position_embeddings", max_positions)
     parsed = ModelConfig(
         model_type=model_type, vocab_size=config.integer("vocab_size"), hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size"), num_layers=layer_count(config),
-        num_heads=heads, num_kv_heads=kv, head_dim=dim, rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(config, positions), max_position_embeddings=positions,
+        num_heads=heads, num_kv_heads=kv, head_dim=dim, rms_norm_eps=config.number("rms_norm_eps", eps),
+        rope=rope or parse_rope(config, positions), max_position_embeddings=positions,
         tie_word_embeddings=config.flag("tie_word_embeddings", tied), qkv_bias=qkv_bias, o_bias=o_bias,
-        mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows)
-    config.finish()
+        mlp_bias=mlp_bias, qk_norm=qk_norm, sliding_windows=windows, **differences)
+    config.finish(HARMLESS | set(ignored))
     return parsed
+
+
+def head_size(config: ConfigReader, default: int | None = None) -> int:
+    """``head_dim``; where neither it nor a default is given, ``hidden_size / num_attention_heads``."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if config.raw("head_dim", default) is None and hidden % heads:
+        raise config.wrong("hidden_size", hidden,
+                           f"without head_dim it must be a multiple of num_attention_heads {heads}")
+    dim = config.integer("head_dim", default or hidden // heads, minimum=2)
+    if dim % 2:
+        raise config.wrong("head_dim", dim, "rotary embedding needs an even number")
+    return dim
+
+
+def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, int]:
+    """Experts of a layer, ``num_local_experts`` or ``num_experts``, and how many of them a token gets.
+
+    Args:
+        config: the model's.
+        count, chosen: the family's defaults.
+
+    Raises:
+        UnsupportedModelError: the two names disagree, or more are chosen than there are.
+    """
+    names = ("num_local_experts", "num_experts")
+    given = {name: config.integer(name, count, maximum=MAX_EXPERTS) for name in names
+             if config.raw(name) is not None}
+    if len(set(given.values())) > 1:
+        raise config.wrong(names[1], given[names[1]], f"{names[0]} is {given[names[0]]}")
+    count = next(iter(given.values()), count)
+    return count, config.integer("num_experts_per_tok", chosen, maximum=count)
 
 
 def layer_count(config: ConfigReader) -> int:
@@ -106,11 +196,23 @@ def mixed_windows(config: ConfigReader, *, default_window: int,
     given = config.integer("sliding_window", default_window)
     full = config.integer("max_window_layers", default_full_layers, minimum=0)
     window = given if enabled else None
+    return _listed(config, window, tuple(window if i >= full else None for i in range(layers)))
+
+
+def periodic_windows(config: ConfigReader, window: int, period: int) -> tuple[int | None, ...]:
+    """Gemma's rule: ``layer_types`` if given, else every ``period``-th layer has no window, all others do.
+    Raises UnsupportedModelError as :func:`mixed_windows`."""
+    return _listed(config, window, tuple(window if (i + 1) % period else None
+                                         for i in range(layer_count(config))))
+
+
+def _listed(config: ConfigReader, window: int | None,
+            default: tuple[int | None, ...]) -> tuple[int | None, ...]:
     types: Collection[Any] | None = config.raw("layer_types")
     if types is None:
-        return tuple(window if i >= full else None for i in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
-        raise config.wrong("layer_types", types, f"it must list {layers} layers")
+        return default
+    if not isinstance(types, list) or len(types) != len(default):
+        raise config.wrong("layer_types", types, f"it must list {len(default)} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise config.wrong("layer_types", types, f"{kind!r} is not implemented")

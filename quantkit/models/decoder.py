@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 
 from quantkit.models.config import ModelConfig
-from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, linear
+from quantkit.models.experts import MixtureOfExperts
+from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
+from quantkit.ops.activation import softcapped
 from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.embedding import embed
 
 
 class KVCacheProtocol(Protocol):
@@ -18,6 +19,9 @@ class KVCacheProtocol(Protocol):
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence holds."""
+
+    def extents(self) -> torch.Tensor:
+        """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:
@@ -47,12 +51,18 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         name = f"model.layers.{index}"
         self._config = config
-        self.before_attention = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps,
-                                         weights)
-        self.before_mlp = RMSNorm(f"{name}.post_attention_layernorm", config.hidden_size,
-                                   config.rms_norm_eps, weights)
+
+        def norm(which: str) -> RMSNorm:
+            return RMSNorm(f"{name}.{which}_layernorm", config.hidden_size, config, weights)
+
+        self.before_attention = norm("input")
         self.self_attn = Attention(config, index, weights)
-        self.mlp = MLP(config, index, weights)
+        self.after_attention = norm("post_attention") if config.sandwich_norms else _as_it_is
+        self.before_mlp = norm("pre_feedforward" if config.sandwich_norms else "post_attention")
+        routed = config.experts is not None and config.experts.layers[index]
+        make = MixtureOfExperts if routed else MLP.of_layer
+        self.mlp: MLP | MixtureOfExperts = make(config, index, weights)
+        self.after_mlp = norm("post_feedforward") if config.sandwich_norms else _as_it_is
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCacheProtocol | None = None,
                  step: Step | None = None) -> torch.Tensor:
@@ -61,13 +71,17 @@ class DecoderLayer:
         ``step`` spares layers of one forward pass from working out the same twice.
         """
         if step is None:
-            step = Step(self._config, positions, x.dtype)
-        x = x + self.self_attn(self.before_attention(x), step, cache)
-        return x + self.mlp(self.before_mlp(x))
+            step = Step(self._config, positions, x.dtype, cache)
+        x = x + self.after_attention(self.self_attn(self.before_attention(x), step, cache))
+        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
     def linears(self) -> dict[str, Linear]:
-        """The layer's seven Linears by full name, in the model's order."""
+        """The layer's Linears by full name, in the model's order."""
         return {one.name: one for one in (*self.self_attn.linears(), *self.mlp.linears())}
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class LanguageModel(Protocol):
@@ -116,13 +130,13 @@ class CausalLM:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         check_shape("model.embed_tokens.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, weights)
+        self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
         self.head = Linear("lm_head", self.embedding) if config.tie_word_embeddings else linear(
             weights, "lm_head", (config.vocab_size, config.hidden_size), False)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, T]`` → ``[B, T, hidden]``."""
-        return embed(ids, self.embedding, self.config.hidden_size)
+        return embedded(self.config, ids, self.embedding)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -131,14 +145,14 @@ class CausalLM:
             positions = (torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if cache is None
                          else cache.next_positions(ids.shape[1]))
         x = self.embed(ids)
-        step = Step(self.config, positions, x.dtype)
+        step = Step(self.config, positions, x.dtype, cache)
         for layer in self.layers:
             x = layer(x, positions, cache, step)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""
-        return self.head(self.norm(x))
+        return softcapped(self.head(self.norm(x)), self.config.logit_softcap)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:

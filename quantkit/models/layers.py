@@ -1,7 +1,8 @@
-"""The layers that all dense families share. Each is built from :class:`Weights` by its full name."""
+"""The layers that all families share. Each is built from :class:`Weights` by its full name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,14 +10,19 @@ import torch
 from quantkit.errors import SourceError
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear, Weights
+from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
-from quantkit.ops.activation import silu_mul
+from quantkit.ops.activation import gelu_tanh_mul, silu_mul
 from quantkit.ops.attention import Visibility, attention
+from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.embedding import embed
 from quantkit.ops.norm import rms_norm
 from quantkit.ops.rope import rotate, tables
 
 if TYPE_CHECKING:
     from quantkit.models.decoder import KVCacheProtocol
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 class Step:
@@ -26,13 +32,28 @@ class Step:
         config: the model's.
         positions: int64 ``[B, T]``, −1: padding.
         dtype: of the hidden states.
+        cache: where the sequences go on; without one they end with this step.
     """
 
-    def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
+                 cache: KVCacheProtocol | None = None) -> None:
         self.positions = positions
-        inverse = inverse_frequencies(config.rope, config.head_dim, positions.device)
-        self.cos, self.sin = tables(positions, inverse, config.rope.attention_factor, dtype)
+        self._config, self._dtype, self._cache = config, dtype, cache
+        self._rotations: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         self._seen: dict[int | None, Visibility] = {}
+
+    def rotation(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos`` and ``sin`` of :func:`~quantkit.ops.rope.tables` for layers with this window."""
+        rope = self._config.rope_of(window)
+        if rope not in self._rotations:
+            inverse = inverse_frequencies(rope, self._config.head_dim, self.positions.device)
+            if rope.kind == "longrope":
+                ends = self.positions.amax(1) + 1 if self._cache is None else self._cache.extents()
+                long = inverse_frequencies(rope, self._config.head_dim, self.positions.device, True)
+                beyond = (ends.to(inverse.device) > rope.original_max_positions)[:, None, None, None]
+                inverse = torch.where(beyond, long, inverse)
+            self._rotations[rope] = tables(self.positions, inverse, rope.attention_factor, self._dtype)
+        return self._rotations[rope]
 
     def seen(self, window: int | None) -> Visibility:
         """Who sees whom among this step's own positions."""
@@ -46,10 +67,12 @@ class RMSNorm:
 
     __slots__ = ("_eps", "weight")
 
-    def __init__(self, name: str, size: int, eps: float, weights: Weights) -> None:
+    def __init__(self, name: str, size: int, config: ModelConfig, weights: Weights) -> None:
         self.weight = weights.tensor(f"{name}.weight")
-        self._eps = eps
+        self._eps = config.rms_norm_eps
         check_shape(f"{name}.weight", self.weight, (size,))
+        if config.offset_norms:
+            self.weight = 1 + self.weight.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., size]`` → the same shape and dtype."""
@@ -57,7 +80,12 @@ class RMSNorm:
 
 
 class Attention:
-    """Grouped-query attention with rotary positions; optional biases, per-head norms and a window."""
+    """Grouped-query attention with rotary positions; optional biases, per-head norms and a window.
+
+    Attributes:
+        inputs: the Linears that see the layer's input: q, k and v, or all three as one.
+        sizes: of q, k and v.
+    """
 
     def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
         name = f"model.layers.{index}.self_attn"
@@ -65,53 +93,95 @@ class Attention:
         self._dim, self._window = config.head_dim, config.sliding_windows[index]
         hidden, dim = config.hidden_size, config.head_dim
         q, kv = config.num_heads * dim, config.num_kv_heads * dim
-        self.q_proj = linear(weights, f"{name}.q_proj", (q, hidden), config.qkv_bias)
-        self.k_proj = linear(weights, f"{name}.k_proj", (kv, hidden), config.qkv_bias)
-        self.v_proj = linear(weights, f"{name}.v_proj", (kv, hidden), config.qkv_bias)
+        self.sizes = (q, kv, kv)
+        parts = {"qkv_proj": q + 2 * kv} if config.fused_projections else {
+            "q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.inputs = [linear(weights, f"{name}.{part}", (size, hidden), config.qkv_bias)
+                       for part, size in parts.items()]
         self.o_proj = linear(weights, f"{name}.o_proj", (hidden, q), config.o_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(f"{name}.q_norm", dim, config.rms_norm_eps, weights)
-            self.k_norm = RMSNorm(f"{name}.k_norm", dim, config.rms_norm_eps, weights)
+            self.q_norm = RMSNorm(f"{name}.q_norm", dim, config, weights)
+            self.k_norm = RMSNorm(f"{name}.k_norm", dim, config, weights)
 
     def __call__(self, x: torch.Tensor, step: Step, cache: KVCacheProtocol | None) -> torch.Tensor:
         """``x [B, T, hidden]`` → ``[B, T, hidden]``; keys and values of this step go into ``cache``."""
         batch, length, _ = x.shape
-        q, k, v = (proj(x).view(batch, length, -1, self._dim)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             out = cache.attend(self._index, q, k, v, step, self._window)
         else:
-            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-            out = attention(q, k, v, step.seen(self._window))
+            cos, sin = step.rotation(self._window)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            out = attention(q, k, v, step.seen(self._window), self._config.attention_scale,
+                            self._config.attention_softcap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def linears(self) -> list[Linear]:
         """In the order of the model's slots."""
-        return [self.q_proj, self.k_proj, self.v_proj, self.o_proj]
+        return [*self.inputs, self.o_proj]
 
 
 class MLP:
-    """``down(silu(gate(x)) * up(x))``."""
+    """``down(silu(gate(x)) * up(x))``, or with another activation.
 
-    def __init__(self, config: ModelConfig, index: int, weights: Weights) -> None:
+    Args:
+        config: says which activation.
+        weights: the model's.
+        inputs: full names of gate and up, or of one Linear that is both.
+        down: its full name.
+        size: of what the activation gives.
+        bias: whether all have one.
+
+    Attributes:
+        inputs: the Linears that see the layer's input.
+        sizes: of gate and up.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, inputs: Sequence[str], down: str, size: int,
+                 bias: bool = False) -> None:
+        self._activation = ACTIVATIONS[config.activation]
+        self.sizes = (size, size)
+        self.inputs = [linear(weights, name, (2 * size // len(inputs), config.hidden_size), bias)
+                       for name in inputs]
+        self.down_proj = linear(weights, down, (config.hidden_size, size), bias)
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, index: int, weights: Weights) -> MLP:
+        """The MLP of a layer without experts."""
         name = f"model.layers.{index}.mlp"
-        wide, narrow = (config.intermediate_size, config.hidden_size), (config.hidden_size,
-                                                                        config.intermediate_size)
-        self.gate_proj = linear(weights, f"{name}.gate_proj", wide, config.mlp_bias)
-        self.up_proj = linear(weights, f"{name}.up_proj", wide, config.mlp_bias)
-        self.down_proj = linear(weights, f"{name}.down_proj", narrow, config.mlp_bias)
+        parts = ("gate_up_proj",) if config.fused_projections else ("gate_proj", "up_proj")
+        return cls(config, weights, [f"{name}.{part}" for part in parts], f"{name}.down_proj",
+                   config.intermediate_size, config.mlp_bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, hidden]`` → ``[B, T, hidden]``."""
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """``[..., hidden]`` → the same shape; ``rows``: see :class:`Linear`."""
+        gate, up = project(self.inputs, x, self.sizes, rows)
+        return self.down_proj(self._activation(gate, up), rows)
 
     def linears(self) -> list[Linear]:
         """In the order of the model's slots."""
-        return [self.gate_proj, self.up_proj, self.down_proj]
+        return [*self.inputs, self.down_proj]
+
+
+def project(linears: Sequence[Linear], x: torch.Tensor, sizes: Sequence[int],
+            rows: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+    """``x [..., in]`` through Linears that see the same input → ``[..., size]`` for each of ``sizes``."""
+    if len(linears) == len(sizes):
+        return [one(x, rows) for one in linears]
+    (fused,) = linears
+    return fused(x, rows).split(list(sizes), -1)
+
+
+def embedded(config: ModelConfig, ids: torch.Tensor, table: torch.Tensor | Packed) -> torch.Tensor:
+    """int64 ``[...]`` → ``[..., hidden]``: what enters the first layer."""
+    x = embed(ids, table, config.hidden_size)
+    if config.embedding_scale == 1.0:
+        return x
+    return x * torch.tensor(config.embedding_scale, dtype=x.dtype, device=x.device)
 
 
 def linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:

@@ -10,12 +10,16 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.linear import linear
 
+Watcher = Callable[..., None]
+"""Takes a Linear's inputs or results; and, if they aren't all, which of the step's tokens they are."""
+
 
 class Linear:
     """``y = x Wᵀ + b``. ``name`` is the layer's full name, ``model.layers.0.self_attn.q_proj``.
 
     ``observer``, when set, sees every input ``[..., in]`` before it is multiplied, ``on_output`` every
-    result ``[..., out]``; calibration is their only user.
+    result ``[..., out]``; calibration is their only user. An expert's are also told which of the step's
+    tokens it was given, int64 ``[n]``.
     """
 
     __slots__ = ("bias", "name", "observer", "on_output", "weight")
@@ -23,20 +27,20 @@ class Linear:
     def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed,
                  bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
-        self.observer: Callable[[torch.Tensor], None] | None = None
-        self.on_output: Callable[[torch.Tensor], None] | None = None
+        self.observer: Watcher | None = None
+        self.on_output: Watcher | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
         return (int(self.weight.shape[0]), int(self.weight.shape[1]))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         if self.observer is not None:
-            self.observer(x)
+            self.observer(x) if rows is None else self.observer(x, rows)
         y = linear(x, self.weight, self.bias)
         if self.on_output is not None:
-            self.on_output(y)
+            self.on_output(y) if rows is None else self.on_output(y, rows)
         return y
 
 

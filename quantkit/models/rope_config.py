@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from quantkit.models.reader import ConfigReader
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
+"""What every family may ask for; ``longrope`` is for those that say so."""
 DEFAULT_THETA = 10_000.0
 _WHY_NOT = {
     "dynamic": "its frequencies depend on the longest sequence of the batch, "
                "so that a request's tokens would depend on its neighbours",
-    "longrope": "its frequencies change with the length of the sequence",
 }
 
 
@@ -29,13 +29,17 @@ class RopeConfig:
     Attributes:
         theta: base of the wavelengths.
         kind: ``default``; ``linear`` (positions divided by ``factor``); ``llama3`` (long wavelengths
-            divided, short ones kept, a ramp between); ``yarn``, https://arxiv.org/abs/2309.00071.
+            divided, short ones kept, a ramp between); ``yarn``, https://arxiv.org/abs/2309.00071;
+            ``longrope``, https://arxiv.org/abs/2402.13753.
         factor: by how much the context is stretched.
-        original_max_positions: the context it was trained with (``llama3``, ``yarn``).
+        original_max_positions: the context it was trained with (all but ``linear``).
         low_freq_factor, high_freq_factor: ends of llama3's ramp, in wavelengths per trained context.
         beta_fast, beta_slow: ends of yarn's ramp, in rotations per trained context.
         truncate: yarn's ramp starts and ends at whole dimensions.
         attention_factor: cos and sin are multiplied by it.
+        short_factors, long_factors: longrope's, one a pair of dimensions: each wavelength is multiplied by
+            one of the first in sequences that end within the trained context, of the second in longer ones.
+        partial: the share of a head's dimensions, from the first on, that is rotated.
     """
 
     theta: float = DEFAULT_THETA
@@ -48,6 +52,13 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    partial: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.partial)
 
 
 def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
@@ -56,21 +67,8 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     Raises:
         UnsupportedModelError: an unknown kind, key or value, or two spellings that disagree.
     """
-    old, new = config.raw("rope_scaling"), config.raw("rope_parameters")
-    theta = config.number("rope_theta", 0) if config.raw("rope_theta") is not None else None
+    reader, kind, theta = open_table(config)
     outer_original = config.raw("original_max_position_embeddings")
-    table = _table(config, old, new)
-    reader = ConfigReader(table, f"{config.where}, {'rope_parameters' if new else 'rope_scaling'}")
-    if table.get("rope_theta") is not None:
-        inner = reader.number("rope_theta")
-        if theta is not None and theta != inner:
-            raise config.wrong("rope_theta", theta, f"rope_parameters says {inner}")
-        theta = inner
-    reader.raw("rope_theta")
-    kind, legacy = reader.raw("rope_type"), reader.raw("type")
-    if kind is not None and legacy is not None and kind != legacy:
-        raise reader.wrong("type", legacy, f"rope_type says {kind!r}")
-    kind = kind or legacy or "default"
     if kind not in KINDS:
         reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
         raise reader.wrong("rope_type", kind, reason)
@@ -98,6 +96,28 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
                   "attention_factor": _yarn_attention(reader, found["factor"])}
     reader.finish(harmless=(), inert={"partial_rotary_factor": (1, 1.0)})
     return RopeConfig(**found)
+
+
+def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:
+    """The rope's table in either spelling, its kind, and theta if it is given.
+
+    Raises:
+        UnsupportedModelError: it is no table, or two spellings disagree.
+    """
+    old, new = config.raw("rope_scaling"), config.raw("rope_parameters")
+    theta = config.number("rope_theta", 0) if config.raw("rope_theta") is not None else None
+    table = _table(config, old, new)
+    reader = ConfigReader(table, f"{config.where}, {'rope_parameters' if new else 'rope_scaling'}")
+    if table.get("rope_theta") is not None:
+        inner = reader.number("rope_theta")
+        if theta is not None and theta != inner:
+            raise config.wrong("rope_theta", theta, f"rope_parameters says {inner}")
+        theta = inner
+    reader.raw("rope_theta")
+    kind, legacy = reader.raw("rope_type"), reader.raw("type")
+    if kind is not None and legacy is not None and kind != legacy:
+        raise reader.wrong("type", legacy, f"rope_type says {kind!r}")
+    return reader, kind or legacy or "default", theta
 
 
 def _table(config: ConfigReader, old: object, new: object) -> Mapping[str, Any]:

@@ -11,8 +11,17 @@ from quantkit.ops import rope
 
 
 @functools.lru_cache(maxsize=64)
-def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> torch.Tensor:
-    """float32 ``[dim / 2]``, radians a position; shared by all layers and not to be written."""
+def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device,
+                        long: bool = False) -> torch.Tensor:
+    """float32 ``[rotated / 2]``, radians a position; shared by all layers and not to be written.
+
+    Args:
+        config: of the rope.
+        head_dim: of a head, of whose dimensions some or all are rotated.
+        device: where the result lies.
+        long: longrope's frequencies for sequences beyond the trained context.
+    """
+    dim = config.rotated(head_dim)
     if config.kind == "linear":
         made = rope.linear_frequencies(config.theta, dim, config.factor)
     elif config.kind == "llama3":
@@ -21,6 +30,9 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
     elif config.kind == "yarn":
         made = rope.yarn_frequencies(config.theta, dim, config.factor, config.beta_fast, config.beta_slow,
                                      config.original_max_positions, config.truncate)
+    elif config.kind == "longrope":
+        made = rope.longrope_frequencies(config.theta, dim,
+                                         config.long_factors if long else config.short_factors)
     else:
         made = rope.frequencies(config.theta, dim)
     return made.to(device)

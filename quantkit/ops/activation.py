@@ -1,4 +1,4 @@
-"""The gated activation of Llama-like MLPs."""
+"""Gated activations, and the cap on scores and logits."""
 
 from __future__ import annotations
 
@@ -17,3 +17,16 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         A new tensor like ``gate``; neither argument is written.
     """
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``gelu(gate) * up`` with GELU's approximation by tanh, https://arxiv.org/abs/1606.08415: GeGLU.
+
+    Arguments and result are as for :func:`silu_mul`.
+    """
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def softcapped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap · tanh(x / cap)``, in x's dtype, https://arxiv.org/abs/2408.00118; x itself without a cap."""
+    return x if cap is None else (x / cap).tanh() * cap

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quantkit.ops.activation import softcapped
+
 CHUNK = 256
 """Queries handled at a time; keys that none of them sees are skipped."""
 MASK_ELEMENTS = 2**22
@@ -74,7 +76,7 @@ class Visibility:
 
 
 def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
-              scale: float | None = None) -> torch.Tensor:
+              scale: float | None = None, softcap: float | None = None) -> torch.Tensor:
     """``softmax(q kᵀ · scale) v``, each query over the keys that it sees.
 
     Softmax and sums are float32 inside. Memory beyond the result is bounded: queries go in chunks.
@@ -85,11 +87,12 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
             key-value head ``h // (H / Hkv)``. Empty slots may hold any finite value.
         seen: made from the positions of these queries and keys.
         scale: ``D ** -0.5`` by default.
+        softcap: ``c``, where scores ``x`` become ``c · tanh(x / c)``.
 
     Returns:
         ``[B, H, T, D]`` in q's dtype; finite for padded queries too.
     """
-    if q.shape[2] == 1:
+    if softcap is None and q.shape[2] == 1:
         return _decode(q, keys, values, seen, scale)
     dtype = q.dtype
     if q.device.type == "cpu" and dtype != torch.float64:
@@ -98,10 +101,22 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
     for start in range(0, q.shape[2], seen.rows):
         stop = start + seen.rows
         low, high, bias = seen.chunk(start, q.dtype)
+        some = q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
         out[:, :, start:stop] = F.scaled_dot_product_attention(
-            q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high], attn_mask=bias, scale=scale,
-            enable_gqa=q.shape[1] != keys.shape[1])
+            *some, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
+        ) if softcap is None else _softcapped(*some, bias, scale, softcap)
     return out
+
+
+def _softcapped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None,
+                scale: float | None, softcap: float) -> torch.Tensor:
+    """A key head at a time: that bounds the scores in memory."""
+    scale, found = q.shape[-1] ** -0.5 if scale is None else scale, []
+    for mine, key, value in zip(q.chunk(keys.shape[1], 1), keys.split(1, 1), values.split(1, 1)):
+        scores = softcapped(mine.float() @ key.float().mT * scale, softcap)
+        weights = (scores if bias is None else scores + bias).softmax(-1)
+        found.append(weights.to(value.dtype) @ value)
+    return torch.cat(found, 1)
 
 
 def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,
@@ -117,8 +132,8 @@ def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Vis
     return out.reshape(batch, heads, 1, dim)
 
 
-def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor,
-                      seen: int) -> torch.Tensor:
+def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, seen: int,
+                      scale: float | None = None, softcap: float | None = None) -> torch.Tensor:
     """Softmax weights of a sequence's last queries, for policies that ask where they look.
 
     Args:
@@ -126,13 +141,15 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         keys: ``[Hkv, S, D]``, rotated.
         positions: int ``[Hkv, S]``, −1: empty.
         seen: tokens of the sequence so far.
+        scale, softcap: as for :func:`attention`.
 
     Returns:
         float32 ``[Hkv, H / Hkv, w, S]``.
     """
     heads, count = keys.shape[0], q.shape[1]
     grouped = q.float().unflatten(0, (heads, -1))
-    scores = grouped @ keys.float()[:, None].mT * q.shape[-1] ** -0.5
+    scores = grouped @ keys.float()[:, None].mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcapped(scores, softcap)
     at = torch.arange(seen - count, seen, device=q.device)
     visible = (positions[:, None, :] <= at[None, :, None]) & (positions[:, None, :] != EMPTY)
     return scores.masked_fill_(~visible[:, None], float("-inf")).softmax(-1)

@@ -71,12 +71,20 @@ def kv_declines(device: str, dtype: torch.dtype, dim: int, group: int, codec: st
     return None
 
 
-def choices(device: str, dtype: torch.dtype, hidden: int, dim: int, group: int,
-            codec: str = "none") -> Iterator[Choice]:
-    """Who runs what isn't a matrix product, for people."""
+def choices(device: str, dtype: torch.dtype, hidden: int, dim: int, group: int, codec: str = "none",
+            plain: bool = True) -> Iterator[Choice]:
+    """Who runs what isn't a matrix product, for people.
+
+    Args:
+        device, dtype, dim, group, codec: as for :func:`kv_declines`.
+        hidden: size of the rows that are normalized.
+        plain: the model's attention is Llama's.
+    """
     norm = norm_declines(device, dtype, hidden)
     yield Choice("rms_norm", "torch" if norm else "triton", norm)
     fused = kv_declines(device, dtype, dim, group, codec, torch.int8 if codec == "int8" else dtype)
+    if fused is None and not plain:
+        fused = "takes whole heads and plain scores, not what this model does"
     for op in ("rope + KV write", "decode attention"):
         yield Choice(op, "torch" if fused else "triton", fused)
     yield Choice("prefill attention", "torch", "no kernel of our own yet")

@@ -82,7 +82,7 @@ def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
         return _through_float32(x, weight, bias) if by_row else F.linear(x, weight, bias)
     if by_row:
         return F.linear(x, weight, bias)
-    rows = x.reshape(count, -1)
+    rows = x.reshape(count, x.shape[-1])
     if half:
         y = F.linear(F.pad(rows, (0, 0, 0, DECODE_ROWS - count)), weight, bias)[:count]
     else:  # of float32's sixteen rows those at the edge of a tile may go another way than the others

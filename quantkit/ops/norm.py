@@ -13,13 +13,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: ``[..., n]``, any floating dtype.
-        weight: ``[n]``, x's dtype.
+        weight: ``[n]``, x's dtype, or float32.
         eps: added to the mean square.
 
     Returns:
         ``[..., n]`` in x's dtype. Statistics are float32; the normalized value is rounded to x's
-        dtype before the weight multiplies it, as transformers does, so that half-precision results agree.
+        dtype before a weight of that dtype multiplies it, and after one of float32 did, as transformers does
+        in Llama and in Gemma: so half-precision results agree.
     """
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
     if (x.is_cuda or gpu.SIMULATE) and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
         from quantkit_kernels.triton.rms_norm import rms_norm as fused
 

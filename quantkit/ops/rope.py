@@ -7,6 +7,7 @@ Frequencies are radians a position, float32 ``[D / 2]``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -65,18 +66,24 @@ def yarn_frequencies(theta: float, dim: int, factor: float, fast: float, slow: f
     return plain / factor * stretched + plain * (1 - stretched)
 
 
+def longrope_frequencies(theta: float, dim: int, factors: Sequence[float]) -> torch.Tensor:
+    """LongRoPE's, https://arxiv.org/abs/2402.13753: every pair's wavelength times a factor of its own."""
+    plain = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * plain)
+
+
 def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
            dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines for :func:`rotate`.
 
     Args:
         positions: int64 ``[B, T]``; what stands at padding (−1) has no effect on other positions.
-        inverse: float32 ``[D / 2]``.
+        inverse: float32 ``[R / 2]``, or ``[B, 1, 1, R / 2]`` where sequences differ.
         scale: both are multiplied by it.
         dtype: of the result; angles are always float32.
 
     Returns:
-        ``cos`` and ``sin``, ``[B, 1, T, D]``; the first half of ``sin`` is negated.
+        ``cos`` and ``sin``, ``[B, 1, T, R]``; the first half of ``sin`` is negated.
     """
     angle = positions[:, None, :, None].float() * inverse
     cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -88,9 +95,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Args:
         x: ``[B, H, T, D]``.
-        cos, sin: from :func:`tables`, x's dtype.
+        cos, sin: from :func:`tables`, x's dtype; narrower than D, they turn the first R dimensions only.
 
     Returns:
         ``[B, H, T, D]`` in x's dtype.
     """
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), -1)
+    return torch.addcmul(x * cos, torch.roll(x, size // 2, -1), sin)

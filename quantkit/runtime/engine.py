@@ -214,7 +214,8 @@ class Engine:
         self._retire()
         with self._changed:
             if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
-                self._waiting[0].row = self.cache.add()  # first: should it fail, the request still waits
+                first = self._waiting[0]  # should it fail, the request still waits
+                first.row = self.cache.add(len(first.prompt) + first.sampling.max_tokens)
                 self._prefilling = self._waiting.popleft()
 
     def _prefill(self) -> bool:

@@ -20,11 +20,14 @@ from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.dispatch import Kernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.step import MOST_ROWS, Piece, StepProgram, packed_of
+from quantkit.runtime.buffers import MOST_ROWS, packed_of
+from quantkit.runtime.step import Piece, StepProgram
 from quantkit.spec import KVSpec
 
 CODECS = {"none": "bf16", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 """KV codecs that kernels read, by the cache's name."""
+SUBGROUP = 64
+"""Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
 
 
 def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
@@ -40,8 +43,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return f"runs on cpu, not {device.type}"
     if dtype != torch.bfloat16:
         return f"takes bfloat16 models, not {str(dtype).removeprefix('torch.')}"
-    if config.head_dim % 2:
-        return f"takes even head dimensions, not {config.head_dim}"
+    if (reason := _other_maths(config)) is not None:
+        return reason
     if (reason := cpu_linear.unavailable()) is not None:
         return reason
     from quantkit_kernels.cpu.rotation import refuses as turning_refuses
@@ -51,6 +54,21 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
             return f"{name} is multiplied by {kernel.name}"
         if weight.spec.rotation and (reason := turning_refuses(weight.shape[1])) is not None:
             return f"{name}: {reason}"
+    return None
+
+
+def _other_maths(config: ModelConfig) -> str | None:
+    """What no kernel computes."""
+    has = {"mixtures of experts": config.experts is not None,
+           "scaled scores": config.attention_scale is not None,
+           "capped scores": config.attention_softcap is not None,
+           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+           "a rotation of parts of a head": config.rope.partial != 1.0}
+    if (found := next((what for what, asked in has.items() if asked), None)) is not None:
+        return f"has no kernel for {found}"
+    # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
+    if config.fused_projections and config.intermediate_size % SUBGROUP:
+        return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
     return None
 
 

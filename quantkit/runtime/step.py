@@ -12,15 +12,17 @@ import torch
 
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
+from quantkit.models.layers import MLP, RMSNorm
 from quantkit.models.linear import Linear
+from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, Packed, lazy_zeros
+from quantkit.ops.cpu_linear import Activations, Packed
 from quantkit.ops.rotation import factors
+from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
+from quantkit.runtime.buffers import MOST_ROWS, buffer, buffers, packed_of
 
-MOST_ROWS = 512
-"""Tokens that go through the program at once."""
 QUERIES = 48
 """Queries of a key head (rows times the heads that share it) in a unit of attention."""
 ANGLES = 512
@@ -70,7 +72,6 @@ class StepProgram:
         self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
         self._picked_view = self._picked.numpy()
         self._partial = torch.empty(0)
-        self._cos = self._sin = torch.empty(0, config.head_dim // 2)
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, str, int, int], Activations] = {}
         self._kept: list[torch.Tensor] = []
@@ -91,18 +92,21 @@ class StepProgram:
         from quantkit_kernels.cpu.embedding import Embed
 
         config, layers = self._config, model.layers
-        attentions, mlps = [one.self_attn for one in layers], [one.mlp for one in layers]
-        gates = [one for mlp in mlps for one in (mlp.gate_proj, mlp.up_proj)]
+        attentions, mlps = [one.self_attn for one in layers], [_mlp(one) for one in layers]
+        gates = [one for mlp in mlps for one in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
         outs = [one.o_proj for one in attentions]
-        ins = [one for a in attentions for one in (a.q_proj, a.k_proj, a.v_proj)]
-        self._hidden = _buffer([*outs, *downs], [*ins, *gates, model.head])
-        self._qkv = [_buffer(list(ins[i::3]), []) for i in range(3)]
-        self._mixed = _buffer([], outs, config.num_heads * config.head_dim)
-        self._gate, self._up = _buffer(gates, downs), _buffer(gates, downs)
+        ins = [one for a in attentions for one in a.inputs]
+        self._hidden = buffer([*outs, *downs], [*ins, *gates, model.head])
+        self._qkv = buffers([one.inputs for one in attentions], [], attentions[0].sizes)
+        self._aside = buffer([*outs, *downs], [])  # what is normalized before it is added
+        self._mixed = buffer([], outs, config.num_heads * config.head_dim)
+        self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
         lanes = cpu_linear.isa().lanes if isinstance(table, Packed) else 0
-        self._program.add(Embed(lanes), ids=self._ids, out=self._hidden, out_stride=_stride(self._hidden),
+        scale = float(torch.tensor(config.embedding_scale).bfloat16())
+        self._program.add(Embed(lanes, scale), ids=self._ids, out=self._hidden,
+                          out_stride=_stride(self._hidden),
                           table=table.weights if isinstance(table, Packed) else table,
                           size=table.columns if isinstance(table, Packed) else config.hidden_size,
                           padded=self._hidden.shape[1])
@@ -115,12 +119,10 @@ class StepProgram:
     def _layer(self, index: int, layer: DecoderLayer) -> None:
         from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine, RopeStore
 
-        config, program, attention, mlp = self._config, self._program, layer.self_attn, layer.mlp
+        config, program, attention, mlp = self._config, self._program, layer.self_attn, _mlp(layer)
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
-        ins = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._norm(layer.before_attention.weight, ins)
-        for linear, out in zip(ins, (q, k, v)):
-            self._multiply(linear, "hidden", out, barrier=out is v)
+        self._norm(layer.before_attention.weight, attention.inputs)
+        self._project(attention.inputs, (q, k, v))
         where: dict[str, Any] = {"rows": self._rows, "sequences": self._sequences, "layer": index,
                                  "heads": config.num_kv_heads}
         q_norm, k_norm = (None if one is None else self._float(one.weight)
@@ -135,12 +137,12 @@ class StepProgram:
                         scratch_private=self._scratch.shape[1]),
             program.add(Combine(dim), out=mixed, out_stride=_stride(mixed), query_heads=config.num_heads)))
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
-        self._multiply(attention.o_proj, "mixed", self._hidden, add=1)
-        self._norm(layer.before_mlp.weight, [mlp.gate_proj, mlp.up_proj])
-        self._multiply(mlp.gate_proj, "hidden", self._gate, barrier=False)
-        self._multiply(mlp.up_proj, "hidden", self._up)
-        self._prepare("silu", "gate", self._gate, [mlp.down_proj], second=self._up)
-        self._multiply(mlp.down_proj, "gate", self._hidden, add=1)
+        self._add(attention.o_proj, "mixed", layer.after_attention)
+        self._norm(layer.before_mlp.weight, mlp.inputs)
+        self._project(mlp.inputs, (self._gate, self._up))
+        gated = {"silu": "silu", "gelu_tanh": "gelu"}[config.activation]
+        self._prepare(gated, "gate", self._gate, [mlp.down_proj], second=self._up)
+        self._add(mlp.down_proj, "gate", layer.after_mlp)
 
     def _float(self, weight: torch.Tensor, size: int = 0) -> torch.Tensor:
         """float32, padded with 0."""
@@ -148,11 +150,13 @@ class StepProgram:
         wide[:weight.numel()] = weight.float()
         return wide
 
-    def _norm(self, weight: torch.Tensor, linears: list[Linear], picked: torch.Tensor | None = None) -> None:
+    def _norm(self, weight: torch.Tensor, linears: Sequence[Linear],
+              picked: torch.Tensor | None = None) -> None:
         self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=picked,
                       weight=self._float(weight, self._hidden.shape[1]), eps=self._eps)
 
-    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: list[Linear], **values: Any) -> None:
+    def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
+                 **values: Any) -> None:
         """Leave rows as these Linears want them, once for each way and width."""
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import Rows
@@ -170,6 +174,23 @@ class StepProgram:
             return {}
         signs, mix = factors(width)
         return {"signs": signs, "mix": mix, "room": self._scratch, "room_private": self._scratch.shape[1]}
+
+    def _project(self, linears: Sequence[Linear], outs: Sequence[torch.Tensor]) -> None:
+        """Linears that read the same rows; if one makes all outs, they are parts of its buffer's rows."""
+        for linear, out in zip(linears, outs):
+            self._multiply(linear, "hidden", out, barrier=linear is linears[-1])
+
+    def _add(self, linear: Linear, role: str, norm: object) -> None:
+        """Onto the hidden states, after a norm if the model has one there."""
+        from quantkit_kernels.cpu.rows import NormAdd
+
+        if not isinstance(norm, RMSNorm):
+            self._multiply(linear, role, self._hidden, add=1)
+            return
+        self._multiply(linear, role, self._aside)
+        self._program.add(NormAdd(), x=self._aside, x_stride=_stride(self._aside), out=self._hidden,
+                          out_stride=_stride(self._hidden), size=self._config.hidden_size, eps=self._eps,
+                          weight=self._float(norm.weight, self._aside.shape[1]))
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
@@ -216,7 +237,7 @@ class StepProgram:
         found = self._pick(picked)
         self._pool.run(self._program.records if picked else self._program.records[:self._head_at])
         self._done(batch, pieces)
-        return found[:, :self._config.vocab_size]
+        return self._capped(found[:, :self._config.vocab_size])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head over float32 ``[n, hidden]``: float32 ``[n, vocab]``."""
@@ -224,7 +245,13 @@ class StepProgram:
         found = self._pick(range(len(x)))
         if len(x):
             self._pool.run(self._program.records[self._head_at:])
-        return found[:, :self._config.vocab_size]
+        return self._capped(found[:, :self._config.vocab_size])
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        if (cap := self._config.logit_softcap) is None:
+            return logits
+        with one_thread():
+            return logits.div_(cap).tanh_().mul_(cap)
 
     def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Say which tokens are whose, and where their keys and values go."""
@@ -302,7 +329,7 @@ class StepProgram:
                 stride = program.get(index, "out_stride")
                 program.set(index, units=rows, out_private=stride if rows == 1 else 0)
                 program.alone(index, rows == 1)
-            elif name.startswith("embed"):
+            elif name.startswith(("embed", "norm_add")):
                 program.set(index, units=rows)
             elif name.startswith("rope"):
                 program.set(index, units=rows * self._config.num_kv_heads)
@@ -312,13 +339,14 @@ class StepProgram:
         if longest <= self._angles_now:
             return
         size = max(ANGLES, 2 * self._angles_now, longest)
-        rope = self._config.rope
-        angle = torch.arange(size)[:, None].float() * inverse_frequencies(rope, self._config.head_dim,
-                                                                          torch.device("cpu"))
-        self._cos = (angle.cos() * rope.attention_factor).contiguous()
-        self._sin = (angle.sin() * rope.attention_factor).contiguous()
-        for store, _, _ in self._attention:
-            self._program.set(store, cos=self._cos, sin=self._sin)
+        made: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
+        for (store, _, _), window in zip(self._attention, self._config.sliding_windows, strict=True):
+            if (rope := self._config.rope_of(window)) not in made:
+                angle = torch.arange(size)[:, None].float() * inverse_frequencies(
+                    rope, self._config.head_dim, torch.device("cpu"))
+                cos, sin = (wave * rope.attention_factor for wave in (angle.cos(), angle.sin()))
+                made[rope] = cos.contiguous(), sin.contiguous()
+            self._program.set(store, cos=made[rope][0], sin=made[rope][1])
         self._angles_now = size
 
     def _pages(self, cache: KVCache) -> None:
@@ -341,20 +369,10 @@ class StepProgram:
         self._pages_now = now
 
 
-def packed_of(linear: Linear) -> Packed:
-    """A Linear's packed weight. Raises TypeError if it isn't."""
-    if not isinstance(linear.weight, Packed):
-        raise TypeError(f"{linear.name} isn't packed")
-    return linear.weight
-
-
-def _buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0) -> torch.Tensor:
-    """Rows that those Linears write and these read, float32; what pads them stays 0."""
-    from quantkit_kernels.cpu.matmul import STRIPE
-
-    width = max([size, *(packed_of(one).stripes * STRIPE for one in made_by),
-                 *(packed_of(one).columns for one in read_by)])
-    return lazy_zeros(MOST_ROWS, -(-width // 16) * 16)
+def _mlp(layer: DecoderLayer) -> MLP:
+    """A layer's MLP: models with experts are declined."""
+    assert isinstance(layer.mlp, MLP)
+    return layer.mlp
 
 
 def _key(weight: Packed) -> tuple[Any, int, int]:

@@ -12,26 +12,9 @@ import torch
 
 from quantkit.errors import SourceError, UsageError, did_you_mean
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
+from quantkit.sources.synthetic_configs import CONFIGS, shapes
 
 PREFIX = "synthetic:"
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-          "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                 "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-                 "rope_theta": 500000.0, "tie_word_embeddings": False},
-    "llama-1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-                 "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-                 "rope_theta": 500000.0, "tie_word_embeddings": True,
-                 "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-    "tiny": {**_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
-             "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-             "tie_word_embeddings": False},
-}
 _STD = 0.02
 _CHUNK = 2**22
 """Values drawn at once: 16 MiB as float32, whatever the tensor's size. Part of what a seed means."""
@@ -39,11 +22,12 @@ _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 class SyntheticSource:
-    """Weights drawn from N(0, 0.02²), norms of ones; the same name and seed give the same bytes."""
+    """Weights drawn from N(0, 0.02²), norms without weights of their own; the same name and seed give the
+    same bytes."""
 
     def __init__(self, name: str, seed: int, uri: str) -> None:
         self.uri, self._seed, self._config = uri, seed, CONFIGS[name]
-        self._infos = {n: TensorInfo(n, shape, torch.bfloat16) for n, shape in _shapes(self._config).items()}
+        self._infos = {n: TensorInfo(n, shape, torch.bfloat16) for n, shape in shapes(self._config).items()}
 
     def config(self) -> dict[str, Any]:
         """The config of the model whose shapes these are."""
@@ -59,7 +43,8 @@ class SyntheticSource:
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         shape = self._infos[name].shape
         if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
+            one = 0.0 if "gemma" in self._config["model_type"] else 1.0  # Gemma's are stored less 1
+            return torch.full(shape, one, dtype=torch.bfloat16)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(shape, dtype=torch.bfloat16)
@@ -90,23 +75,6 @@ class SyntheticSource:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inter, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for i in range(config["num_hidden_layers"]):
-        for name, shape in (("self_attn.q_proj", (q, hidden)), ("self_attn.k_proj", (kv, hidden)),
-                            ("self_attn.v_proj", (kv, hidden)), ("self_attn.o_proj", (hidden, q)),
-                            ("mlp.gate_proj", (inter, hidden)), ("mlp.up_proj", (inter, hidden)),
-                            ("mlp.down_proj", (hidden, inter)), ("input_layernorm", (hidden,)),
-                            ("post_attention_layernorm", (hidden,))):
-            shapes[f"model.layers.{i}.{name}.weight"] = shape
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
 
 
 def _open(uri: str, revision: str | None) -> ModelSource:

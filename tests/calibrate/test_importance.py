@@ -27,10 +27,17 @@ KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings"
          "norms of q and k": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
          "a window": {"model_type": "mistral", "sliding_window": 4, "tie_word_embeddings": False}}
 
+OTHERS = {"experts": {"model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False},
+          "fused": {"model_type": "phi3", "tie_word_embeddings": True},
+          "capped": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4,
+                     "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
+                     "hidden_act": "gelu_pytorch_tanh"}}
+"""Whose gradients are found as those of all, and then used alike."""
+
 
 @pytest.fixture(params=list(KINDS))
 def model(request):
-    hf = HF | KINDS[request.param]
+    hf = HF | (KINDS | OTHERS)[request.param]
     tensors = tiny_weights(hf)
     return parse_config(hf), Weights(tensors.__getitem__, tensors.__contains__, torch.float32), tensors
 
@@ -62,13 +69,15 @@ def by_autograd(config, weights, answers):
     whole, outputs = CausalLM(config, weights), {}
     for name, linear in whole.linears().items():
         if name != "lm_head":
-            linear.on_output = lambda y, name=name: (y.retain_grad(), outputs.__setitem__(name, y))
+            linear.on_output = lambda y, rows=None, name=name: (
+                y.retain_grad(), outputs.__setitem__(name, (y, rows)))
     whole.embedding = whole.embedding.clone().requires_grad_(True)
     logits = whole(TOKENS)
     F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum").backward()
-    return {name: y.grad.square().mean(-1).flatten() for name, y in outputs.items()}
+    return {name: (y.grad.square().mean(-1).flatten(), rows) for name, (y, rows) in outputs.items()}
 
 
+@pytest.mark.parametrize("model", [*KINDS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("together, logits, memory", [(2048, 1 << 25, 1 << 30), (24, 1 << 25, 1 << 30),
                                                       (2048, 250, 0), (1, 1, 5000)])
 def test_it_is_the_square_of_the_gradient_of_answers_that_the_model_gives(
@@ -81,10 +90,12 @@ def test_it_is_the_square_of_the_gradient_of_answers_that_the_model_gives(
     found = token_importance(config, weights, TOKENS, all_of(config), 7, tmp_path / "states",
                              lambda: steps.append(1))
     expected = by_autograd(config, weights, torch.cat(drawn))
-    assert found.keys() == expected.keys() and len(found) == 21 and len(steps) == 6
-    for name, squares in expected.items():
+    assert found.keys() == expected.keys() and len(steps) == 6
+    for name, (squares, rows) in expected.items():
         limited = (squares / squares.mean()).clamp(max=MOST)
-        torch.testing.assert_close(found[name], limited / limited.mean(), rtol=2e-3, atol=1e-5)
+        weights = torch.ones(TOKENS.numel())
+        weights[slice(None) if rows is None else rows] = limited / limited.mean()
+        torch.testing.assert_close(found[name], weights, rtol=2e-3, atol=1e-5)
     assert not (tmp_path / "states").exists()
 
 

@@ -5,6 +5,11 @@ import re
 import pytest
 
 from quantkit.checkpoint.quantization_config import quantization_config
+from quantkit.plan import make_plan
+from quantkit.recipe import Recipe, Rule
+from quantkit.sources.base import open_source
+from quantkit.spec import Granularity, QuantSpec
+from quantkit.testing import tiny_model
 
 
 def test_int4_is_word_for_word_what_compressed_tensors_reads(tiny, rules):
@@ -87,3 +92,12 @@ def test_transformers_accepts_the_bitsandbytes_one(tiny, rules):
     config = quantization_config(tiny.plan(*rules["nf4-nested"]).rows)
     parsed = transformers.BitsAndBytesConfig.from_dict(config)
     assert parsed.bnb_4bit_use_double_quant and parsed.llm_int8_skip_modules == ["lm_head"]
+
+
+def test_the_router_beside_experts_is_ignored_once_a_layer(tmp_path):
+    recipe = Recipe(name="r", description="", rules=(Rule(match="*", method="rtn", spec=QuantSpec(
+        bits=8, granularity=Granularity(strategy="channel"))),))
+    for family, module in (("mixtral", "block_sparse_moe"), ("qwen3_moe", "mlp")):
+        source = open_source(str(tiny_model(tmp_path / family, family)))
+        assert quantization_config(make_plan(recipe, source).rows)["ignore"] == [
+            *(f"model.layers.{i}.{module}.gate" for i in range(2)), "lm_head"]

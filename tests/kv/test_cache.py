@@ -132,7 +132,7 @@ class Pair:
         done = self.feeder.feed(ids, counts, phase, window=self.window)
         for layer, (q, k, v, positions, out) in enumerate(done):
             step = Step(self.feeder.config, positions, q.dtype)
-            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
             assert torch.isfinite(out).all()
             for row, (number, count) in enumerate(zip(ids, counts)):
                 one = self.plain[number][layer]

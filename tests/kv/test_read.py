@@ -41,7 +41,7 @@ class Masked:
         self._limit, self._sinks = limit, sinks
 
     def attend(self, layer, q, k, v, step, window):
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
         at = step.positions[0]
         key, query = at[None], at[:, None]
         sees = (key <= query) & ((key > query - self._limit) | (key < self._sinks))
@@ -125,7 +125,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
             out = batch.attend(layer, q, k, v, step, 40)
             if phase != "decode":
                 continue
-            q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
             for head in range(4):
                 keys, values = (torch.cat((o[head // 2], n[0, head // 2])) for o, n in zip(old, (k, v)))
                 key = torch.cat((held[layer][head // 2].long(), positions[0]))

@@ -11,7 +11,9 @@ from quantkit.models.linear import Weights
 from quantkit.testing import tiny_weights
 
 CASES = [("llama", {}), ("mistral", {"sliding_window": 5}), ("qwen2", {"tie_word_embeddings": False}),
-         ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1})]
+         ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+         ("phi3", {"partial_rotary_factor": 0.5}), ("mixtral", {}), ("qwen3_moe", {"mlp_only_layers": [1]}),
+         ("gemma2", {"sliding_window": 5}), ("gemma3_text", {"sliding_window": 4, "head_dim": 32})]
 
 
 def tokens(batch, length, seed=0):

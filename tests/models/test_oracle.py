@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.oracle
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: oracle)")
@@ -15,7 +16,30 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+
+
+def factors(count):
+    """longrope's, for so many pairs of dimensions."""
+    return {"short_factor": [1 + 0.1 * i for i in range(count)],
+            "long_factor": [2 + 1.5 * i for i in range(count)]}
+
+
 CASES = {
+    "gemma2": ("gemma2", {"sliding_window": 5}),
+    "gemma2-27b-like": ("gemma2", {"query_pre_attn_scalar": 24, "num_key_value_heads": 4, "head_dim": 32,
+                                   "tie_word_embeddings": False, "sliding_window": 5}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                  "attention_bias": True}),
+    "gemma2-layer-types": ("gemma2", {"sliding_window": 6, "num_hidden_layers": 3, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"]}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "num_hidden_layers": 3}),
+    "gemma3-linear": ("gemma3_text", {"sliding_window": 5, "rope_scaling": {
+        "rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 24, "rope_local_base_freq": 500.0}),
+    "gemma3-v5": ("gemma3_text", {"sliding_window": 6, "final_logit_softcapping": 8.0,
+                                  "attention_bias": True, "rope_theta": None, "rope_local_base_freq": None,
+                                  "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}}),
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa-untied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
@@ -31,19 +55,38 @@ CASES = {
         "mscale_all_dim": 0.5}}),
     "mistral": ("mistral", {}),
     "mistral-window": ("mistral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 32}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window-untied": ("mixtral", {"sliding_window": 5, "tie_word_embeddings": False, "head_dim": 24,
+                                          "num_experts_per_tok": 3}),
+    "mixtral-one": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}),
+    "phi3": ("phi3", {}),
+    "phi3-window-untied": ("phi3", {"sliding_window": 5, "tie_word_embeddings": False,
+                                    "num_key_value_heads": 4}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75}),
+    "phi3-longrope-short": ("phi3", {"original_max_position_embeddings": 64, "rope_scaling": {
+        "type": "longrope", **factors(8)}}),
+    "phi3-longrope-partial": ("phi3", {"original_max_position_embeddings": 60, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 60, "factor": 8.0, "attention_factor": 1.2, **factors(6)}}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {**WINDOW, "max_window_layers": 1}),
     "qwen2-layer-types": ("qwen2", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
     "qwen2-yarn": ("qwen2", {"rope_scaling": {"type": "yarn", **YARN}, "tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
     "qwen3-biases-untied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-own-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 4}),
+    "qwen3-moe-some-layers": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2,
+                                            "mlp_only_layers": [3], "tie_word_embeddings": False}),
+    "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6,
+                                       "attention_bias": True}),
     "qwen3-window": ("qwen3", {**WINDOW, "max_window_layers": 0, "head_dim": 16}),
 }
 
 
 @pytest.fixture(params=CASES, ids=str)
-def pair(request, make_config, make_model):
-    """transformers' model with random weights of every kind, and ours from its state dict."""
+def pair(request, make_config, make_model, tmp_path):
+    """transformers' model with random weights of every kind, and ours from what it saves."""
     family, keys = CASES[request.param]
     config = make_config(family, **keys)
     with warnings.catch_warnings():
@@ -57,7 +100,8 @@ def pair(request, make_config, make_model):
         noise = torch.randn(value.shape, generator=random)
         value.data = 1 + 0.2 * noise if "norm" in name else noise * (
             0.2 if value.dim() == 1 else 1.3 * value.shape[-1] ** -0.5)
-    return hf, make_model(config, dict(hf.state_dict()))
+    hf.save_pretrained(tmp_path)  # in memory experts are one tensor
+    return hf, make_model(config, load_file(tmp_path / "model.safetensors"))
 
 
 def ids_of(batch, length, seed=2):

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
-from quantkit.ops.activation import silu_mul
+from quantkit.ops.activation import gelu_tanh_mul, silu_mul, softcapped
 
 
 def test_formula_and_untouched_arguments(obeys_the_rule):
@@ -12,3 +15,23 @@ def test_formula_and_untouched_arguments(obeys_the_rule):
     exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
     obeys_the_rule(silu_mul(gate, up), gate * torch.sigmoid(gate) * up, exact)
     assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+def test_gelu_by_tanh(obeys_the_rule):
+    random = torch.Generator().manual_seed(0)
+    gate, up = (3 * torch.randn(4, 33, generator=random) for _ in range(2))
+    before = gate.clone(), up.clone()
+
+    def formula(x, y):
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) * y
+
+    obeys_the_rule(gelu_tanh_mul(gate, up), formula(gate, up), formula(gate.double(), up.double()))
+    assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+def test_a_cap_is_never_passed_and_small_numbers_stay():
+    x = torch.tensor([-1e4, -0.01, 0.0, 0.01, 5.0, 1e4])
+    capped = softcapped(x, 5.0)
+    assert capped.abs().max() <= 5 and torch.allclose(capped[1:4], x[1:4], atol=1e-7)
+    assert float(capped[4]) == pytest.approx(5 * math.tanh(1))
+    assert softcapped(x, None) is x

@@ -9,7 +9,7 @@ from quantkit.ops import attention as module
 from quantkit.ops.attention import Visibility, attention, attention_weights
 
 
-def slow(q, keys, values, positions, key_positions, window):
+def slow(q, keys, values, positions, key_positions, window, scale=None, cap=None):
     """One query and head at a time, float64; NaN where nothing is seen."""
     out = torch.full(q.shape, float("nan"), dtype=torch.float64)
     group = q.shape[1] // keys.shape[1]
@@ -22,7 +22,8 @@ def slow(q, keys, values, positions, key_positions, window):
                 continue
             for h in range(q.shape[1]):
                 k, v = (x[b, h // group, seen].double() for x in (keys, values))
-                weights = torch.softmax(k @ q[b, h, t].double() * q.shape[3] ** -0.5, 0)
+                scores = k @ q[b, h, t].double() * (scale or q.shape[3] ** -0.5)
+                weights = torch.softmax(cap * torch.tanh(scores / cap) if cap else scores, 0)
                 out[b, h, t] = weights @ v
     return out
 
@@ -64,6 +65,24 @@ def test_error_rule(monkeypatch, obeys_the_rule, dtype, window, heads, kv, dim, 
     exact = slow(q, k, v, positions, key_positions, window)
     assert not exact.isnan().any()
     obeys_the_rule(got, plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (None, 0.7), (0.9, 1.5)])
+@pytest.mark.parametrize(("heads", "kv", "queries", "window"), [
+    (4, 4, 1, None), (6, 2, 9, None), (6, 2, 9, 4), (2, 1, 1, 5)])
+def test_scores_are_scaled_and_capped(monkeypatch, dtype, scale, cap, heads, kv, queries, window):
+    monkeypatch.setattr(module, "CHUNK", 5)
+    q, k, v = make(2, heads, kv, queries, 19, 16, dtype)
+    key_positions = torch.arange(19).expand(2, 19)
+    positions = key_positions[:, 19 - queries:]
+    exact = slow(q, k, v, positions, key_positions, window, scale, cap)
+    got = attention(q, k, v, Visibility(positions, key_positions, window), scale, cap)
+    assert (got.double() - exact).norm() <= (2e-6 if dtype == torch.float32 else 8e-3) * exact.norm()
+    weights = attention_weights(q[0], k[0], key_positions[:1].expand(kv, 19), 19, scale, cap)
+    if window is None:
+        mixed = (weights.double() @ v[0, :, None].double()).flatten(0, 1)
+        assert (mixed - exact[0]).norm() <= 1e-5 * exact[0].norm()
 
 
 @pytest.mark.parametrize("queries", [1, 4])

@@ -33,3 +33,15 @@ def test_half_precision_sums_do_not_overflow():
 
 def test_zeros_stay_zeros():
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_weight_multiplies_before_the_only_rounding(obeys_the_rule, dtype):
+    random = torch.Generator().manual_seed(0)
+    x, weight = (5 * torch.randn(4, 33, generator=random)).to(dtype), 1 + torch.randn(33, generator=random)
+    wide = x.float()
+    plain = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    got = rms_norm(x, weight, 1e-6)
+    obeys_the_rule(got, plain, exact)
+    assert not torch.equal(got, rms_norm(x, weight.to(dtype), 1e-6))

@@ -25,6 +25,19 @@ def test_each_pair_turns_by_its_angle():
                 assert torch.allclose(got[b, :, t, i + dim // 2].double(), turned.imag, atol=2e-5)
 
 
+def test_narrow_tables_leave_the_rest_of_a_head_alone():
+    x = torch.randn(2, 3, 4, 10, generator=torch.Generator().manual_seed(0))
+    tables = rope.tables(torch.arange(4).expand(2, 4), rope.frequencies(100.0, 6), 1.0, torch.float32)
+    got = rope.rotate(x, *tables)
+    assert torch.equal(got[..., 6:], x[..., 6:])
+    assert torch.equal(got[..., :6], rope.rotate(x[..., :6], *tables))
+
+
+def test_longrope_stretches_every_pair_by_its_own_factor():
+    made = rope.longrope_frequencies(10000.0, 8, [1.0, 2.0, 4.0, 8.0])
+    torch.testing.assert_close(made, rope.frequencies(10000.0, 8) / torch.tensor([1.0, 2.0, 4.0, 8.0]))
+
+
 def test_only_distances_matter():
     inverse, random = rope.frequencies(500.0, 16), torch.Generator().manual_seed(1)
     q, k = torch.randn(1, 1, 1, 16, generator=random), torch.randn(1, 1, 1, 16, generator=random)

@@ -143,6 +143,16 @@ def test_compressed_tensors_without_any_option(make, name, dtype):
         logits_agree(folder, hf)
 
 
+@pytest.mark.parametrize("recipe", ["int8", "int4-rtn"])
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text"])
+def test_fused_projections_and_experts_load_as_they_are(tmp_path, family, recipe):
+    """transformers holds all experts of a layer in one tensor, and reads our files of one Linear each."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = quantize(str(tiny_model(tmp_path / "model", family, dtype="float32")), recipe,
+                      tmp_path / "out").out
+    logits_agree(folder, theirs(folder))
+
+
 # -- bitsandbytes
 
 

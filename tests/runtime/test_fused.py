@@ -105,3 +105,38 @@ def test_steps_of_both_kinds_take_turns(fused, plain):
 def test_pages_of_another_type_are_not_read_as_bfloat16(fused):
     cache = KVCache(fused.config, parse_kv("none"), torch.float32)
     assert "bfloat16" in fused.declines(cache.batch([cache.add()], "decode"))
+
+
+@pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4-head8"])
+@pytest.mark.parametrize(("family", "keys"), [
+    ("phi3", {"sliding_window": 40}),
+    ("gemma3_text", {"sliding_window": 40, "final_logit_softcapping": 20.0}),
+    ("gemma2", {"attn_logit_softcapping": None, "tie_word_embeddings": False})])
+def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
+    folder = tiny_model(tmp_path / "model", family, **keys)
+    if recipe is not None:
+        folder = quantize(str(folder), recipe, tmp_path / "out").out
+    loaded = load(str(folder))
+    assert isinstance(loaded.model, FusedModel) and loaded.unfused is None
+    tokens = ids(3, 70)
+    expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+    cache = KVCache(loaded.config, parse_kv("int8"), loaded.dtype)
+    rows = [cache.add() for _ in range(3)]
+    pieces = [loaded.model(some, cache=cache.batch(rows)) for some in tokens.split([33, 1, 1, 35], 1)]
+    own = KVCache(loaded.config, parse_kv("int8"), loaded.dtype)
+    alone = loaded.model(tokens[1:2], cache=own.batch([own.add()]))
+    assert torch.equal(torch.cat(pieces, 1)[1], alone[0])
+
+
+@pytest.mark.parametrize(("family", "keys", "reason"), [
+    ("mixtral", {}, "mixtures of experts"), ("qwen3_moe", {}, "mixtures of experts"),
+    ("gemma2", {}, "capped scores"), ("gemma3_text", {"query_pre_attn_scalar": 20}, "scaled scores"),
+    ("phi3", {"partial_rotary_factor": 0.5}, "a rotation of parts of a head"),
+    ("phi3", {"intermediate_size": 96}, "fused MLPs whose size 64 divides, not 96"),
+    ("phi3", {"original_max_position_embeddings": 64, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "the sequence's length")])
+def test_what_has_no_kernel_says_so_and_runs(tmp_path, family, keys, reason):
+    loaded = load(str(tiny_model(tmp_path / "model", family, **keys)))
+    assert isinstance(loaded.model, CausalLM) and reason in loaded.unfused
+    assert torch.isfinite(loaded.model(ids(2, 30))).all()

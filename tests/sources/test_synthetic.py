@@ -12,9 +12,12 @@ from quantkit.sources import synthetic
 from quantkit.sources.base import open_source
 from quantkit.sources.synthetic import CONFIGS
 
+PUBLISHED = {"llama-8b": 8_030_261_248, "llama-1b": 1_235_814_400, "phi3-mini": 3_821_079_552,
+             "phi4-mini": 3_836_021_760, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624,
+             "gemma2-2b": 2_614_341_888, "gemma3-1b": 999_885_952}
 
-@pytest.mark.parametrize("name,parameters", [("llama-8b", 8_030_261_248), ("llama-1b", 1_235_814_400),
-                                             ("tiny", None)])
+
+@pytest.mark.parametrize("name,parameters", [(name, PUBLISHED.get(name)) for name in CONFIGS])
 def test_shapes_are_the_real_ones(name, parameters, monkeypatch):
     for maker in ("randn", "empty", "ones"):
         monkeypatch.setattr(torch, maker, lambda *a, **k: pytest.fail("a listing makes no tensor"))

@@ -16,7 +16,8 @@ from quantkit_kernels.cpu.isa import Isa
 
 ALIGNMENT = 64
 KERNELS: dict[type, Sequence[str]] = {
-    matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
+    matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS,
+    rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
     attention.RopeStore: attention.ROPE_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
     attention.Combine: attention.COMBINE_ARGUMENTS, read.Read: read.ARGUMENTS,
     viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.Columns: viterbi.COLUMN_ARGUMENTS}

@@ -12,7 +12,7 @@ from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
 from quantkit_kernels.cpu.exp import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
 from quantkit_kernels.cpu.kv_codecs import lanes
 from quantkit_kernels.cpu.matmul import SUB
-from quantkit_kernels.cpu.rows import LANES, LEVELS, SMALLEST
+from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, LEVELS, SMALLEST
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int32]
@@ -99,6 +99,12 @@ def turn(x: Floats, signs: Floats, mix: Floats) -> Floats:
 def silu_mul(gate: Floats, up: Floats) -> Floats:
     """``silu(gate) · up``."""
     return gate / (exp(-gate) + F(1)) * up
+
+
+def gelu_mul(gate: Floats, up: Floats) -> Floats:
+    """``gelu(gate) · up``, GELU by tanh."""
+    inner = (gate * gate * F(GELU_CUBE) + F(1)) * gate * F(GELU)
+    return gate / (exp(-inner) + F(1)) * up
 
 
 def quantize(x: Floats, family: str) -> tuple[Whole, Floats, Whole]:

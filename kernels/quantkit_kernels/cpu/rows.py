@@ -1,7 +1,7 @@
-"""What happens to a row of activations between two multiplications: norm, SiLU, quantization.
+"""What happens to a row of activations between two multiplications: norm, SiLU or GELU, quantization.
 
-A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``) and leaves it as a multiplication
-wants it: float32, int16 or int8 with a scale for each subgroup of 32; rotated before
+A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``, ``gelu``) and leaves it as a
+multiplication wants it: float32, int16 or int8 with a scale for each subgroup of 32; rotated before
 (:mod:`~quantkit_kernels.cpu.rotation`) if the weights are. A unit is a row.
 """
 
@@ -30,7 +30,11 @@ ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", 
 """Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
 scales and of sums; ``out_private``: between threads. ``eps``: the bits of a float32. ``signs``, ``mix`` and
 ``room`` are those of the rotation; ``room_private``: between threads."""
-Source = Literal["plain", "norm", "silu"]
+ADD_ARGUMENTS = ("*x", "*weight", "*out", "x_stride", "out_stride", "size", "eps")
+"""Of a record of :class:`NormAdd`; what pads x and weight is 0."""
+GELU, GELU_CUBE = 1.5957691216057308, 0.044715
+"""2 · √(2 / π) and the cube's factor: GELU by tanh is ``x / (1 + exp(-GELU · (x + GELU_CUBE · x³)))``."""
+Source = Literal["plain", "norm", "silu", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Rows:
     Attributes:
         source: ``plain`` takes ``x``; ``norm`` is ``x / sqrt(mean(x²) + eps) · weight``,
             https://arxiv.org/abs/1910.07467; ``silu`` is ``silu(x) · second``,
-            https://arxiv.org/abs/2002.05202.
+            https://arxiv.org/abs/2002.05202; ``gelu`` is ``gelu(x) · second`` with GELU's approximation by
+            tanh, https://arxiv.org/abs/1606.08415.
         family: how the row is left.
         rotation: the rotation's width, which is the row's; 0: none.
     """
@@ -72,6 +77,9 @@ class Rows:
                 made = made * factor.spread(LANES) * e.load(a.weight, wide, at)
             if self.source == "silu":
                 made = made / (exp(e, -made) + 1.0) * e.load(second, wide, at)
+            if self.source == "gelu":
+                inner = (made * made * GELU_CUBE + 1.0) * made * GELU
+                made = made / (exp(e, -inner) + 1.0) * e.load(second, wide, at)
             return made
 
         if self.rotation:
@@ -85,6 +93,23 @@ class Rows:
             places = [s * (SUB * 4) + half * LANES * 4 for half in range(SUB // LANES)]
             values = [e.load(turned, wide, at) if self.rotation else value(at) for at in places]
             _leave(e, self.family, values, out, scales, sums, s)
+        e.ret()
+
+
+@dataclass(frozen=True)
+class NormAdd:
+    """``out + x / sqrt(mean(x²) + eps) · weight`` in place of out; a unit is a row."""
+
+    name = "norm_add"
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e, a, unit, _ = begin(module, self.name, ADD_ARGUMENTS)
+        x, out = a.x + unit * a.x_stride, a.out + unit * a.out_stride
+        factor, wide = _norm_factor(e, x, a.size, a.eps).spread(LANES), vec(F32, LANES)
+        with e.loop(0, a.size, LANES) as i:
+            value = e.load(x, wide, i * 4) * factor * e.load(a.weight, wide, i * 4)
+            e.store(out, e.load(out, wide, i * 4) + value, i * 4)
         e.ret()
 
 

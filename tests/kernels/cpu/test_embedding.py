@@ -16,10 +16,10 @@ TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]
 @pytest.fixture
 def look_up(pools, room):
     """``look_up(isa, ids, table, padded, packed)`` → float32 ``[m, padded]``."""
-    def run(isa, ids, table, padded, packed, threads=2):
+    def run(isa, ids, table, padded, packed, threads=2, scale=1.0):
         out = room(len(ids), padded)
         program = Program(isa)
-        program.add(Embed(isa.lanes if packed else 0), len(ids), ids=ids, out=out, padded=padded,
+        program.add(Embed(isa.lanes if packed else 0, scale), len(ids), ids=ids, out=out, padded=padded,
                     table=pack.bf16(table, isa.lanes) if packed else table, out_stride=padded * 4,
                     size=padded if packed else table.shape[1])
         program.finish()
@@ -45,6 +45,13 @@ def test_the_bits_of_the_reference(isa, look_up, size, packed):
     expected = reference.embedding(ids.numpy(), table.view(torch.int16).numpy())
     assert (found[:, :size].numpy().view("i4") == expected.view("i4")).all()
     assert (found[:, size:].numpy().view("i4") == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
+def test_rows_times_a_number(isa, look_up, packed):
+    ids, table = torch.tensor(TOKENS), torch.randn(VOCABULARY, 64).bfloat16()
+    found = look_up(isa, ids, table, 64, packed, scale=33.75)
+    assert torch.equal(found, table[ids].float() * 33.75)
 
 
 def test_the_reference_widens_as_torch_does():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from quantkit_kernels.cpu import reference, rotation
 from quantkit_kernels.cpu.matmul import SUB
-from quantkit_kernels.cpu.rows import LEVELS, Rows
+from quantkit_kernels.cpu.program import Program
+from quantkit_kernels.cpu.rows import LEVELS, NormAdd, Rows
 
 FAMILIES = ("bytes", "words", "floats")
 
@@ -20,13 +21,15 @@ def rows_of(m, k, seed=0):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("source", ["plain", "norm", "silu"])
+@pytest.mark.parametrize("source", ["plain", "norm", "silu", "gelu"])
 def test_the_bits_of_the_reference(isa, leave, same, source, family):
     x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
-    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second}}[source]
+    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second},
+              "gelu": {"second": second}}[source]
     found = leave(isa, Rows(source, family), x, **values)
     expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
-                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy())}[source]()
+                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy()),
+                "gelu": lambda: reference.gelu_mul(x.numpy(), second.numpy())}[source]()
     if family == "floats":
         same(found[0], expected)
         return
@@ -78,6 +81,34 @@ def test_silu_holds_at_any_size(fastest, leave, values):
     found = leave(fastest, Rows("silu", "floats"), x, second=ones)[0]
     true = torch.nn.functional.silu(x.double())
     assert torch.allclose(found.double(), true, rtol=1e-6, atol=1e-30)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
+def test_gelu_holds_at_any_size(fastest, leave, values):
+    x, ones = torch.tensor([values]), torch.ones(1, 32)
+    found = leave(fastest, Rows("gelu", "floats"), x, second=ones)[0]
+    true = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    assert torch.allclose(found.double(), true, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [16, 40, 576])
+def test_a_norm_is_added_to_what_was_there(isa, pools, room, same, size):
+    """Whatever the number of threads; what pads a row stays as it is."""
+    width = -(-size // 32) * 32
+    x, out, weight = (torch.nn.functional.pad(one, (0, width - size)) for one in (
+        rows_of(5, size), rows_of(5, size, 1), rows_of(1, size, 2)))
+    expected = out[:, :size].numpy() + reference.norm(x[:, :size].numpy(), weight[0, :size].numpy(), 1e-6)
+    for threads in (1, 2):
+        found = room(5, width)
+        found.copy_(out)
+        program = Program(isa)
+        program.add(NormAdd(), 5, x=x, weight=weight, out=found, x_stride=width * 4, out_stride=width * 4,
+                    size=size, eps=bits(1e-6))
+        program.finish()
+        pools[threads].run(program.records)
+        same(found[:, :size], expected)
+        assert not found[:, size:].any()
 
 
 def test_the_exponential_is_near_the_true_one():
