@@ -33,6 +33,10 @@ def register_methods(register: Register) -> None:
 def register_formats(register: Register) -> None:
     register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
     register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")
+    register("bnb-int8", "quantkit.formats.bnb_int8:FORMAT")
+    register("gptq", "quantkit.formats.gptq:FORMAT")
+    register("gptq-v2", "quantkit.formats.gptq:V2")
+    register("awq", "quantkit.formats.awq:FORMAT")
 
 
 @hookimpl
