@@ -21,6 +21,8 @@ from quantkit.sources.safetensors_file import ShardedTensors
 CONFIG = "config.json"
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"
+GPTQ_CONFIG = "quantize_config.json"
+"""``quantization_config`` once more, where readers of GPTQ checkpoints have always looked for it."""
 PARTIAL = ".partial"
 STATE = "state.json"
 MAX_JSON = 64 * 2**20
@@ -118,7 +120,7 @@ class Checkpoint:
 
     def side_files(self) -> Mapping[str, bytes]:
         """Tokenizer, generation config and whatever else was copied, by plain name."""
-        own = {CONFIG, CARD, INDEX}
+        own = {CONFIG, CARD, INDEX, GPTQ_CONFIG}
         return {name: (self.path / name).read_bytes() for name in self.manifest.files
                 if name not in own and not name.endswith(".safetensors")}
 
