@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +107,12 @@ class LayerRow(Frozen):
         return self.model_dump(mode="json")
 
 
+def bits_per_weight(rows: Sequence[LayerRow]) -> float:
+    """Stored bits of these Linears over their parameters."""
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    return 8 * sum(row.bytes for row in rows) / weights if weights else 0.0
+
+
 class FileRecord(Frozen):
     """One file of the checkpoint."""
 
@@ -149,8 +155,7 @@ class Manifest(Frozen):
     @property
     def bits_per_weight(self) -> float:
         """Stored bits of all Linears over their parameters."""
-        weights = sum(row.shape[0] * row.shape[1] for row in self.layers)
-        return 8 * sum(row.bytes for row in self.layers) / weights if weights else 0.0
+        return bits_per_weight(self.layers)
 
     @property
     def kv(self) -> KVSpec:
