@@ -81,6 +81,7 @@ def register_commands(register: Register) -> None:
     for name, line in (
         ("demo", "Quantize a real small model three ways and measure what each cost."),
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
+        ("export", "Pack a checkpoint anew in another layout, exactly."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
         ("generate", "Generate text from a model or a checkpoint."),
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
