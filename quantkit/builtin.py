@@ -87,6 +87,7 @@ def register_commands(register: Register) -> None:
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),
         ("verify", "Reread a checkpoint and check every hash and value."),
+        ("push", "Upload a checkpoint to the Hugging Face hub."),
         ("recipes", "List and show recipes."),
         ("plugins", "List plugins and what they register."),
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),
