@@ -55,7 +55,8 @@ class ExportResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         return {"out": str(self.out), "format": self.format, "seconds": self.seconds,
-                "tensor_bytes": sum(row.bytes for row in self.rows), "layers": [row.to_dict() for row in self.rows]}
+                "tensor_bytes": sum(row.bytes for row in self.rows),
+                "layers": [row.to_dict() for row in self.rows]}
 
 
 def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
@@ -72,7 +73,8 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     Raises:
         UsageError: it isn't quantized, or there is no such format.
         SpecError: the layout can't hold a layer's spec or shape.
-        CheckpointError: the layout can't hold a layer's values exactly, or a file is damaged. Nothing is left.
+        CheckpointError: the layout can't hold a layer's values exactly, or a file is damaged. Nothing is
+        left.
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
@@ -114,7 +116,7 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
     if refused:
         more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
         raise SpecError(f"format {to} can't hold {checkpoint.path}", why="\n".join(refused[:SHOWN] + more),
-                        next="choose another --to, or quantize the original by a recipe that names the format")
+                        next="choose another --to, or quantize the original by a recipe with that format")
     if not any(row.spec for row in rows):
         raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
     if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
@@ -129,7 +131,9 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
-    """The same weight as ``form`` describes it: with its scales, and with zero points if it always has them."""
+    """The same weight as ``form`` describes it: with its scales, and with zero points if it always has
+    them.
+    """
     dtype = getattr(form, "scales", None) or (row.dtype if spec.kind == "int" else spec.scale_dtype)
     moved = spec.model_copy(update={"scale_dtype": dtype})
     wide = moved.model_copy(update={"symmetric": False})
@@ -144,30 +148,31 @@ def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
 def _manifest(checkpoint: AnyCheckpoint, to: str) -> Manifest:
     """Who made the levels stays; where they lay is added."""
     quantization = checkpoint.config().get("quantization_config") or {}
-    came = {"quant_method": str(quantization.get("quant_method")),
-            "formats": tuple(dict.fromkeys(row.format for row in checkpoint.layers if row.format))}
+    method = str(quantization.get("quant_method"))
+    formats = tuple(dict.fromkeys(row.format for row in checkpoint.layers if row.format))
     owner = registry("formats").entry(to).owner
     plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
     if isinstance(checkpoint, Checkpoint):
         _intact(checkpoint)
         known = checkpoint.manifest
-        digest = hashlib.sha256(known.to_bytes()).hexdigest()
+        record = ExportRecord(uri=checkpoint.path.resolve().name, quant_method=method, formats=formats,
+                              manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
         return known.model_copy(update={
             "quantkit_version": __version__, "layers": (), "files": {}, "digest": "",
-            "plugins": {**known.plugins, **plugins},
-            "exported": ExportRecord(uri=checkpoint.path.resolve().name, manifest_sha256=digest, **came)})
+            "plugins": {**known.plugins, **plugins}, "exported": record})
     source = SourceRecord.of(checkpoint.identity())
-    record = ExportRecord(uri=source.uri, **came)
-    recipe = {"name": "export", "description": f"Another tool's checkpoint ({came['quant_method']}), packed anew.",
-              "calibration": None, "rules": [], "kv": None}
-    return Manifest(quantkit_version=__version__, recipe=recipe, source=source, plugins=plugins, exported=record)
+    recipe: dict[str, Any] = {"name": "export", "calibration": None, "rules": [], "kv": None,
+                              "description": f"Another tool's checkpoint ({method}), packed anew."}
+    return Manifest(quantkit_version=__version__, recipe=recipe, source=source, plugins=plugins,
+                    exported=ExportRecord(uri=source.uri, quant_method=method, formats=formats))
 
 
 def _intact(checkpoint: Checkpoint) -> None:
     """Damage must not be given a new hash. Raises CheckpointError."""
     for name, record in checkpoint.manifest.files.items():
         if name.endswith(".safetensors") and hash_file(checkpoint.path / name)[0] != record.sha256:
-            raise CheckpointError(f"{checkpoint.path / name} is damaged", why="its hash is not the manifest's",
+            raise CheckpointError(f"{checkpoint.path / name} is damaged",
+                                  why="its hash is not the manifest's",
                                   next="copy the checkpoint again from where it came, or quantize again")
 
 
@@ -249,8 +254,8 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     if spec.symmetric and zero is not None:
         if bool((zero != middle(spec)).any()):
             raise Inexact(f"layer {name} has zero points, for which format {form.name} has no place",
-                          why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle level",
-                          next=f"quantize the original by a recipe with symmetric: true and format: {form.name}")
+                          why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
+                          next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
     if spec.scale_dtype != "model":
         held = codes.scale.to(FLOATS[spec.scale_dtype]).float()
@@ -259,7 +264,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
             raise Inexact(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
                           why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format {form.name} "
                               f"keeps scales in {spec.scale_dtype}",
-                          next=f"quantize the original by a recipe with format: {form.name}: its scales are then "
+                          next=f"quantize the original by a recipe with format: {form.name}: scales are then "
                                "rounded before the levels are chosen")
     wanted = replace(codes, spec=spec, zero=zero)
     try:
@@ -281,5 +286,6 @@ def _signed(codes: Codes) -> torch.Tensor:
         return level
     zero = torch.full(codes.scale.shape, middle(codes.spec)) if codes.zero is None else codes.zero
     grouped = level.reshape(codes.codes.shape[0], codes.scale.shape[1], -1)
-    return (grouped - zero.to(torch.int16).expand(codes.codes.shape[0], -1).unsqueeze(-1)).reshape(level.shape)
+    return (grouped - zero.to(torch.int16).expand(codes.codes.shape[0],
+                                                  -1).unsqueeze(-1)).reshape(level.shape)
 

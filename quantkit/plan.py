@@ -319,14 +319,15 @@ def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: _Resolver) -> No
     for row in packed:
         if not getattr(resolver.formats.get(cast(str, row.format)), "alone", False):
             continue
-        other = next((o for o in packed if (o.format, o.spec, o.dtype) != (row.format, row.spec, row.dtype)), None)
+        other = next((o for o in packed if (o.format, o.spec, o.dtype) != (row.format, row.spec, row.dtype)),
+                     None)
         if other is not None:
             said = [f"{one.name}: {one.format} {one.spec.label()}" for one in (row, other) if one.spec]
-            raise RecipeError(f"recipe {recipe.name!r} makes a checkpoint that no quantization_config can say",
+            raise RecipeError(f"recipe {recipe.name!r} makes what no quantization_config can say",
                               why=f"format {row.format} has place for one spec, and here are two:\n"
                                   + "\n".join(said),
-                              next=f"give every rule format {row.format} and the same spec (or method: null), or "
-                                   "leave out 'format': pack-quantized can say a mix of integers")
+                              next=f"give every rule format {row.format} and one spec (or method: null), "
+                                   "or leave out 'format': pack-quantized can say a mix of integers")
 
 
 def _options_fault(method: Method, error: ValidationError) -> str:

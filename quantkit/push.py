@@ -44,7 +44,8 @@ class PushResult:
 
 def push(folder: str | Path, repo: str, *, private: bool = True, message: str | None = None,
          dry_run: bool = False) -> PushResult:
-    """Upload a checkpoint in one commit. Only files that the manifest lists go; all are read and hashed first.
+    """Upload a checkpoint in one commit. Only files that the manifest lists go; all are read and hashed
+    first.
 
     Args:
         folder: a checkpoint of quantkit's.
@@ -74,7 +75,8 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
     if not report.ok:
         first = report.failed[0]
         raise CheckpointError(f"{path} is not pushed: quantkit verify rejects it",
-                              why=f"{first.name}: {first.detail}", next=f"quantkit verify {shlex.quote(str(path))}")
+                              why=f"{first.name}: {first.detail}",
+                              next=f"quantkit verify {shlex.quote(str(path))}")
     manifest = read_manifest(path)
     files = {one: (path / one).stat().st_size for one in sorted([*manifest.files, MANIFEST])}
     left_out = tuple(sorted({p.name for p in path.iterdir()} - files.keys()))
@@ -88,7 +90,8 @@ def _message(recipe: dict[str, Any]) -> str:
     return f"quantkit checkpoint by recipe {recipe.get('name')}"
 
 
-def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, files: list[str]) -> tuple[str, bool]:
+def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, files: list[str]) -> tuple[str,
+                                                                                                       bool]:
     """One commit; its url, and whether the repository is private. Raises QuantkitError."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
@@ -96,19 +99,22 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
         api.create_repo(name, private=private, exist_ok=True)
         there = api.list_repo_files(name)
         if any(one.endswith(".safetensors") for one in there):
-            raise UsageError(f"{name} holds a model already", why="its old files would stay among the new ones",
+            raise UsageError(f"{name} holds a model already",
+                             why="its old files would stay among the new ones",
                              next="choose another name, or delete that repository's files first")
         done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
         return str(done.commit_url), bool(api.repo_info(name).private)
     except LocalTokenNotFoundError as error:
-        raise QuantkitError("the hub wants to know who you are", why=_first_line(error), next=LOGIN) from error
+        raise QuantkitError("the hub wants to know who you are", why=_first_line(error),
+                            next=LOGIN) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         denied = status in (401, 403)
+        again = f"quantkit push {shlex.quote(str(path))} {name} (what is uploaded is kept)"
         raise QuantkitError(f"the hub refuses {name}" if denied else f"the upload to {name} failed",
                             why=_first_line(error),
                             next=f"{LOGIN}, with a token that may write to {name.split('/')[0]}" if denied
-                            else f"quantkit push {shlex.quote(str(path))} {name} (what is uploaded is kept)") from error
+                            else again) from error
     except OSError as error:
         raise QuantkitError(f"the hub can't be reached to upload {name}", why=_first_line(error),
                             next="check the connection, then run the same command again") from error

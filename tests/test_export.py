@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.verify import verify
-from quantkit.errors import CheckpointError, SpecError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, SpecError, UsageError
 from quantkit.export import Inexact, export, repack
 from quantkit.formats.base import Codes
 from quantkit.plugins import registry
@@ -74,7 +74,8 @@ def test_there_and_back(made, tmp_path, name, to):
     for layer in ("lm_head", "model.layers.1.mlp.down_proj"):
         assert torch.equal(stored[f"{layer}.weight"], original[f"{layer}.weight"])
     assert stored.keys() >= {n for n in original if "norm" in n or "bias" in n or "embed" in n}
-    assert torch.equal(load(str(result.out), dtype="float32").model(IDS), load(str(first), dtype="float32").model(IDS))
+    assert torch.equal(load(str(result.out), dtype="float32").model(IDS),
+                       load(str(first), dtype="float32").model(IDS))
     again = export(str(result.out), "pack-quantized", tmp_path / "back").out
     if name != "int4" or to != "awq":  # symmetric weights come back from AWQ with zero points of 8
         back = load_file(again / "model.safetensors")
@@ -142,7 +143,8 @@ def test_half_precision_scales_do_not_fit_bfloat16_layouts(made, tmp_path):
 
 
 def test_zero_points_need_a_place():
-    spec = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="channel"), scale_dtype="float16")
+    spec = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="channel"),
+                     scale_dtype="float16")
     codes = Codes(spec, torch.randint(0, 256, (4, 8), dtype=torch.uint8), torch.ones(4, 1),
                   torch.full((4, 1), 128, dtype=torch.uint8))
     narrow = spec.model_copy(update={"symmetric": True, "scale_dtype": "float32"})
@@ -197,7 +199,7 @@ def test_a_stopped_export_goes_on_to_the_same_bytes(made, tmp_path):
 def test_usage(made, tiny, tmp_path):
     with pytest.raises(UsageError, match="is not quantized"):
         export(str(tiny), "gptq", tmp_path / "out")
-    with pytest.raises(Exception, match="no format is called 'gptqq'|did you mean"):
+    with pytest.raises(QuantkitError, match="'gptqq'"):
         export(str(made("int8")), "gptqq", tmp_path / "out")
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="already exists"):

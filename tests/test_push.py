@@ -144,7 +144,8 @@ def quantkit(hub, tmp_path, *arguments, token: str = "hf_made_up"):
            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": token}
     if not token:
         del env["HF_TOKEN"]
-    return subprocess.run([sys.executable, "-m", "quantkit.cli.main", *map(str, arguments)], capture_output=True,
+    return subprocess.run([sys.executable, "-m", "quantkit.cli.main", *map(str, arguments)],
+                          capture_output=True,
                           text=True, timeout=120, env=env)
 
 

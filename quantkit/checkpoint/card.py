@@ -64,14 +64,15 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
         f"- bits a weight in Linear layers: {manifest.bits_per_weight:.3f}, scales included"]
     if (came := manifest.exported) is not None:
         told = f", the sha256 of its manifest is `{came.manifest_sha256}`" if came.manifest_sha256 else ""
-        lines.append(f"- packed from: `{came.uri}` ({', '.join(came.formats)}, {came.quant_method}), levels and "
-                     f"scales unchanged{told}")
+        lines.append(f"- packed from: `{came.uri}` ({', '.join(came.formats)}, {came.quant_method}), "
+                     f"levels and scales unchanged{told}")
     if manifest.plugins:
-        lines.append("- with: " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.plugins.items())))
+        lines.append("- with: " + ", ".join(f"{name} {version}" for name,
+                                            version in sorted(manifest.plugins.items())))
     if (facts := manifest.calibration) is not None:
         lines.append(f"- calibrated on: {facts.tokens:,} tokens of `{facts.text}` "
-                     f"({facts.samples} windows of {facts.length}, seed {facts.seed}), sha256 of the token ids "
-                     f"`{facts.sha256}`")
+                     f"({facts.samples} windows of {facts.length}, seed {facts.seed}), "
+                     f"sha256 of the token ids `{facts.sha256}`")
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
@@ -100,7 +101,8 @@ def _loading(manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
               "awq": "gptqmodel accelerate", None: "accelerate"}
     parts = [_QUANTKIT]
     if method in extras:
-        zeros = method == "compressed-tensors" and any(row.spec is not None and not row.spec.symmetric for row in manifest.layers)
+        zeros = method == "compressed-tensors" and any(row.spec is not None and not row.spec.symmetric
+                                                       for row in manifest.layers)
         parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_ZERO_POINTS if zeros else ""))
     if method in ("compressed-tensors", "gptq", "awq", None):
         parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))

@@ -1,7 +1,7 @@
 """Whether another engine loads a checkpoint, told from its config and layers without starting that engine.
 
-The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23 and transformers 5.23, read from their sources and
-tried where a CPU could. Each is a function from the checkpoint to findings.
+The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23 and transformers 5.23, read from their sources
+and tried where a CPU could. Each is a function from the checkpoint to findings.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def same_scheme(subject: Subject) -> Iterator[Check]:
     """q/k/v are one weight in these engines, gate/up too."""
     faults = []
     for group in subject.fused().values():
-        other = next((row for row in group if (row.spec, row.format) != (group[0].spec, group[0].format)), None)
+        other = next((row for row in group if (row.spec, row.format) != (group[0].spec, group[0].format)),
+                     None)
         if other is not None:
             faults.append((other.name, f"is {_label(other)}, {group[0].name.rpartition('.')[2]} is "
                                        f"{_label(group[0])}: fused layers must share a scheme"))
@@ -141,7 +142,8 @@ def grouped_or_channel(subject: Subject) -> Iterator[Check]:
     """One scale a tensor has no kernel."""
     yield from _told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
                                   for row in subject.packed
-                                  if row.spec and row.spec.granularity.strategy == "tensor"], "channel or group")
+                                  if row.spec and row.spec.granularity.strategy == "tensor"],
+                     "channel or group")
 
 
 def vllm_kernel(subject: Subject) -> Iterator[Check]:
@@ -156,8 +158,8 @@ def _vllm_cuda(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
     bits, symmetric, size = row.spec.bits, row.spec.symmetric, _size(row)
     if (bits, symmetric) not in ((4, True), (4, False), (8, True)):
-        return (f"{row.spec.label()}: its kernels multiply 4 bits, and 8 bits symmetric (others only with the "
-                f"package humming)")
+        return (f"{row.spec.label()}: its kernels multiply 4 bits, and 8 bits symmetric (others only with "
+                "the package humming)")
     allowed = TRITON_GROUPS if bits == 4 and row.format == "pack-quantized" else MARLIN_GROUPS
     if size not in allowed:
         return f"group size {size} is not among {', '.join(map(str, allowed))} (-1: a scale a row)"
@@ -184,7 +186,8 @@ def gptq_types(subject: Subject) -> Iterator[Check]:
         if row.spec.bits not in (4, 8) or not row.spec.symmetric:
             faults.append((row.name, f"{row.spec.label()}: GPTQ is taken with 4 or 8 bits, symmetric"))
         elif _size(row) not in MARLIN_GROUPS:
-            faults.append((row.name, f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
+            faults.append((row.name,
+                           f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
     yield from _told("GPTQ's bits", faults, "4 or 8, symmetric")
 
 
@@ -205,8 +208,10 @@ def half_scales(subject: Subject) -> Iterator[Check]:
 def gptq_kept(subject: Subject) -> Iterator[Check]:
     """optimum makes every Linear of a block a quantized one."""
     yield from _told("kept layers", [
-        (row.name, "is kept, and optimum expects every Linear of a block quantized: it would get random weights")
-        for row in subject.rows if row.spec is None and row.name != "lm_head"], "every Linear of a block is quantized")
+        (row.name,
+         "is kept, and optimum expects every Linear of a block quantized: it would get random weights")
+        for row in subject.rows if row.spec is None and row.name != "lm_head"],
+                     "every Linear of a block is quantized")
 
 
 def zero_points(subject: Subject) -> Iterator[Check]:
@@ -238,7 +243,8 @@ def sglang_wna16(subject: Subject) -> Iterator[Check]:
         if (row.spec.bits, row.spec.symmetric) not in ((4, True), (4, False), (8, True)):
             faults.append((name, f"{row.spec.label()}: 4 bits, or 8 bits symmetric, are taken"))
         elif _size(row) not in MARLIN_GROUPS:
-            faults.append((name, f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
+            faults.append((name,
+                           f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
         elif not _marlin_shape(subject, out, row.shape[1]):
             faults.append((name, f"[{out}, {row.shape[1]}]: Marlin wants multiples of [64, 128]"
                            + ("" if subject.method == "awq" else " or [128, 64]")))
@@ -254,7 +260,8 @@ def sglang_gptq(subject: Subject) -> Iterator[Check]:
     """What Marlin doesn't take goes to a kernel with float16 activations."""
     for check in gptq_types(subject):
         if check.status == "failed" and subject.dtype != "float16":
-            yield Check(check.name, "failed", check.detail + f"; others need float16 activations, not {subject.dtype}")
+            yield Check(check.name, "failed",
+                        check.detail + f"; others need float16 activations, not {subject.dtype}")
         else:
             yield Check(check.name, "ok", check.detail)
 
@@ -265,16 +272,19 @@ ENGINES: dict[str, dict[str, tuple[Rule, ...]]] = {
         "gptq": (no_order, gptq_types, same_scheme, vllm_kernel, half_scales),
         "awq": (same_scheme, vllm_kernel, half_scales)},
     "sglang": {
-        "compressed-tensors": (layouts("pack-quantized"), sglang_gpu, grouped_or_channel, same_scheme, sglang_wna16),
+        "compressed-tensors": (layouts("pack-quantized"), sglang_gpu, grouped_or_channel, same_scheme,
+                               sglang_wna16),
         "gptq": (sglang_gpu, sglang_gptq, same_scheme, half_scales),
         "awq": (same_scheme, sglang_wna16, half_scales),
         "bitsandbytes": (sglang_gpu, needs("bitsandbytes"))},
     "transformers": {
-        "compressed-tensors": (layouts("pack-quantized"), zero_points, needs("compressed-tensors accelerate")),
+        "compressed-tensors": (layouts("pack-quantized"), zero_points,
+                               needs("compressed-tensors accelerate")),
         "gptq": (gptq_kept, needs("optimum gptqmodel")),
         "awq": (needs("gptqmodel accelerate"),),
         "bitsandbytes": (needs("bitsandbytes accelerate"),)}}
 """By engine and ``quant_method``, the rules that are asked, in order."""
 EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
-         ("vllm", "quantkit"): ": no standard says this mix", ("sglang", "quantkit"): ": no standard says this mix",
+         ("vllm", "quantkit"): ": no standard says this mix",
+         ("sglang", "quantkit"): ": no standard says this mix",
          ("transformers", "quantkit"): ": no standard says this mix"}

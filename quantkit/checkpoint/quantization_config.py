@@ -2,8 +2,8 @@
 
 Read by transformers and vLLM; the keys are exactly those that compressed-tensors
 (https://github.com/vllm-project/compressed-tensors) and bitsandbytes
-(https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there, and those of
-GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://github.com/casper-hansen/AutoAWQ).
+(https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there, and those
+of GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://github.com/casper-hansen/AutoAWQ).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any
     head = any(row.name == "lm_head" for row in packed)
     inside = [name for name in kept if name != "lm_head"]
     return {
-        "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form, "bits": spec.bits,
+        "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form,
+        "bits": spec.bits,
         "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False, "lm_head": head,
         "pack_dtype": "int32",
         **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}),
@@ -120,5 +121,6 @@ def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any
 
 def _awq(row: Row, kept: list[str]) -> dict[str, Any]:
     assert row.spec is not None
-    return {"quant_method": "awq", "bits": 4, "group_size": row.spec.granularity.size or -1, "zero_point": True,
+    return {"quant_method": "awq", "bits": 4, "group_size": row.spec.granularity.size or -1,
+            "zero_point": True,
             "version": "gemm", "modules_to_not_convert": kept}

@@ -22,8 +22,8 @@ from quantkit.cli.progress import Progress
 def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: bool, as_json: bool) -> None:
     """Pack a checkpoint anew in another layout, exactly.
 
-    DIR is a checkpoint, of quantkit or another tool, here or on the hub; OUT is the folder to make. Levels and
-    scales stay what they are, or the export is refused with the reason: nothing is rounded.
+    DIR is a checkpoint, of quantkit or another tool, here or on the hub; OUT is the folder to make. Levels
+    and scales stay what they are, or the export is refused with the reason: nothing is rounded.
     """
     from quantkit.export import export
 
@@ -35,5 +35,6 @@ def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: 
     packed = [row for row in result.rows if row.spec]
     size = sum(row.bytes for row in result.rows)
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
-    click.echo(wrapped("layers", f"{len(packed)} of {len(result.rows)} in format {form}, {human_bytes(size)}"))
+    click.echo(wrapped("layers",
+                       f"{len(packed)} of {len(result.rows)} in format {form}, {human_bytes(size)}"))
     click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for vllm")

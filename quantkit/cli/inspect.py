@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:
     """Show what a model or checkpoint holds, layer by layer.
 
-    MODEL is a checkpoint, of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a
-    model on the hub. No weight is read. For every quantized layer the kernel that would run it on
+    MODEL is a checkpoint, of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME
+    or a model on the hub. No weight is read. For every quantized layer the kernel that would run it on
     this machine is named, and why the others declined.
     """
     facts = inspect_facts(model, revision)
@@ -119,7 +119,8 @@ def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     kv = manifest.kv if manifest else KVSpec()
     return {"uri": uri, "kind": "checkpoint" if manifest else "another tool's checkpoint", "path_kind": None,
             **_config_facts(parse_config(plain), kv),
-            "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape) for i in outside),
+            "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
+                                                                          for i in outside),
             "tensors": len(infos), "bytes": checkpoint.file_bytes,
             "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
             "bits_per_weight": checkpoint.bits_per_weight,

@@ -16,11 +16,12 @@ from quantkit.cli.present import human_bytes, note, print_json, show_warning, ta
 @click.option("--message", "-m", metavar="TEXT", help="Of the commit.")
 @click.option("--dry-run", is_flag=True, help="Verify, show what would be uploaded, and reach no network.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_run: bool, as_json: bool) -> None:
+def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_run: bool,
+            as_json: bool) -> None:
     """Upload a checkpoint to the Hugging Face hub.
 
-    REPO is owner/name; it is made, private, if it isn't there. The folder is verified first, and only files that
-    quantkit.json lists are uploaded. You are who `hf auth login` says.
+    REPO is owner/name; it is made, private, if it isn't there. The folder is verified first, and only files
+    that quantkit.json lists are uploaded. You are who `hf auth login` says.
     """
     from quantkit.push import push
 
@@ -29,7 +30,8 @@ def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_
         print_json(result.to_dict())
         return
     if dry_run:
-        click.echo(table(["file", "bytes"], [[name, f"{size:,}"] for name, size in result.files.items()], right=(1,)))
+        click.echo(table(["file", "bytes"], [[name, f"{size:,}"] for name, size in result.files.items()],
+                         right=(1,)))
         click.echo()
     if result.left_out:
         note(f"left here, quantkit.json doesn't list them: {', '.join(result.left_out)}")

@@ -86,5 +86,5 @@ def _loads(folder: Path, engine: str, device: str, as_json: bool) -> bool:
         return True
     note()
     show_error(f"{where} refuses {folder}", "\n".join(f"{check.name}: {check.detail}" for check in refused),
-               f"quantkit export {quote(str(folder))} --to FORMAT OUT, or quantize the original by another recipe")
+               f"quantkit export {quote(str(folder))} --to FORMAT OUT, or quantize by another recipe")
     return False

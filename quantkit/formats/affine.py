@@ -27,7 +27,9 @@ def middle(spec: QuantSpec) -> int:
 
 def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
           strategies: tuple[str, ...] = ("channel", "group")) -> str | None:
-    """Why the layout ``name``, which has these granularities, can't hold such a weight; ``None`` if it can."""
+    """Why the layout ``name``, which has these granularities, can't hold such a weight; ``None`` if it
+    can.
+    """
     rows, cols = shape
     if spec.kind != "int":
         return f"{name} holds integers, not {spec.kind}; use format bnb-nf4"
@@ -38,7 +40,8 @@ def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
                 f"use strategy {' or '.join(strategies)}")
     size = spec.granularity.size
     if size is not None and cols % size:
-        return f"group size {size} doesn't divide in_features {cols}; use {_sizes(cols, size)}strategy channel"
+        return (f"group size {size} doesn't divide in_features {cols}; "
+                f"use {_sizes(cols, size)}strategy channel")
     return None
 
 

@@ -55,7 +55,8 @@ class Awq:
             raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
         if resolve(spec, dtype, self).scale_dtype != self.scales:
             raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales",
-                            why="its readers take float16 scales", next="scale_dtype: float16, or leave it out")
+                            why="its readers take float16 scales",
+                            next="scale_dtype: float16, or leave it out")
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols, rows // 8)), "qzeros": (torch.int32, (groups, rows // 8)),
                 "scales": (torch.float16, (groups, rows))}

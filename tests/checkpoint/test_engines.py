@@ -39,9 +39,11 @@ NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}
 
 
 @pytest.mark.parametrize(("engine", "device", "what", "form"), [
-    ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None), ("vllm", "cpu", spec(4, 64), None),
+    ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None),
+    ("vllm", "cpu", spec(4, 64), None),
     ("vllm", "cuda", spec(4, symmetric=False), None), ("vllm", "cpu", spec(4, symmetric=False), None),
-    ("vllm", "cuda", spec(8, None), "gptq"), ("vllm", "cpu", spec(4), "gptq"), ("vllm", "cuda", spec(4), "gptq-v2"),
+    ("vllm", "cuda", spec(8, None), "gptq"), ("vllm", "cpu", spec(4), "gptq"),
+    ("vllm", "cuda", spec(4), "gptq-v2"),
     ("vllm", "cuda", spec(4, symmetric=False), "awq"), ("sglang", "cuda", NF4, None),
     ("transformers", "cpu", NF4, None), ("transformers", "cpu", spec(4), None),
     ("transformers", "cpu", spec(8, None), "bnb-int8"), ("transformers", "cpu", spec(3), "gptq"),

@@ -106,7 +106,8 @@ def test_gptq_is_word_for_word_what_gptqmodel_reads(tiny, rules):
     assert pattern.startswith("-:") and change == {}
     assert re.match(pattern[2:], "model.layers.0.mlp.up_proj")
     assert not re.match(pattern[2:], "model.layers.1.mlp.up_proj")
-    whole = quantization_config(tiny.plan({"match": "*", "method": "rtn", "spec": channel(8), "format": "gptq"}).rows)
+    whole = quantization_config(tiny.plan({"match": "*", "method": "rtn", "spec": channel(8),
+                                           "format": "gptq"}).rows)
     assert whole["group_size"] == -1 and whole["lm_head"] is True
 
 

@@ -17,7 +17,8 @@ def test_export(cli, cli_json, checkpoint, tmp_path):
 
 
 def test_refusals(cli, checkpoint, tiny, tmp_path):
-    for arguments, words in (((checkpoint, "--to", "awq"), "holds 4 bits"), ((checkpoint, "--to", "gptqq"), "gptq"),
+    for arguments, words in (((checkpoint, "--to", "awq"), "holds 4 bits"),
+                             ((checkpoint, "--to", "gptqq"), "gptq"),
                              ((tiny, "--to", "gptq"), "is not quantized")):
         result = cli("export", *arguments, tmp_path / "out")
         assert result.exit_code != 0 and words in result.stderr and "next: " in result.stderr

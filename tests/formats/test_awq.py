@@ -14,7 +14,8 @@ from quantkit.spec import Granularity, QuantSpec
 
 def spec_of(group: int | None, dtype: str = "float16", **more) -> QuantSpec:
     granularity = Granularity(strategy="channel" if group is None else "group", size=group)
-    return QuantSpec(**{"bits": 4, "symmetric": False, "granularity": granularity, "scale_dtype": dtype} | more)
+    return QuantSpec(**{"bits": 4, "symmetric": False, "granularity": granularity,
+                        "scale_dtype": dtype} | more)
 
 
 def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
@@ -91,7 +92,8 @@ def test_autoawq_packs_and_dequantizes_the_same(size) -> None:
 
 @pytest.mark.oracle
 def test_gptqmodel_dequantizes_the_same() -> None:
-    linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch_awq", reason="gptqmodel is not installed")
+    linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch_awq",
+                                 reason="gptqmodel is not installed")
     packed = FORMAT.pack(random_codes(spec_of(32), 64, 96), torch.float16)
     theirs = linear.AwqTorchLinear(bits=4, group_size=32, sym=False, desc_act=False, in_features=96,
                                    out_features=64, bias=False, register_buffers=True)

@@ -63,7 +63,8 @@ def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, form, bits, s
     codes = random_codes(spec_of(bits, size, symmetric), 64, 96, seed=bits)
     shape = tuple(codes.scale.shape)
     zero = np.full(shape, 2 ** (bits - 1)) if codes.zero is None else codes.zero.numpy().astype(int)
-    expected = numpy_layouts.gptq(codes.codes.numpy(), codes.scale.numpy(), zero, bits, 1 if form is FORMAT else 2)
+    expected = numpy_layouts.gptq(codes.codes.numpy(), codes.scale.numpy(), zero, bits,
+                                  1 if form is FORMAT else 2)
     packed = form.pack(codes, torch.float16)
     assert set(packed.tensors) == set(expected)
     for name, array in expected.items():
@@ -75,7 +76,8 @@ def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, form, bits, s
 def test_the_words_of_symmetric_zero_points() -> None:
     codes = random_codes(spec_of(4, 32), 8, 32)
     for form, word in ((FORMAT, 0x77777777), (V2, 0x88888888)):
-        assert set(form.pack(codes, torch.float16).tensors["qzeros"].view(torch.uint32).flatten().tolist()) == {word}
+        assert set(form.pack(codes,
+                             torch.float16).tensors["qzeros"].view(torch.uint32).flatten().tolist()) == {word}
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -111,7 +113,7 @@ def test_a_zero_point_of_0_is_refused_where_there_is_none() -> None:
 def test_an_ambiguous_word_is_not_read() -> None:
     packed = FORMAT.pack(random_codes(spec_of(4, 32, False), 8, 64), torch.float16)
     packed.tensors["qzeros"][0, 0] = -1
-    with pytest.raises(CheckpointError, match="readers disagree|ambiguous") as caught:
+    with pytest.raises(CheckpointError, match="word for a zero point") as caught:
         FORMAT.unpack(packed)
     assert "gptq_v2" in caught.value.next
 

@@ -1,4 +1,6 @@
-"""Checkpoints that bitsandbytes and compressed-tensors made themselves: read, and compared with transformers."""
+"""Checkpoints that bitsandbytes and compressed-tensors made themselves: read, and compared with
+transformers.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.checkpoint.foreign.base import Found, Infos, Layers, contradiction, granularity, group_size, missing
+from quantkit.checkpoint.foreign.base import (
+    Found,
+    Infos,
+    Layers,
+    contradiction,
+    granularity,
+    group_size,
+    missing,
+)
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.spec import QuantSpec

@@ -47,8 +47,8 @@ class Found:
 Layers = Callable[[LinearSlot], Found | None]
 """A Linear → how it is quantized; ``None`` if it isn't. Raises CheckpointError."""
 Dialect = Callable[[ConfigReader, Infos, str], Layers]
-"""``(quantization_config, the file's tensors, dtype of the model) → Layers``. Raises UnsupportedModelError for
-a key or value that changes the maths and isn't implemented."""
+"""``(quantization_config, the file's tensors, dtype of the model) → Layers``. Raises UnsupportedModelError
+for a key or value that changes the maths and isn't implemented."""
 
 
 def granularity(size: int) -> Granularity:
@@ -64,7 +64,8 @@ def group_size(config: ConfigReader, key: str = "group_size") -> int:
 
 def missing(slot: LinearSlot, tensor: str) -> CheckpointError:
     """The error for a layer without one of its tensors."""
-    return CheckpointError(f"{slot.name} has no {tensor}", why="its quantization_config says that it is quantized",
+    return CheckpointError(f"{slot.name} has no {tensor}",
+                           why="its quantization_config says that it is quantized",
                            next="download the checkpoint again")
 
 

@@ -30,7 +30,8 @@ FP4 = "weight.quant_state.bitsandbytes__fp4"
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     """A layer is quantized if it has a quantization state (4 bits) or ``SCB`` (8 bits)."""
-    four, eight = (any([config.flag(f"load_in_{bits}bit"), config.flag(f"_load_in_{bits}bit")]) for bits in (4, 8))
+    four, eight = (any([config.flag(f"load_in_{bits}bit"), config.flag(f"_load_in_{bits}bit")])
+                   for bits in (4, 8))
     if four == eight:
         raise config.wrong("load_in_4bit", four, "one of load_in_4bit and load_in_8bit must be true")
     config.only("llm_int8_has_fp16_weight", (False,))
@@ -86,7 +87,9 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> Found:
                      scale_dtype="float32", nested=nested)
 
     def convert(tensors: Tensors) -> Tensors:
-        """Their state in the length and order of our layout; their bytes as bytes, whatever they are called."""
+        """Their state in the length and order of our layout; their bytes as bytes, whatever they are
+        called.
+        """
         state = _state(slot, tensors[STATE], spec, dtype)
         table = tensors["weight.quant_map"]
         if table.shape != (16,) or not torch.allclose(table.float(), codebook(), atol=1e-6):
@@ -107,7 +110,8 @@ def _state(slot: LinearSlot, stored: torch.Tensor, spec: QuantSpec, dtype: str) 
         kind = FLOATS[str(found["dtype"]).removeprefix("torch.")]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{slot.name}.{STATE} is no quantization state of NF4",
-                              why=f"{type(error).__name__}: {error}", next="download the checkpoint again") from error
+                              why=f"{type(error).__name__}: {error}",
+                              next="download the checkpoint again") from error
     shape = (slot.out_features, slot.in_features)
     defaults = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"} if spec.nested else {}
     if {**defaults, **found, "dtype": dtype_name(kind)} != json.loads(quant_state(spec, shape, kind, offset)):

@@ -28,8 +28,8 @@ DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsand
 
 
 class ForeignCheckpoint:
-    """Another tool's checkpoint; has what :class:`~quantkit.checkpoint.reader.Checkpoint` has, but no manifest
-    and no hashes to check against.
+    """Another tool's checkpoint; has what :class:`~quantkit.checkpoint.reader.Checkpoint` has, but no
+    manifest and no hashes to check against.
 
     The dtype and shape of every tensor are checked when it is opened, the values of a layer when it is read.
 
@@ -83,7 +83,8 @@ class ForeignCheckpoint:
                                   next=ORIGINAL)
         try:
             return method, DIALECTS[method](
-                ConfigReader(quantization, f"{self.path}: quantization_config ({method})"), self._infos, dtype)
+                ConfigReader(quantization, f"{self.path}: quantization_config ({method})"), self._infos,
+                dtype)
         except UnsupportedModelError as error:
             raise CheckpointError(error.what, why=error.why, next=ORIGINAL) from error
 
@@ -93,7 +94,7 @@ class ForeignCheckpoint:
             info = self._infos.get(f"{name}.weight")
             if info is None or tuple(info.shape) != shape or info.dtype not in FLOATS.values():
                 there = sorted(n for n in self._infos if n.startswith(f"{name}."))[:5]
-                raise CheckpointError(f"layer {name} of {self.path} has no plain weight of shape {list(shape)}",
+                raise CheckpointError(f"layer {name} of {self.path} has no plain weight {list(shape)}",
                                       why=f"by its quantization_config it isn't quantized; it has {there}",
                                       next="download the checkpoint again")
             bits = 8 * info.nbytes / math.prod(shape)
@@ -168,7 +169,8 @@ class ForeignCheckpoint:
             return None
         row = next(row for row in self.layers if row.name == layer)
         stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in found.stored}
-        packed = QuantizedTensor(found.format, found.spec, row.shape, FLOATS[found.dtype], found.convert(stored))
+        packed = QuantizedTensor(found.format, found.spec, row.shape, FLOATS[found.dtype],
+                                 found.convert(stored))
         layout = registry("formats").get(found.format).layout(found.spec, row.shape, packed.dtype)
         try:
             if {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} != layout:

@@ -98,7 +98,9 @@ def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
 
 
 def _best(name: str, targets: Sequence[str]) -> int:
-    """How exactly the best target names a layer: 3 by its name, 2 by a pattern, 1 by its class, 0 not at all."""
+    """How exactly the best target names a layer: 3 by its name, 2 by a pattern, 1 by its class, 0 not at
+    all.
+    """
     return max((3 if one == name else 2 if one.startswith("re:") and re.match(one[3:], name) else
                 1 if one == CLASS else 0 for one in targets), default=0)
 
@@ -108,7 +110,8 @@ def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
     marks = [_best(name, group.targets) for group in groups]
     if not (best := max(marks)):
         return None
-    found = {(group.format, group.spec): group for group, mark in zip(groups, marks, strict=True) if mark == best}
+    found = {(group.format, group.spec): group for group,
+             mark in zip(groups, marks, strict=True) if mark == best}
     if len(found) > 1:
         raise CheckpointError(f"{name} is in two of config_groups", why="readers disagree on which counts",
                               next=ORIGINAL)
@@ -123,7 +126,7 @@ def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
         if f"{slot.name}.{suffix}" not in infos:
             raise missing(slot, suffix)
     if f"{slot.name}.weight_g_idx" in infos:
-        raise CheckpointError(f"{slot.name} has its inputs in another order than its groups (actorder: group)",
+        raise CheckpointError(f"{slot.name} has inputs in another order than its groups (actorder: group)",
                               why="every group would need its inputs gathered from all over the row",
                               next="get a checkpoint made with actorder: weight or none, or " + ORIGINAL)
     dtype = infos[f"{slot.name}.weight_scale"].dtype

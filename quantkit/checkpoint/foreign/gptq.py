@@ -28,13 +28,16 @@ from quantkit.spec import QuantSpec
 
 FORMATS = {"gptq": "gptq", "gptq_v2": "gptq-v2"}
 HARMLESS = frozenset({
-    "quant_method", "method", "meta", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups",
-    "act_group_aware", "desc_act", "mse", "model_name_or_path", "model_file_base_name", "tokenizer", "dataset",
+    "quant_method", "method", "meta", "damp_percent", "damp_auto_increment", "true_sequential",
+    "static_groups",
+    "act_group_aware", "desc_act", "mse", "model_name_or_path", "model_file_base_name", "tokenizer",
+    "dataset",
     "batch_size", "backend", "use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "pad_token_id",
     "module_name_preceding_first_block", "max_input_length", "cache_block_outputs", "disable_exllama",
     "use_exllama", "exllama_config", "offload_to_disk", "offload_to_disk_path", "pack_impl", "hyb_act",
     "modules_in_block_to_quantize", "is_marlin_format", "format", "gc_mode", "auto_forward_data_parallel",
-    "wait_for_submodule_finalizers", "vram_strategy", "compute_device_filter", "mock_quantization", "failsafe",
+    "wait_for_submodule_finalizers", "vram_strategy", "compute_device_filter", "mock_quantization",
+    "failsafe",
     "fail_safe", "mse_", "fallback", "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen",
     "enable_minmax_tuning", "enable_quanted_input", "low_gpu_mem_usage", "to_quant_block_names", "provider"})
 """How the weights were found, and how others run them."""
@@ -45,7 +48,9 @@ DYNAMIC = frozenset({"bits", "group_size", "sym", "desc_act"})
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring. ``dynamic`` rules are obeyed: ``-:`` keeps layers, others change their spec."""
+    """See the module's docstring. ``dynamic`` rules are obeyed: ``-:`` keeps layers, others change their
+    spec.
+    """
     version = config.raw("checkpoint_format") or config.raw("format") or "gptq"
     if version not in FORMATS:
         raise config.wrong("checkpoint_format", version, f"only {', '.join(FORMATS)} can be read")
@@ -93,7 +98,8 @@ def _rules(config: ConfigReader) -> Rules:
     for pattern, change in dynamic.items():
         sign, text = (pattern[:2], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+:", pattern)
         if not isinstance(change, dict) or (sign == "+:" and change.keys() - DYNAMIC):
-            raise config.wrong("dynamic", {pattern: change}, f"a rule may change {', '.join(sorted(DYNAMIC))}")
+            raise config.wrong("dynamic", {pattern: change},
+                               f"a rule may change {', '.join(sorted(DYNAMIC))}")
         try:
             rules.append((sign, re.compile(text), change))
         except re.error as error:

@@ -1,4 +1,6 @@
-"""A tiny model, and its checkpoint as another tool would write it: by NumPy, from the layouts' descriptions."""
+"""A tiny model, and its checkpoint as another tool would write it: by NumPy, from the layouts'
+descriptions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from quantkit.testing import tiny_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False,
-        "checkpoint_format": "gptq", "damp_percent": 0.01, "true_sequential": True, "meta": {"quantizer": ["x:1"]}}
+        "checkpoint_format": "gptq", "damp_percent": 0.01, "true_sequential": True,
+        "meta": {"quantizer": ["x:1"]}}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
        "backend": "autoawq", "modules_to_not_convert": None, "do_fuse": False}
 
@@ -35,18 +38,22 @@ def write(tiny: Path, tmp_path: Path, numpy_layouts: Any) -> Callable[..., tuple
              change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
              order: Callable[[int], np.ndarray] | None = None) -> tuple[Path, Path]:
         weights, packed = load_file(tiny / "model.safetensors"), {}
-        for name in [n for n in weights if n.endswith("proj.weight") and n.removesuffix(".weight") not in keep]:
+        for name in [n for n in weights if n.endswith("proj.weight")
+                     and n.removesuffix(".weight") not in keep]:
             layer, plain = name.removesuffix(".weight"), weights[name].numpy()
             parts, weights[name] = _layer(numpy_layouts, plain, config)
             packed |= {f"{layer}.{suffix}": torch.from_numpy(array) for suffix, array in parts.items()}
-        stored = {n: t for n, t in weights.items() if f"{n.removesuffix('.weight')}.qweight" not in packed} | packed
+        stored = {n: t for n,
+                  t in weights.items() if f"{n.removesuffix('.weight')}.qweight" not in packed} | packed
         change(stored)
-        return (_folder(tiny, tmp_path / "theirs", stored, config), _folder(tiny, tmp_path / "plain", weights, None))
+        return (_folder(tiny, tmp_path / "theirs", stored, config),
+                _folder(tiny, tmp_path / "plain", weights, None))
 
     return call
 
 
-def _layer(layouts: Any, plain: np.ndarray, config: dict[str, Any]) -> tuple[dict[str, np.ndarray], torch.Tensor]:
+def _layer(layouts: Any, plain: np.ndarray, config: dict[str, Any]) -> tuple[dict[str, np.ndarray],
+                                                                             torch.Tensor]:
     rows, bits = len(plain), config.get("bits") or config["w_bit"]
     size = config.get("group_size", config.get("q_group_size"))
     groups = plain.reshape(rows, 1 if size == -1 else -1, size if size != -1 else plain.shape[1])
@@ -64,11 +71,13 @@ def _layer(layouts: Any, plain: np.ndarray, config: dict[str, Any]) -> tuple[dic
     if config["quant_method"] == "awq":
         parts = layouts.awq(levels, scale, zero)
     else:
-        parts = layouts.gptq(levels, scale, zero, bits, 2 if config.get("checkpoint_format") == "gptq_v2" else 1)
+        parts = layouts.gptq(levels, scale, zero, bits,
+                             2 if config.get("checkpoint_format") == "gptq_v2" else 1)
     return parts, torch.from_numpy(layouts.dequantized(levels, scale, zero))
 
 
-def _folder(tiny: Path, folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None) -> Path:
+def _folder(tiny: Path, folder: Path, tensors: dict[str, torch.Tensor],
+            quantization: dict[str, Any] | None) -> Path:
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((tiny / "config.json").read_text())

@@ -22,7 +22,8 @@ def same_logits(theirs, plain) -> None:
 
 @pytest.mark.parametrize("change", [
     {}, {"checkpoint_format": "gptq_v2"}, {"bits": 8, "group_size": -1}, {"bits": 8, "sym": False},
-    {"bits": 2, "group_size": 64}, {"bits": 3}, {"sym": False}, {"sym": False, "checkpoint_format": "gptq_v2"},
+    {"bits": 2, "group_size": 64}, {"bits": 3}, {"sym": False},
+    {"sym": False, "checkpoint_format": "gptq_v2"},
     {"desc_act": True, "static_groups": True}, {"checkpoint_format": None, "format": "gptq"}], ids=str)
 def test_gptq(write, gptq, change) -> None:
     config = {**gptq, **change}
@@ -35,8 +36,10 @@ def test_gptq(write, gptq, change) -> None:
     assert load(str(theirs)).label.startswith(f"gptq int{config['bits']}")
 
 
-@pytest.mark.parametrize("change", [{}, {"group_size": -1}, {"version": "GEMM", "modules_to_not_convert": ["lm_head"]},
-                                    {"bits": None, "group_size": None, "w_bit": 4, "q_group_size": 64}], ids=str)
+@pytest.mark.parametrize("change",
+                         [{}, {"group_size": -1}, {"version": "GEMM", "modules_to_not_convert": ["lm_head"]},
+                                    {"bits": None, "group_size": None, "w_bit": 4, "q_group_size": 64}],
+                         ids=str)
 def test_awq(write, awq, change) -> None:
     config = {k: v for k, v in {**awq, **change}.items() if v is not None or k == "modules_to_not_convert"}
     theirs, plain = write(config)
@@ -94,7 +97,8 @@ def test_what_gptq_configs_are_refused(write, gptq, change, said) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"version": "gemv"}, "'version'"), ({"zero_point": False}, "'zero_point'"), ({"w_bit": 8}, "'w_bit'"),
-    ({"backend": "llm-awq"}, "'backend'"), ({"modules_to_not_convert": ["self_attn"]}, "modules_to_not_convert"),
+    ({"backend": "llm-awq"}, "'backend'"),
+    ({"modules_to_not_convert": ["self_attn"]}, "modules_to_not_convert"),
     ({"exotic": True}, "'exotic'"), ({"modules_to_not_convert": "lm_head"}, "list of names")], ids=str)
 def test_what_awq_configs_are_refused(write, awq, change, said) -> None:
     import json
