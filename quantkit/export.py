@@ -86,7 +86,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
             raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
                              next=f"quantkit quantize {uri} --recipe int4 --out OUT")
         rows = _rows(opened, form, to)
-        manifest = _manifest(opened, to)
+        manifest = _manifest(opened, to, _name(uri))
         needed = 2 * sum(info.nbytes for info in opened.infos.values())
         with CheckpointWriter(out, manifest.model_dump(mode="json"), needed_bytes=needed) as writer:
             done = _write(writer, opened, form, rows, manifest, progress)
@@ -145,7 +145,13 @@ def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
     return moved
 
 
-def _manifest(checkpoint: AnyCheckpoint, to: str) -> Manifest:
+def _name(uri: str) -> str:
+    """A folder by its last part, a name on the hub as it is."""
+    path = Path(uri).expanduser()
+    return path.resolve().name if path.is_dir() else uri
+
+
+def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
     """Who made the levels stays; where they lay is added."""
     quantization = checkpoint.config().get("quantization_config") or {}
     method = str(quantization.get("quant_method"))
@@ -155,7 +161,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str) -> Manifest:
     if isinstance(checkpoint, Checkpoint):
         _intact(checkpoint)
         known = checkpoint.manifest
-        record = ExportRecord(uri=checkpoint.path.resolve().name, quant_method=method, formats=formats,
+        record = ExportRecord(uri=name, quant_method=method, formats=formats,
                               manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
         return known.model_copy(update={
             "quantkit_version": __version__, "layers": (), "files": {}, "digest": "",

@@ -85,12 +85,14 @@ def main() -> None:
                         help="Python with transformers, compressed-tensors, bitsandbytes")
     parser.add_argument("--gptq", type=Path, help="Python with transformers, optimum and gptqmodel")
     parser.add_argument("--vllm", type=Path, help="Python with vLLM for CPUs")
+    parser.add_argument("--only", nargs="*", default=list(MADE), choices=list(MADE),
+                        help="of the two checkpoints")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     found, wrong = [], []
-    for name in MADE:
+    for name in given.only:
         base = make(given, name)
         folders = {"pack-quantized": base} | {form: export(given, base, form) for form in EXPORTS[name]}
         prompts, ours, scorers = mine(base, given.tokens)

@@ -26,15 +26,16 @@ def hub(tmp_path, monkeypatch):
     """``owner/name`` is what lies in ``held``; only what is asked for is downloaded."""
     held = tmp_path / "held"
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("rules:\n  - {match: '*', method: rtn, format: gptq, spec: {bits: 8, granularity: "
-                      "{strategy: channel}}}\n")
+    recipe.write_text("rules:\n  - {match: '*', method: rtn, format: gptq, "
+                      "spec: {bits: 8, granularity: {strategy: channel}}}\n")
     quantize(str(tiny_model(tmp_path / "tiny")), str(recipe), held)
 
     def download(name, *, revision=None, allow_patterns=None, ignore_patterns=None):
         snapshot = tmp_path / "cache" / "snapshots" / SHA
         snapshot.mkdir(parents=True, exist_ok=True)
         names = [p.name for p in held.iterdir()]
-        for file in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+        for file in filter_repo_objects(names, allow_patterns=allow_patterns,
+                                        ignore_patterns=ignore_patterns):
             shutil.copy(held / file, snapshot / file)
         return str(snapshot)
 

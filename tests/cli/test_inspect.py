@@ -62,7 +62,8 @@ def test_another_tools_checkpoint(cli, cli_json, checkpoint, tmp_path):
     shutil.copytree(checkpoint, folder)
     (folder / "quantkit.json").unlink()
     facts, ours = cli_json("inspect", folder), cli_json("inspect", checkpoint)
-    assert facts["kind"] == "another tool's checkpoint" and facts["source"] is None and facts["recipe"] is None
+    assert facts["kind"] == "another tool's checkpoint"
+    assert facts["source"] is None and facts["recipe"] is None
     assert {row["method"] for row in facts["layers"] if row["format"]} == {"compressed-tensors"}
     for key in ("parameters", "bits_per_weight", "tensors", "dtypes", "bytes"):
         assert facts[key] == ours[key], key

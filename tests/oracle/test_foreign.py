@@ -210,6 +210,7 @@ def test_what_is_refused(plain, tmp_path, change, said):
     ("input_activations", {"num_bits": 8}), ("weights", {"num_bits": 4, "type": "float"}),
     ("weights", {"num_bits": 4, "strategy": "block", "block_structure": [8, 8]}),
     ("weights", {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}),
+    ("weights", None), ("weights", [4]), ("targets", None), ("targets", [3]),
     ("weights", {"num_bits": 4, "dynamic": True}), ("weights", {"num_bits": 4, "surprise": 1})], ids=str)
 def test_what_groups_are_refused(plain, tmp_path, key, value):
     folder = compressed(plain, tmp_path / "w", GROUPS["w4-g32"])

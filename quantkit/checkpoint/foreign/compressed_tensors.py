@@ -67,12 +67,15 @@ def _group(where: str, group: Any, whole: str) -> Group:
     config.only("input_activations", ())
     config.only("output_activations", ())
     form = config.raw("format", whole)
-    if form not in READERS:
+    if not isinstance(form, str) or form not in READERS:
         raise config.wrong("format", form, f"only {', '.join(READERS)} can be read")
     targets = _patterns(config, "targets", config.raw("targets", []))
-    spec = _spec(ConfigReader(config.raw("weights", {}), f"{where}: weights"))
+    weights = config.raw("weights")
+    if not isinstance(weights, dict):
+        raise config.wrong("weights", weights, "it must be a table")
+    spec = _spec(ConfigReader(weights, f"{where}: weights"))
     config.finish(frozenset(), {})
-    return Group(str(form), targets, spec)
+    return Group(form, targets, spec)
 
 
 def _spec(config: ConfigReader) -> QuantSpec:

@@ -52,7 +52,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     spec.
     """
     version = config.raw("checkpoint_format") or config.raw("format") or "gptq"
-    if version not in FORMATS:
+    if not isinstance(version, str) or version not in FORMATS:
         raise config.wrong("checkpoint_format", version, f"only {', '.join(FORMATS)} can be read")
     base = {"bits": config.integer("bits", minimum=2, maximum=8), "group_size": group_size(config),
             "sym": config.flag("sym", True)}
