@@ -73,8 +73,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     Raises:
         UsageError: it isn't quantized, or there is no such format.
         SpecError: the layout can't hold a layer's spec or shape.
-        CheckpointError: the layout can't hold a layer's values exactly, or a file is damaged. Nothing is
-        left.
+        CheckpointError: the layout can't hold a layer exactly, or a file is damaged; nothing is left.
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
@@ -131,9 +130,7 @@ def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
-    """The same weight as ``form`` describes it: with its scales, and with zero points if it always has
-    them.
-    """
+    """The same weight as ``form`` describes it: its scales' dtype, with or without zero points."""
     dtype = getattr(form, "scales", None) or (row.dtype if spec.kind == "int" else spec.scale_dtype)
     moved = spec.model_copy(update={"scale_dtype": dtype})
     wide = moved.model_copy(update={"symmetric": False})

@@ -45,8 +45,9 @@ TRANSFORMERS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32,
-local_files_only=True) prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, local_files_only=True)
+prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
 out = []
 for ids in prompts:
     with torch.no_grad():

@@ -27,9 +27,7 @@ def middle(spec: QuantSpec) -> int:
 
 def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
           strategies: tuple[str, ...] = ("channel", "group")) -> str | None:
-    """Why the layout ``name``, which has these granularities, can't hold such a weight; ``None`` if it
-    can.
-    """
+    """Why the layout ``name``, with these granularities, can't hold such a weight; ``None`` if it can."""
     rows, cols = shape
     if spec.kind != "int":
         return f"{name} holds integers, not {spec.kind}; use format bnb-nf4"

@@ -87,9 +87,7 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> Found:
                      scale_dtype="float32", nested=nested)
 
     def convert(tensors: Tensors) -> Tensors:
-        """Their state in the length and order of our layout; their bytes as bytes, whatever they are
-        called.
-        """
+        """Their state as our layout writes it; their bytes as bytes, whatever dtype they have."""
         state = _state(slot, tensors[STATE], spec, dtype)
         table = tensors["weight.quant_map"]
         if table.shape != (16,) or not torch.allclose(table.float(), codebook(), atol=1e-6):

@@ -69,7 +69,7 @@ def _group(where: str, group: Any, whole: str) -> Group:
     form = config.raw("format", whole)
     if not isinstance(form, str) or form not in READERS:
         raise config.wrong("format", form, f"only {', '.join(READERS)} can be read")
-    targets = _patterns(config, "targets", config.raw("targets", []))
+    targets = _patterns(config, "targets", config.raw("targets"))
     weights = config.raw("weights")
     if not isinstance(weights, dict):
         raise config.wrong("weights", weights, "it must be a table")
@@ -101,9 +101,7 @@ def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
 
 
 def _best(name: str, targets: Sequence[str]) -> int:
-    """How exactly the best target names a layer: 3 by its name, 2 by a pattern, 1 by its class, 0 not at
-    all.
-    """
+    """How exactly the best target names a layer: 3 by name, 2 by pattern, 1 by class, 0 not at all."""
     return max((3 if one == name else 2 if one.startswith("re:") and re.match(one[3:], name) else
                 1 if one == CLASS else 0 for one in targets), default=0)
 

@@ -48,9 +48,7 @@ DYNAMIC = frozenset({"bits", "group_size", "sym", "desc_act"})
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """See the module's docstring. ``dynamic`` rules are obeyed: ``-:`` keeps layers, others change their
-    spec.
-    """
+    """See the module's docstring. Of ``dynamic`` rules, ``-:`` keeps layers, others change their spec."""
     version = config.raw("checkpoint_format") or config.raw("format") or "gptq"
     if not isinstance(version, str) or version not in FORMATS:
         raise config.wrong("checkpoint_format", version, f"only {', '.join(FORMATS)} can be read")
