@@ -153,7 +153,7 @@ def vllm_kernel(subject: Subject) -> Iterator[Check]:
               if (reason := refuses(row, out)) is not None]
     yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
     if subject.device == "cpu" and not faults:
-        yield Check("instruction set", "note", "on x86 its 4-bit kernel needs AVX-512: the AVX2 build has none")
+        yield Check("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
