@@ -35,6 +35,10 @@ def register_formats(register: Register) -> None:
     register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
     register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")
     register("trellis", "quantkit.formats.trellis:FORMAT")
+    register("bnb-int8", "quantkit.formats.bnb_int8:FORMAT")
+    register("gptq", "quantkit.formats.gptq:FORMAT")
+    register("gptq-v2", "quantkit.formats.gptq:V2")
+    register("awq", "quantkit.formats.awq:FORMAT")
 
 
 @hookimpl
@@ -79,11 +83,13 @@ def register_commands(register: Register) -> None:
     for name, line in (
         ("demo", "Quantize a real small model three ways and measure what each cost."),
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
+        ("export", "Pack a checkpoint anew in another layout, exactly."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
         ("generate", "Generate text from a model or a checkpoint."),
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),
         ("verify", "Reread a checkpoint and check every hash and value."),
+        ("push", "Upload a checkpoint to the Hugging Face hub."),
         ("recipes", "List and show recipes."),
         ("plugins", "List plugins and what they register."),
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),

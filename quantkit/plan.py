@@ -169,6 +169,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
             refused.append((slot.name, str(refusal)))
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
+    _check_alone(recipe, rows, resolver)
     linear = {f"{slot.name}.weight" for slot in slots}
     if config.tie_word_embeddings:
         linear.add("lm_head.weight")  # the embedding matrix itself; some files repeat it
@@ -274,7 +275,7 @@ class _Resolver:
         if known.dtype not in FLOATS.values():
             raise _Refusal(f"its weight is stored as {known.dtype}; only "
                            f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
-        spec = resolve(spec, known.dtype)
+        spec = resolve(spec, known.dtype, form)
         if (why := method.refuses(spec)) is not None:
             raise _Refusal(why)
         try:
@@ -310,6 +311,23 @@ class _Resolver:
             raise _Refusal(f"{name}.weight is {list(info.shape)} in the model's files, "
                            f"{list(shape)} by its config.json")
         return info
+
+
+def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: _Resolver) -> None:
+    """RecipeError if a layer's format wants all others to be like it, and one isn't."""
+    packed = [row for row in rows if row.spec is not None]
+    for row in packed:
+        if not getattr(resolver.formats.get(cast(str, row.format)), "alone", False):
+            continue
+        other = next((o for o in packed if (o.format, o.spec, o.dtype) != (row.format, row.spec, row.dtype)),
+                     None)
+        if other is not None:
+            said = [f"{one.name}: {one.format} {one.spec.label()}" for one in (row, other) if one.spec]
+            raise RecipeError(f"recipe {recipe.name!r} makes what no quantization_config can say",
+                              why=f"format {row.format} has place for one spec, and here are two:\n"
+                                  + "\n".join(said),
+                              next=f"give every rule format {row.format} and one spec (or method: null), "
+                                   "or leave out 'format': pack-quantized can say a mix of integers")
 
 
 def _options_fault(method: Method, error: ValidationError) -> str:

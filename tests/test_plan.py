@@ -289,3 +289,22 @@ def test_a_strangers_method_plans_like_our_own(monkeypatch):
         assert "has no option 'nob'; did you mean 'knob'" in refused(wrong).why
     finally:
         table.drop_owner("stranger")
+
+
+def test_a_layout_decides_what_scales_are_rounded_to():
+    for form, dtype in (("gptq", "float16"), ("gptq-v2", "float16"), ("bnb-int8", "float32"),
+                        ("pack-quantized", "bfloat16")):
+        rows = make_plan(recipe({"match": "lm_head"}, every(format=form)), Source()).rows
+        assert {row.spec.scale_dtype for row in rows if row.spec} == {dtype}, form
+    said = make_plan(recipe({"match": "lm_head"}, every(spec={**CHANNEL8, "scale_dtype": "bfloat16"},
+                                                        format="bnb-int8")), Source())
+    assert said.rows[0].spec.scale_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("other", [{"spec": GROUP4}, {"spec": {**CHANNEL8, "bits": 4}, "format": "gptq"},
+                                   {"spec": CHANNEL8}])
+def test_what_one_quantization_config_can_not_say_is_refused(other):
+    error = refused(recipe({"match": "*.down_proj", "method": "rtn", **other}, {"match": "lm_head"},
+                           every(format="gptq")))
+    assert "no quantization_config can say" in error.what and "gptq int8 channel sym" in error.why
+    assert "down_proj" in error.why and "one spec" in error.next

@@ -13,11 +13,11 @@ from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
 from quantkit.checkpoint.quantization_config import quantization_config
-from quantkit.checkpoint.reader import CARD, CONFIG, INDEX, Checkpoint
+from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
 from quantkit.checkpoint.shards import Stored, index_json, shard_chunks, shard_names, split
 from quantkit.errors import CheckpointError
 
-OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST})
+OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST, GPTQ_CONFIG})
 
 
 def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], config: Mapping[str, Any],
@@ -41,7 +41,7 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
         OSError: the disk is full or fails.
     """
     _check_names(tensors, rows, side_files)
-    quantization = quantization_config(rows)
+    quantization = quantization_config(rows, manifest.quantkit_version)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     if quantization is not None:
         plain["quantization_config"] = quantization
@@ -52,8 +52,9 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
         written[name] = write_file(folder / name, shard_chunks(shard))
     if len(shards) > 1:
         written[INDEX] = write_file(folder / INDEX, [index_json(shards)])
-    text = json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
-    written[CONFIG] = write_file(folder / CONFIG, [text.encode()])
+    written[CONFIG] = write_file(folder / CONFIG, [_text(plain)])
+    if quantization is not None and quantization["quant_method"] == "gptq":
+        written[GPTQ_CONFIG] = write_file(folder / GPTQ_CONFIG, [_text(quantization)])
     for name, content in sorted(side_files.items()):
         written[name] = write_file(folder / name, [content])
     written[CARD] = write_file(folder / CARD, [model_card(manifest, quantization)])
@@ -61,6 +62,10 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
     manifest = manifest.model_copy(update={"files": records})
     _reread(folder, manifest, {tensor.name for tensor in tensors})
     return write_file(folder / MANIFEST, [manifest.to_bytes()])[0]
+
+
+def _text(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _check_names(tensors: Sequence[Stored], rows: Sequence[LayerRow],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +27,10 @@ Weights with zero points load there only when they are dequantized at once: give
 _VLLM = """### vLLM
 
 ```sh
-vllm serve FOLDER
+vllm serve FOLDER{option}
 ```
+
+`quantkit verify FOLDER --for vllm` says whether its kernels take every layer.
 """
 _QUANTKIT = """### quantkit
 
@@ -48,23 +51,34 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
     source, recipe = manifest.source, manifest.recipe
     head = ["---", "tags:", "- quantkit", "- quantized"]
     if source.kind == "hub":
-        head += [f"base_model: {source.uri}", "base_model_relation: quantized"]
+        head += [f"base_model: {source.uri.removeprefix('hf:')}", "base_model_relation: quantized"]
     head += ["---", ""]
     revision = f" at revision `{source.revision}`" if source.revision else ""
+    if source.files:
+        revision += f"; the sha256 of its {len(source.files)} files are in `quantkit.json`"
     lines = [
         f"# {source.uri}, quantized by recipe `{recipe.get('name')}`", "",
         str(recipe.get("description", "")), "",
         f"- made from: `{source.uri}` ({source.kind}){revision}",
         f"- made by: quantkit {manifest.quantkit_version}",
         f"- bits a weight in Linear layers: {manifest.bits_per_weight:.3f}, scales included"]
+    if (came := manifest.exported) is not None:
+        told = f", the sha256 of its manifest is `{came.manifest_sha256}`" if came.manifest_sha256 else ""
+        lines.append(f"- packed from: `{came.uri}` ({', '.join(came.formats)}, {came.quant_method}), "
+                     f"levels and scales unchanged{told}")
+    if manifest.plugins:
+        lines.append("- with: " + ", ".join(f"{name} {version}" for name,
+                                            version in sorted(manifest.plugins.items())))
     if (facts := manifest.calibration) is not None:
         lines.append(f"- calibrated on: {facts.tokens:,} tokens of `{facts.text}` "
-                     f"({facts.samples} windows of {facts.length}, seed {facts.seed})")
+                     f"({facts.samples} windows of {facts.length}, seed {facts.seed}), "
+                     f"sha256 of the token ids `{facts.sha256}`")
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
     if notes:
         lines += ["", "## Fallbacks taken", "", *notes]
+    lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, ensure_ascii=False), "```"]
     return "\n".join([*head, *lines, "", "## How to load it", "", _loading(manifest, quantization)]).encode()
 
 
@@ -83,13 +97,15 @@ def _table(manifest: Manifest) -> list[str]:
 def _loading(manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
     method = quantization.get("quant_method") if quantization else None
     extras = {"compressed-tensors": "compressed-tensors accelerate",
-              "bitsandbytes": "bitsandbytes accelerate", None: "accelerate"}
+              "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
+              "awq": "gptqmodel accelerate", None: "accelerate"}
     parts = [_QUANTKIT]
     if method in extras:
-        zeros = any(row.spec is not None and not row.spec.symmetric for row in manifest.layers)
+        zeros = method == "compressed-tensors" and any(row.spec is not None and not row.spec.symmetric
+                                                       for row in manifest.layers)
         parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_ZERO_POINTS if zeros else ""))
-    if method in ("compressed-tensors", None):
-        parts.append(_VLLM)
+    if method in ("compressed-tensors", "gptq", "awq", None):
+        parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))
     if method == "quantkit":
         parts.append("No standard layout says this mix of layers: only quantkit reads it.\n")
     return "\n".join(parts)

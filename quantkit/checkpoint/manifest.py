@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,23 @@ class SourceRecord(Frozen):
             uri = Path(uri).expanduser().resolve().name
         return cls(kind=identity.kind, uri=uri, revision=identity.revision,
                    files=dict(identity.files), pinned=identity.pinned)
+
+
+class ExportRecord(Frozen):
+    """The checkpoint that this one was packed from, its levels and scales unchanged.
+
+    Attributes:
+        uri: its folder's name, or its name on the hub.
+        quant_method: who could read it.
+        formats: of its layers.
+        manifest_sha256: of its ``quantkit.json``; ``None`` for another tool's checkpoint, whose files' hashes
+            are the source's.
+    """
+
+    uri: str
+    quant_method: str
+    formats: tuple[str, ...] = Field(strict=False)
+    manifest_sha256: str | None = Field(default=None, pattern=_SHA256)
 
 
 class CalibrationFacts(Frozen):
@@ -107,6 +124,12 @@ class LayerRow(Frozen):
         return self.model_dump(mode="json")
 
 
+def bits_per_weight(rows: Sequence[LayerRow]) -> float:
+    """Stored bits of these Linears over their parameters."""
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    return 8 * sum(row.bytes for row in rows) / weights if weights else 0.0
+
+
 class FileRecord(Frozen):
     """One file of the checkpoint."""
 
@@ -123,6 +146,7 @@ class Manifest(Frozen):
         source: which model was quantized.
         calibration: ``None`` if no method needed any.
         layers: a row for every Linear, in the model's order; filled in by the writer.
+        exported: which checkpoint it was packed from; only there if it was.
         plugins: distribution → version of each that registered a method or format in use.
         files: every other file of the folder by plain name; filled in by the writer.
         digest: sha256 of this JSON with ``digest`` empty, so that damage to it shows too.
@@ -133,6 +157,7 @@ class Manifest(Frozen):
     recipe: dict[str, Any]
     source: SourceRecord
     calibration: CalibrationFacts | None = None
+    exported: ExportRecord | None = None
     layers: tuple[LayerRow, ...] = Field(default=(), strict=False)
     plugins: dict[str, str] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
@@ -149,8 +174,7 @@ class Manifest(Frozen):
     @property
     def bits_per_weight(self) -> float:
         """Stored bits of all Linears over their parameters."""
-        weights = sum(row.shape[0] * row.shape[1] for row in self.layers)
-        return 8 * sum(row.bytes for row in self.layers) / weights if weights else 0.0
+        return bits_per_weight(self.layers)
 
     @property
     def kv(self) -> KVSpec:
@@ -161,6 +185,8 @@ class Manifest(Frozen):
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""
         plain = self.model_dump(mode="json") | {"digest": ""}
+        if self.exported is None:
+            del plain["exported"]  # manifests from before there was such a key stay what they are
         return _canonical(plain | {"digest": hashlib.sha256(_canonical(plain)).hexdigest()})
 
     @classmethod

@@ -2,7 +2,8 @@
 
 Read by transformers and vLLM; the keys are exactly those that compressed-tensors
 (https://github.com/vllm-project/compressed-tensors) and bitsandbytes
-(https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there.
+(https://github.com/bitsandbytes-foundation/bitsandbytes) know, since unknown ones are errors there, and those
+of GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://github.com/casper-hansen/AutoAWQ).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from quantkit import __version__
 from quantkit.spec import QuantSpec
 
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
@@ -31,11 +33,12 @@ class Row(Protocol):
     def dtype(self) -> str: ...
 
 
-def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
+def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict[str, Any] | None:
     """The value for ``config.json``; ``None`` if no layer is quantized.
 
     Args:
         rows: every Linear of the model, kept ones too. ``lm_head`` may be missing (tied embeddings).
+        version: of the quantkit that wrote them; GPTQ's standard has a place for it.
     """
     packed = [row for row in rows if row.spec is not None]
     if not packed:
@@ -52,6 +55,13 @@ def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
         return _compressed_tensors(packed, kept)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
+    if len(formats) == 1 and len({(row.spec, row.dtype) for row in packed}) == 1:
+        if formats == {"bnb-int8"}:
+            return _bitsandbytes(packed[0], kept)
+        if formats <= {"gptq", "gptq-v2"}:
+            return _gptq(packed, kept, version)
+        if formats == {"awq"}:
+            return _awq(packed[0], kept)
     return dict(OWN)
 
 
@@ -90,9 +100,32 @@ def _bnb_key(row: Row) -> tuple[Any, ...]:
 
 def _bitsandbytes(row: Row, kept: list[str]) -> dict[str, Any]:
     assert row.spec is not None
+    four = row.spec.kind == "nf"
     return {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
-        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "quant_method": "bitsandbytes", "load_in_4bit": four, "load_in_8bit": not four,
+        "_load_in_4bit": four, "_load_in_8bit": not four, "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": row.spec.nested, "bnb_4bit_compute_dtype": row.dtype,
         "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0, "llm_int8_skip_modules": kept,
         "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False}
+
+
+def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any]:
+    spec = packed[0].spec
+    assert spec is not None
+    form = str(packed[0].format).replace("-", "_")
+    head = any(row.name == "lm_head" for row in packed)
+    inside = [name for name in kept if name != "lm_head"]
+    return {
+        "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form,
+        "bits": spec.bits,
+        "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False, "lm_head": head,
+        "pack_dtype": "int32",
+        **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}),
+        "meta": {"quantizer": [f"quantkit:{version}"]}}
+
+
+def _awq(row: Row, kept: list[str]) -> dict[str, Any]:
+    assert row.spec is not None
+    return {"quant_method": "awq", "bits": 4, "group_size": row.spec.granularity.size or -1,
+            "zero_point": True,
+            "version": "gemm", "modules_to_not_convert": kept}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,8 @@ from quantkit.sources.safetensors_file import ShardedTensors
 CONFIG = "config.json"
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"
+GPTQ_CONFIG = "quantize_config.json"
+"""``quantization_config`` once more, where readers of GPTQ checkpoints have always looked for it."""
 PARTIAL = ".partial"
 STATE = "state.json"
 MAX_JSON = 64 * 2**20
@@ -33,9 +36,9 @@ def is_checkpoint(path: str | Path) -> bool:
     folder = Path(path)
     if not folder.is_dir():
         return False
-    if (folder / MANIFEST).is_file() or _unfinished(folder):
+    if (folder / MANIFEST).is_file() or is_unfinished(folder):
         return True
-    return _foreign(folder) is not None
+    return foreign_method(folder) is not None
 
 
 class Checkpoint:
@@ -87,6 +90,16 @@ class Checkpoint:
         return self._tensors.infos
 
     @property
+    def layers(self) -> tuple[LayerRow, ...]:
+        """A row for every Linear, in the model's order."""
+        return self.manifest.layers
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of all Linears over their parameters."""
+        return self.manifest.bits_per_weight
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
@@ -118,7 +131,7 @@ class Checkpoint:
 
     def side_files(self) -> Mapping[str, bytes]:
         """Tokenizer, generation config and whatever else was copied, by plain name."""
-        own = {CONFIG, CARD, INDEX}
+        own = {CONFIG, CARD, INDEX, GPTQ_CONFIG}
         return {name: (self.path / name).read_bytes() for name in self.manifest.files
                 if name not in own and not name.endswith(".safetensors")}
 
@@ -176,17 +189,16 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint. Raises CheckpointError, saying what the folder is instead."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", next="quantkit inspect DIR")
-    if _unfinished(folder):
+    if is_unfinished(folder):
         raise CheckpointError(f"{folder} is an unfinished checkpoint",
                               why="the run that was writing it stopped",
                               next="run the same quantize command again: it resumes")
     file = folder / MANIFEST
     if not file.is_file():
-        if (method := _foreign(folder)) is not None:
+        if (method := foreign_method(folder)) is not None:
             raise CheckpointError(f"{folder} is quantized (quant_method {method!r}) but has no {MANIFEST}",
-                                  why="another tool made it, whose checkpoints can't be read yet, "
-                                      "or that file was lost",
-                                  next="quantkit quantize ORIGINAL --recipe int8 --out OUT")
+                                  why="another tool made it, or that file was lost",
+                                  next=f"quantkit inspect {shlex.quote(str(folder))}")
         raise CheckpointError(f"{folder} is no quantkit checkpoint", why=f"it has no {MANIFEST}",
                               next="quantkit quantize SOURCE --recipe int8 --out OUT")
     try:
@@ -212,7 +224,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _unfinished(folder: Path) -> bool:
+def is_unfinished(folder: Path) -> bool:
+    """Whether a writer is at work in it, or was."""
     if (folder / MANIFEST).is_file():
         # inside a writer's folder all may be there and not yet verified
         parent = folder.resolve().parent
@@ -220,8 +233,8 @@ def _unfinished(folder: Path) -> bool:
     return folder.resolve().suffix == PARTIAL or (folder / STATE).is_file()
 
 
-def _foreign(folder: Path) -> str | None:
-    """The ``quant_method`` of a quantized folder."""
+def foreign_method(folder: Path) -> str | None:
+    """The ``quant_method`` of a folder whose ``config.json`` has a ``quantization_config``, else ``None``."""
     try:
         method = read_json(folder / CONFIG).get("quantization_config")
     except QuantkitError:

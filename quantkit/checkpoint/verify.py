@@ -108,7 +108,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
         yield Check("structure", "failed", _said(error))
         return
     found = read_json(folder / CONFIG).get("quantization_config")
-    if found == quantization_config(manifest.layers):
+    if found == quantization_config(manifest.layers, manifest.quantkit_version):
         yield Check(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield Check(f"{CONFIG} and {MANIFEST}", "failed",

@@ -198,6 +198,13 @@ class CheckpointWriter:
         (self.partial / _LOCK).unlink()
         self.partial.rmdir()
 
+    def abandon(self) -> None:
+        """Remove the unfinished run: it can't be completed."""
+        with disk_errors(f"{self.partial} can't be removed", "it holds an unfinished run"):
+            write_file(self.partial / _FINISHED, [b""])
+            self._clean()
+        self.close()
+
     def close(self) -> None:
         """Let another writer in; what is finished stays on disk."""
         if self._lock is not None:

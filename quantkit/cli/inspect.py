@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
@@ -15,7 +14,9 @@ from quantkit.cli.probe import PHASES, dense_kernels, kernels_for, other_kernels
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import LayerRow
+    from quantkit.checkpoint.open import AnyCheckpoint
     from quantkit.models.config import ModelConfig
+    from quantkit.sources.base import ModelSource
     from quantkit.spec import KVSpec
 
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:
     """Show what a model or checkpoint holds, layer by layer.
 
-    MODEL is a checkpoint of quantkit, a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a
-    model on the hub. No weight is read. For every quantized layer the kernel that would run it on
+    MODEL is a checkpoint, of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME
+    or a model on the hub. No weight is read. For every quantized layer the kernel that would run it on
     this machine is named, and why the others declined.
     """
     facts = inspect_facts(model, revision)
@@ -59,37 +60,40 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         SourceError, CheckpointError, UnsupportedModelError: as opening the model does.
     """
-    from quantkit.checkpoint.reader import is_checkpoint
+    from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+    from quantkit.checkpoint.open import open_model
+    from quantkit.checkpoint.reader import Checkpoint
 
-    return _checkpoint_facts(uri) if is_checkpoint(Path(uri)) else _source_facts(uri, revision)
+    found = open_model(uri, revision)
+    try:
+        if isinstance(found, Checkpoint | ForeignCheckpoint):
+            return _checkpoint_facts(found, uri)
+        return _source_facts(found, uri)
+    finally:
+        found.close()
 
 
-def _source_facts(uri: str, revision: str | None) -> dict[str, Any]:
+def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import linear_slots, parse_config
-    from quantkit.sources.base import open_source
     from quantkit.spec import KVSpec
 
-    source = open_source(uri, revision)
-    try:
-        config, infos = parse_config(source.config()), source.tensors()
-        layers = []
-        for slot in linear_slots(config):
-            info = infos.get(f"{slot.name}.weight")
-            layers.append({
-                "name": slot.name, "shape": [slot.out_features, slot.in_features],
-                "dtype": str(info.dtype).removeprefix("torch.") if info else None,
-                "method": None, "format": None, "spec": None, "label": None,
-                "bytes": info.nbytes if info else 0,
-                "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": [],
-                "kernels": dense_kernels()})
-        return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config, KVSpec()),
-                "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
-                "bytes": sum(i.nbytes for i in infos.values()),
-                "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
-                "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
-                "layers": layers}
-    finally:
-        source.close()
+    config, infos = parse_config(source.config()), source.tensors()
+    layers = []
+    for slot in linear_slots(config):
+        info = infos.get(f"{slot.name}.weight")
+        layers.append({
+            "name": slot.name, "shape": [slot.out_features, slot.in_features],
+            "dtype": str(info.dtype).removeprefix("torch.") if info else None,
+            "method": None, "format": None, "spec": None, "label": None,
+            "bytes": info.nbytes if info else 0,
+            "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": [],
+            "kernels": dense_kernels()})
+    return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config, KVSpec()),
+            "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
+            "bytes": sum(i.nbytes for i in infos.values()),
+            "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
+            "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
+            "layers": layers}
 
 
 def _kind_of(uri: str) -> str:
@@ -100,28 +104,28 @@ def _kind_of(uri: str) -> str:
     return next((name for name in ordered if kinds.get(name).matches(uri)), "unknown")
 
 
-def _checkpoint_facts(uri: str) -> dict[str, Any]:
-    from quantkit.checkpoint.reader import Checkpoint
+def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import parse_config
+    from quantkit.spec import KVSpec
 
-    with Checkpoint.open(uri) as checkpoint:
-        manifest, infos = checkpoint.manifest, checkpoint.infos
-        plain = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
-        layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
-                   "kernels": _kernels(row)} for row in manifest.layers]
-        inside = {row.name for row in manifest.layers}
-        # a layer's own tensors are counted by its logical shape, a bias and all else as they are
-        outside = [i for name, i in infos.items()
-                   if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
-        parameters = (sum(math.prod(row.shape) for row in manifest.layers)
-                      + sum(math.prod(i.shape) for i in outside))
-        return {"uri": uri, "kind": "checkpoint", "path_kind": None,
-                **_config_facts(parse_config(plain), manifest.kv),
-                "parameters": parameters, "tensors": len(infos), "bytes": checkpoint.file_bytes,
-                "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
-                "bits_per_weight": manifest.bits_per_weight, "recipe": manifest.recipe.get("name"),
-                "kv": str(manifest.kv),
-                "source": manifest.source.model_dump(mode="json"), "layers": layers}
+    manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
+    plain = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+    layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
+               "kernels": _kernels(row)} for row in rows]
+    inside = {row.name for row in rows}
+    # a layer's own tensors are counted by its logical shape, a bias and all else as they are
+    outside = [i for name, i in infos.items()
+               if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
+    kv = manifest.kv if manifest else KVSpec()
+    return {"uri": uri, "kind": "checkpoint" if manifest else "another tool's checkpoint", "path_kind": None,
+            **_config_facts(parse_config(plain), kv),
+            "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
+                                                                          for i in outside),
+            "tensors": len(infos), "bytes": checkpoint.file_bytes,
+            "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
+            "bits_per_weight": checkpoint.bits_per_weight,
+            "recipe": manifest.recipe.get("name") if manifest else None, "kv": str(kv),
+            "source": manifest.source.model_dump(mode="json") if manifest else None, "layers": layers}
 
 
 def _parents(name: str) -> Iterator[str]:

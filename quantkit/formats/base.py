@@ -72,6 +72,13 @@ class Format(Protocol):
         name: what the manifest calls it.
         quant_method: the Hugging Face ``quant_method`` that can say it (``compressed-tensors``,
             ``bitsandbytes``), or ``quantkit`` when none can.
+
+    A format may have two attributes more:
+
+    - ``scales``: the dtype that it keeps scales in, ``"float16"``, whatever the model's is; methods then
+      round to it, unless a recipe says ``scale_dtype``.
+    - ``alone``: true if the standard that says it has place for one spec only: all quantized layers of a
+      checkpoint are then of this format and of one spec.
     """
 
     name: str

@@ -70,7 +70,7 @@ class BnbNF4:
         if spec.nested:
             tensors["weight.nested_absmax"] = (torch.float32, (-(-blocks // NESTED_BLOCK),))
             tensors["weight.nested_quant_map"] = (torch.float32, (256,))
-        state = _state(spec, shape, dtype, 0.0 if spec.nested else None)
+        state = quant_state(spec, shape, dtype, 0.0 if spec.nested else None)
         tensors[STATE] = (torch.uint8, (len(state),))
         return tensors
 
@@ -97,7 +97,7 @@ class BnbNF4:
                 raise SpecError("the mean of the block scales overflows float32", next="nested: false")
             tensors["weight.absmax"], tensors["weight.nested_absmax"] = _nest(codes.scale - mean)
             tensors["weight.nested_quant_map"] = dynamic_map().to(flat.device)
-        state = _state(spec, shape, dtype, offset)
+        state = quant_state(spec, shape, dtype, offset)
         tensors[STATE] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         return QuantizedTensor(self.name, spec, shape, dtype, tensors)
 
@@ -155,7 +155,8 @@ def _nest(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.reshape(-1)[:count].contiguous(), outer
 
 
-def _state(spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype, offset: float | None) -> bytes:
+def quant_state(spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype, offset: float | None) -> bytes:
+    """What :data:`STATE` holds; ``offset`` is that of nested scales."""
     state: dict[str, object] = {"quant_type": "nf4", "blocksize": spec.granularity.size,
                                 "dtype": dtype_name(dtype), "shape": list(shape)}
     if offset is None:
@@ -174,7 +175,7 @@ def _read_state(packed: QuantizedTensor) -> float | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{STATE} is not the quantization state of {packed.spec.label()}",
                               why=f"{type(error).__name__}: {error}") from error
-    expected = json.loads(_state(packed.spec, packed.shape, packed.dtype, offset))
+    expected = json.loads(quant_state(packed.spec, packed.shape, packed.dtype, offset))
     if found != expected or (offset is not None and not math.isfinite(offset)):
         raise CheckpointError(f"{STATE} contradicts the weight it lies beside",
                               why=f"it says {json.dumps(found)[:200]}, the weight is {json.dumps(expected)}")

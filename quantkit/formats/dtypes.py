@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from quantkit.errors import SpecError
-from quantkit.spec import QuantSpec, ScaleDtype
+from quantkit.spec import QuantSpec
 
 FLOATS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -26,8 +24,9 @@ def scale_dtype(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> torch.dt
     return FLOATS[dtype_name(dtype) if spec.scale_dtype == "model" else spec.scale_dtype]
 
 
-def resolve(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> QuantSpec:
-    """``spec`` with ``scale_dtype`` ``"model"`` replaced by the model's dtype."""
+def resolve(spec: QuantSpec, dtype: torch.dtype = torch.float32, form: object = None) -> QuantSpec:
+    """``spec`` with ``scale_dtype`` ``"model"`` replaced: by the dtype that the format ``form`` keeps all
+    scales in (its attribute ``scales``), else by the model's."""
     if spec.scale_dtype != "model":
         return spec
-    return spec.model_copy(update={"scale_dtype": cast(ScaleDtype, dtype_name(dtype))})
+    return spec.model_copy(update={"scale_dtype": getattr(form, "scales", None) or dtype_name(dtype)})

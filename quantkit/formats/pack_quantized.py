@@ -19,12 +19,10 @@ import torch
 
 from quantkit.errors import SpecError
 from quantkit.formats import bits as stream
+from quantkit.formats.affine import dequantize, fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
 from quantkit.spec import QuantSpec
-
-PREFERRED_GROUPS = (128, 64, 32)
-"""Group sizes that other engines have fast kernels for."""
 
 
 class PackQuantized:
@@ -35,18 +33,9 @@ class PackQuantized:
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
-        rows, cols = shape
-        if spec.kind != "int":
-            return f"{self.name} holds integers, not {spec.kind}; use format bnb-nf4"
-        if rows < 1 or cols < 1:
-            return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
-        size = spec.granularity.size
-        if size is not None and cols % size:
-            return (f"group size {size} doesn't divide in_features {cols}; "
-                    f"use {_sizes(cols, size)}strategy channel")
         if spec.granularity.strategy == "tensor" and not spec.symmetric:
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
-        return None
+        return fault(self.name, spec, shape, ("tensor", "channel", "group"))
 
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -89,25 +78,7 @@ class PackQuantized:
 
     def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
         """``(code - zero) * scale`` in float32 ``[out, in]``."""
-        codes = self.unpack(packed)
-        weight = codes.codes.to(torch.float32)
-        grouped = weight.view(weight.shape[0], codes.scale.shape[1], -1)
-        if codes.zero is None:
-            grouped -= 2 ** (codes.spec.bits - 1)
-        else:
-            grouped -= codes.zero.unsqueeze(-1)
-        grouped *= codes.scale.unsqueeze(-1)
-        return weight
-
-
-def _sizes(cols: int, wanted: int) -> str:
-    """The group sizes nearest to ``wanted`` that divide ``cols``, fast ones first, for a message."""
-    divisors = [size for size in range(2, cols + 1) if cols % size == 0]
-    fast = sorted((s for s in PREFERRED_GROUPS if s in divisors), key=lambda s: abs(s - wanted))
-    below = [s for s in divisors if s < wanted][-1:]
-    above = [s for s in divisors if s > wanted][:1]
-    found = list(dict.fromkeys([*fast[:1], *below, *above]))
-    return f"group size {' or '.join(map(str, found))}, or " if found else ""
+        return dequantize(self.unpack(packed))
 
 
 FORMAT = PackQuantized()

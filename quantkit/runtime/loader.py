@@ -1,18 +1,19 @@
-"""A name → a model that runs: a checkpoint of ours, or any source."""
+"""A name → a model that runs: a checkpoint, or any source."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.checkpoint.manifest import Manifest
-from quantkit.checkpoint.reader import Checkpoint, is_checkpoint
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.manifest import LayerRow, Manifest
+from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
@@ -23,7 +24,7 @@ from quantkit.ops.cpu_linear import Packed
 from quantkit.runtime.fused import FusedModel, declines, pack
 from quantkit.runtime.memory import trim
 from quantkit.runtime.tokenizer import Tokenizer
-from quantkit.sources.base import ModelSource, open_source
+from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +45,7 @@ class LoadedModel:
         tokenizer: text ⇄ ids.
         uri: what was loaded.
         label: ``bf16``, or what was done to it: ``gptq int4 g64 sym``.
-        manifest: of a checkpoint, else ``None``.
+        manifest: of a checkpoint of quantkit's, else ``None``.
         file_bytes: of all weights as they are stored (for a source: in the dtype it yields).
         bits_per_weight: stored bits of the Linears over their parameters; embeddings, a tied head and
             norms are not counted.
@@ -85,7 +86,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     multiplies are packed one by one.
 
     Args:
-        uri: a checkpoint's folder, or anything a source takes.
+        uri: a checkpoint's folder, or anything a source takes; on the hub, a checkpoint too.
         revision: branch, tag or commit of a model on the hub.
         dtype: of activations and plain weights: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes
             the model's.
@@ -97,24 +98,18 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *DTYPES]))
     place = _device(device)
-    folder = Path(uri).expanduser()
-    if not is_checkpoint(folder):
-        source = open_source(uri, revision)
-        try:
-            return _source(source, uri, dtype, place)
-        finally:
-            source.close()
-    if revision is not None:
-        raise UsageError(f"--revision {revision} makes no sense for a checkpoint's folder",
-                         next="leave it out")
-    with Checkpoint.open(folder) as checkpoint:
-        return _checkpoint(checkpoint, uri, dtype, place)
+    found = open_model(uri, revision)
+    try:
+        if isinstance(found, Checkpoint | ForeignCheckpoint):
+            return _checkpoint(found, uri, dtype, place)
+        return _source(found, uri, dtype, place)
+    finally:
+        found.close()
 
 
-def manifest_label(manifest: Manifest) -> str:
+def label_of(rows: Sequence[LayerRow]) -> str:
     """``gptq int4 g64 sym``; several kinds are joined by commas."""
-    kinds = dict.fromkeys(f"{row.method} {row.spec.label()}" for row in manifest.layers
-                          if row.method and row.spec)
+    kinds = dict.fromkeys(f"{row.method} {row.spec.label()}" for row in rows if row.method and row.spec)
     return ", ".join(kinds) or "unquantized"
 
 
@@ -134,7 +129,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
                        bits, kind.itemsize * sum(map(math.prod, needed.values())), reason)
 
 
-def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
     hf = checkpoint.config()
     config = parse_config(hf)
     kind = _dtype(hf, dtype)
@@ -152,12 +147,11 @@ def _checkpoint(checkpoint: Checkpoint, uri: str, dtype: str, device: torch.devi
     model, reason = _model(config, checkpoint, checkpoint.has, kind, packed, device)
     resident = kind.itemsize * sum(map(math.prod, plain.values())) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
-    return LoadedModel(model, config, tokenizer, uri, manifest_label(checkpoint.manifest),
-                       checkpoint.manifest, checkpoint.file_bytes, checkpoint.manifest.bits_per_weight,
-                       resident, reason)
+    return LoadedModel(model, config, tokenizer, uri, label_of(checkpoint.layers), checkpoint.manifest,
+                       checkpoint.file_bytes, checkpoint.bits_per_weight, resident, reason)
 
 
-def _model(config: ModelConfig, files: ModelSource | Checkpoint, has: Callable[[str], bool],
+def _model(config: ModelConfig, files: ModelSource | AnyCheckpoint, has: Callable[[str], bool],
            kind: torch.dtype, packed: Mapping[str, QuantizedTensor],
            device: torch.device) -> tuple[LanguageModel, str | None]:
     """The network, as one program if this device and these weights have kernels for it; else why not."""

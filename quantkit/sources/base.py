@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +46,20 @@ class SourceIdentity:
     revision: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     pinned: bool = False
+
+
+class QuantizedError(SourceError):
+    """The model is there and quantized already: a checkpoint, not a source.
+
+    Attributes:
+        folder: where it lies.
+        identity: which model it is; files aren't hashed yet.
+    """
+
+    def __init__(self, folder: Path, identity: SourceIdentity) -> None:
+        self.folder, self.identity = folder, identity
+        super().__init__(f"{folder} is already quantized", why="quantizing twice only adds error",
+                         next=f"quantkit inspect {shlex.quote(identity.uri)}")
 
 
 class ModelSource(Protocol):

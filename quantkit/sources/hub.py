@@ -14,8 +14,8 @@ from quantkit.sources.local import CONFIG, SIDE_FILES, LocalSource
 from quantkit.sources.safetensors_file import INDEX, NO_PICKLE
 
 PREFIX = "hf:"
-PATTERNS = [CONFIG, INDEX, "*.safetensors", *SIDE_FILES]
-"""What is downloaded. No pickle and no code is among it."""
+PATTERNS = [CONFIG, INDEX, "*.safetensors", *SIDE_FILES, "quantkit.json", "quantize_config.json"]
+"""What is downloaded; the last two belong to checkpoints. No pickle and no code is among it."""
 NOT_WANTED = ["*/*", "consolidated*"]
 """Folders hold other formats, ``consolidated`` the same weights under other names."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
+from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
 from quantkit.sources.strict_json import read_object
 
@@ -32,19 +32,21 @@ class LocalSource:
         folder: the folder.
         uri: what the user typed.
         identity: kind and revision, when the folder came from elsewhere.
+        quantized: take a checkpoint too.
 
     Raises:
-        SourceError: not a model folder, already quantized, or its files are malformed.
+        QuantizedError: it is a checkpoint.
+        SourceError: not a model folder, or its files are malformed.
     """
 
-    def __init__(self, folder: Path, uri: str, identity: SourceIdentity | None = None) -> None:
+    def __init__(self, folder: Path, uri: str, identity: SourceIdentity | None = None,
+                 quantized: bool = False) -> None:
         self.uri, self.folder = uri, folder
         self._identity = identity or SourceIdentity("local", uri)
         _model_folder(folder)
         self._config = read_object(plain_file(folder, CONFIG), MAX_CONFIG)
-        if self._config.get("quantization_config") is not None:
-            raise SourceError(f"{folder} is already quantized", why="quantizing twice only adds error",
-                              next=f"quantkit inspect {shlex.quote(uri)}")
+        if not quantized and self._config.get("quantization_config") is not None:
+            raise QuantizedError(folder, self._identity)
         self._tensors = ShardedTensors(folder)
 
     def config(self) -> dict[str, Any]:
@@ -84,6 +86,11 @@ class LocalSource:
         known = self._identity
         return SourceIdentity(known.kind, known.uri, known.revision,
                               {name: sha256_file(self.folder / name) for name in names}, known.pinned)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(file.path.stat().st_size for file in self._tensors.files.values())
 
     def release(self) -> None:
         """What was read of the files needn't stay in memory."""

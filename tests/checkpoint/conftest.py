@@ -124,6 +124,11 @@ RULES = {
                    {"match": "*", "method": "nf4", "spec": {
                        "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},
                        "scale_dtype": "float32", "nested": True}}],
+    "gptq": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": group(4), "format": "gptq"}],
+    "awq": [{"match": "lm_head"},
+            {"match": "*", "method": "rtn", "spec": group(4, symmetric=False), "format": "awq"}],
+    "bnb-int8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "format": "bnb-int8",
+                                        "spec": {"bits": 8, "granularity": {"strategy": "channel"}}}],
     "mixed-formats": [{"match": "lm_head"}, {"match": "*.down_proj", "method": "rtn", "spec": group(4)},
                       {"match": "*", "method": "nf4", "spec": {
                           "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from quantkit.checkpoint.card import model_card
-from quantkit.checkpoint.manifest import CalibrationFacts, SourceRecord
+from quantkit.checkpoint.manifest import CalibrationFacts, ExportRecord, SourceRecord
 from quantkit.checkpoint.reader import Checkpoint
 
 
@@ -17,8 +17,10 @@ def test_it_says_what_from_what_and_how_to_load(written):
         method = checkpoint.config()["quantization_config"]["quant_method"]
     assert "# tiny, quantized by recipe `tiny`" in text and "quantkit generate" in text
     assert ("from transformers" in text) == (method != "quantkit")
-    assert ("vllm serve" in text) == (method == "compressed-tensors")
-    asymmetric = any(not rule.get("spec", {}).get("symmetric", True) for rule in rules)
+    assert ("vllm serve" in text) == (method in ("compressed-tensors", "gptq", "awq"))
+    assert ("--dtype float16" in text) == (method in ("gptq", "awq"))
+    asymmetric = method == "compressed-tensors" and any(
+        not rule.get("spec", {}).get("symmetric", True) for rule in rules)
     assert ("dequantize=True" in text) == asymmetric
     assert ("only quantkit reads it" in text) == (method == "quantkit")
 
@@ -26,7 +28,7 @@ def test_it_says_what_from_what_and_how_to_load(written):
 def test_the_hubs_head_names_the_base_model_only_for_hub_sources(tiny, rules):
     manifest = tiny.manifest(tiny.plan(*rules["int4"]))
     assert "base_model" not in card(manifest, "compressed-tensors")
-    hub = manifest.model_copy(update={"source": SourceRecord(kind="hub", uri="o/n", revision="abc")})
+    hub = manifest.model_copy(update={"source": SourceRecord(kind="hub", uri="hf:o/n", revision="abc")})
     text = card(hub, "compressed-tensors")
     assert text.startswith("---\n") and "base_model: o/n\n" in text and "revision `abc`" in text
 
@@ -39,3 +41,14 @@ def test_calibration_and_fallbacks_are_told(tiny, rules, tmp_path):
     text = card(manifest.model_copy(update={"layers": rows, "calibration": facts}), None)
     assert "16 tokens of `builtin` (2 windows of 8, seed 3)" in text
     assert f"- `{rows[0].name}`: damping raised to 0.1" in text
+
+
+def test_where_it_came_from(tiny, rules):
+    manifest = tiny.manifest(tiny.plan(*rules["int4"]))
+    told = card(manifest, "compressed-tensors")
+    assert "packed from" not in told and "1 files are in `quantkit.json`" in told and "quantkit 0" in told
+    assert '"match": "lm_head"' in told.split("## Recipe")[1]
+    record = ExportRecord(uri="tiny-int4", quant_method="compressed-tensors", formats=("pack-quantized",),
+                          manifest_sha256="a" * 64)
+    told = card(manifest.model_copy(update={"exported": record}), "gptq")
+    assert "packed from: `tiny-int4` (pack-quantized, compressed-tensors)" in told and "a" * 64 in told

@@ -101,3 +101,52 @@ def test_the_router_beside_experts_is_ignored_once_a_layer(tmp_path):
         source = open_source(str(tiny_model(tmp_path / family, family)))
         assert quantization_config(make_plan(recipe, source).rows)["ignore"] == [
             *(f"model.layers.{i}.{module}.gate" for i in range(2)), "lm_head"]
+
+
+def channel(bits: int, **more) -> dict:
+    return {"bits": bits, "granularity": {"strategy": "channel"}, **more}
+
+
+def test_gptq_is_word_for_word_what_gptqmodel_reads(tiny, rules):
+    head, int4 = rules["int4"]
+    kept = {"match": "*.0.mlp.up_proj"}
+    for form, said in (("gptq", "gptq"), ("gptq-v2", "gptq_v2")):
+        assert quantization_config(tiny.plan(head, {**int4, "format": form}).rows, "1.2") == {
+            "quant_method": "gptq", "method": "gptq", "format": said, "checkpoint_format": said, "bits": 4,
+            "group_size": 32, "sym": True, "desc_act": False, "lm_head": False, "pack_dtype": "int32",
+            "meta": {"quantizer": ["quantkit:1.2"]}}
+    config = quantization_config(tiny.plan(head, kept, {**int4, "format": "gptq"}).rows)
+    (pattern, change), = config["dynamic"].items()
+    assert pattern.startswith("-:") and change == {}
+    assert re.match(pattern[2:], "model.layers.0.mlp.up_proj")
+    assert not re.match(pattern[2:], "model.layers.1.mlp.up_proj")
+    whole = quantization_config(tiny.plan({"match": "*", "method": "rtn", "spec": channel(8),
+                                           "format": "gptq"}).rows)
+    assert whole["group_size"] == -1 and whole["lm_head"] is True
+
+
+def test_awq_is_word_for_word_what_autoawq_reads(tiny, rules):
+    head, int4 = rules["int4"]
+    spec = {**int4["spec"], "symmetric": False}
+    assert quantization_config(tiny.plan(head, {**int4, "spec": spec, "format": "awq"}).rows) == {
+        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": ["lm_head"]}
+
+
+def test_int8_of_bitsandbytes(tiny):
+    rule = {"match": "*.mlp.*", "method": "rtn", "spec": channel(8), "format": "bnb-int8"}
+    config = quantization_config(tiny.plan(rule).rows)
+    assert config["load_in_8bit"] is config["_load_in_8bit"] is True
+    assert config["load_in_4bit"] is config["_load_in_4bit"] is False
+    assert len(config["llm_int8_skip_modules"]) == 2 * 4 + 1
+
+
+@pytest.mark.oracle
+def test_transformers_accepts_them(tiny, rules):
+    transformers = pytest.importorskip("transformers")
+    head, int4 = rules["int4"]
+    gptq = quantization_config(tiny.plan(head, {**int4, "format": "gptq-v2"}).rows)
+    assert transformers.GPTQConfig.from_dict(gptq).format == "gptq_v2"
+    awq = quantization_config(tiny.plan(
+        head, {**int4, "spec": {**int4["spec"], "symmetric": False}, "format": "awq"}).rows)
+    assert transformers.AwqConfig.from_dict(awq).modules_to_not_convert == ["lm_head"]

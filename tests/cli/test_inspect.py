@@ -53,3 +53,20 @@ def test_an_unfinished_checkpoint(cli, checkpoint, tmp_path):
     (half / "state.json").write_text("{}")
     result = cli("inspect", half)
     assert result.exit_code == 1 and "unfinished" in result.stderr and "next: " in result.stderr
+
+
+def test_another_tools_checkpoint(cli, cli_json, checkpoint, tmp_path):
+    import shutil
+
+    folder = tmp_path / "theirs"
+    shutil.copytree(checkpoint, folder)
+    (folder / "quantkit.json").unlink()
+    facts, ours = cli_json("inspect", folder), cli_json("inspect", checkpoint)
+    assert facts["kind"] == "another tool's checkpoint"
+    assert facts["source"] is None and facts["recipe"] is None
+    assert {row["method"] for row in facts["layers"] if row["format"]} == {"compressed-tensors"}
+    for key in ("parameters", "bits_per_weight", "tensors", "dtypes", "bytes"):
+        assert facts[key] == ours[key], key
+    assert "another tool's checkpoint" in cli("inspect", folder).stdout
+    said = cli("generate", folder, "Once", "-n", "4")
+    assert said.exit_code == 0 and said.stdout == cli("generate", checkpoint, "Once", "-n", "4").stdout

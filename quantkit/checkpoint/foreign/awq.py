@@ -1,0 +1,57 @@
+"""AWQ checkpoints in the GEMM layout, as AutoAWQ and GPTQModel write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.checkpoint.foreign.base import (
+    Found,
+    Infos,
+    Layers,
+    contradiction,
+    granularity,
+    group_size,
+    missing,
+)
+from quantkit.models.architecture import LinearSlot
+from quantkit.models.reader import ConfigReader
+from quantkit.spec import QuantSpec
+
+HARMLESS = frozenset({
+    "quant_method", "method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
+    "meta", "damp_percent", "true_sequential", "tokenizer", "dataset", "model_seqlen", "desc_act", "sym",
+    "act_group_aware", "lm_head", "pack_dtype", "block_name_to_quantize", "module_name_preceding_first_block",
+    "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "modules_in_block_to_quantize"})
+"""How the weights were found, and how others run them."""
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "version": ("gemm", "GEMM"), "format": ("gemm",), "checkpoint_format": ("gemm",), "zero_point": (True,),
+    "adapter": ({},), "rotation": (), "dynamic": ({},), "bits": (4,), "w_bit": (4,)}
+BACKENDS = ("auto", "autoawq", "legacy_awq", "gemm")
+
+
+def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
+    """A layer is quantized if it has ``qweight``; ``modules_to_not_convert`` must agree."""
+    if config.raw("bits") is None and config.raw("w_bit") is None:
+        config.integer("bits")
+    config.only("backend", BACKENDS)
+    size = group_size(config, "group_size" if config.raw("group_size") is not None else "q_group_size")
+    kept = config.raw("modules_to_not_convert", [])
+    if not isinstance(kept, list) or not all(isinstance(name, str) and name for name in kept):
+        raise config.wrong("modules_to_not_convert", kept, "it must be a list of names")
+    for key, allowed in INERT.items():
+        config.only(key, allowed)
+    config.finish(HARMLESS, INERT)
+    spec = QuantSpec(bits=4, symmetric=False, granularity=granularity(size), scale_dtype="float16")
+
+    def layer(slot: LinearSlot) -> Found | None:
+        if f"{slot.name}.qweight" not in infos:
+            return None
+        if any(name in slot.name for name in kept):
+            raise contradiction(slot, "'modules_to_not_convert'")
+        for suffix in ("qzeros", "scales"):
+            if f"{slot.name}.{suffix}" not in infos:
+                raise missing(slot, suffix)
+        return Found("awq", spec, dtype, ("qweight", "qzeros", "scales"))
+
+    return layer

@@ -1,0 +1,75 @@
+"""What reading one tool's checkpoints amounts to: its words for a layer, in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import CheckpointError
+from quantkit.models.architecture import LinearSlot
+from quantkit.models.reader import ConfigReader
+from quantkit.sources.base import TensorInfo
+from quantkit.spec import Granularity, QuantSpec
+
+ORIGINAL = "get the original model, then: quantkit quantize ORIGINAL --recipe int4 --out OUT"
+Infos = Mapping[str, TensorInfo]
+Tensors = dict[str, torch.Tensor]
+
+
+def unchanged(tensors: Tensors) -> Tensors:
+    """The file's tensors are the layout's."""
+    return tensors
+
+
+@dataclass(frozen=True)
+class Found:
+    """A quantized layer of another tool.
+
+    Attributes:
+        format: the layout of ours that is the same.
+        spec: what it is, ``scale_dtype`` as the file has it.
+        dtype: logical dtype of the weight.
+        stored: suffixes of the file's tensors that it is made of.
+        convert: those tensors → those of the layout, where they differ.
+        rewritten: suffixes that ``convert`` makes anew; all others must be as the layout says.
+    """
+
+    format: str
+    spec: QuantSpec
+    dtype: str
+    stored: tuple[str, ...]
+    convert: Callable[[Tensors], Tensors] = unchanged
+    rewritten: tuple[str, ...] = ()
+
+
+Layers = Callable[[LinearSlot], Found | None]
+"""A Linear → how it is quantized; ``None`` if it isn't. Raises CheckpointError."""
+Dialect = Callable[[ConfigReader, Infos, str], Layers]
+"""``(quantization_config, the file's tensors, dtype of the model) → Layers``. Raises UnsupportedModelError
+for a key or value that changes the maths and isn't implemented."""
+
+
+def granularity(size: int) -> Granularity:
+    """Of a ``group_size`` as GPTQ and AWQ write it: -1 is a scale a row."""
+    return Granularity(strategy="channel") if size == -1 else Granularity(strategy="group", size=size)
+
+
+def group_size(config: ConfigReader, key: str = "group_size") -> int:
+    """A group size, or -1 for a scale a row."""
+    value = config.raw(key)
+    return -1 if value == -1 else config.integer(key, minimum=2)
+
+
+def missing(slot: LinearSlot, tensor: str) -> CheckpointError:
+    """The error for a layer without one of its tensors."""
+    return CheckpointError(f"{slot.name} has no {tensor}",
+                           why="its quantization_config says that it is quantized",
+                           next="download the checkpoint again")
+
+
+def contradiction(slot: LinearSlot, said: str) -> CheckpointError:
+    """The error for a quantized layer that the config excludes."""
+    return CheckpointError(f"{slot.name} is stored quantized, and {said} says that it isn't",
+                           why="readers would disagree on what it is", next="download the checkpoint again")

@@ -1,0 +1,205 @@
+"""A checkpoint without ``quantkit.json``, seen as if it were one of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.checks import packed_fault
+from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, gptq
+from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, Found, Layers
+from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
+from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
+from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.architecture import LinearSlot, linear_slots, parse_config, tensor_shapes
+from quantkit.models.reader import ConfigReader
+from quantkit.plugins import registry
+from quantkit.sources.base import SourceIdentity, TensorInfo
+from quantkit.sources.local import LocalSource
+
+DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
+                                "compressed-tensors": compressed_tensors.layers}
+"""By ``quant_method``."""
+
+
+class ForeignCheckpoint:
+    """Another tool's checkpoint; has what :class:`~quantkit.checkpoint.reader.Checkpoint` has, but no
+    manifest and no hashes to check against.
+
+    The dtype and shape of every tensor are checked when it is opened, the values of a layer when it is read.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        identity: where the folder came from, if it wasn't here.
+
+    Attributes:
+        path: the folder.
+        layers: a row for every Linear; the method is the tool's ``quant_method``.
+
+    Raises:
+        CheckpointError: an unknown ``quant_method``, a key or value that changes the maths and isn't
+            implemented, or tensors that aren't what the config says.
+        SourceError: the files are malformed.
+    """
+
+    manifest = None
+
+    def __init__(self, folder: Path, identity: SourceIdentity | None = None) -> None:
+        self.path = folder
+        self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
+        try:
+            self._found: dict[str, Found] = {}
+            self._infos = dict(self.source.tensors())
+            self.layers = tuple(self._rows())
+            self._drop_empty_biases()
+        except BaseException:
+            self.close()
+            raise
+
+    def _rows(self) -> list[LayerRow]:
+        raw = self.source.config()
+        slots = linear_slots(parse_config(raw))
+        method, layers = self._layers(raw)
+        return [self._row(slot, method, layers(slot)) for slot in slots]
+
+    def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
+        quantization = raw["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if not isinstance(method, str) or method not in DIALECTS:
+            lost = method == "quantkit"
+            raise CheckpointError(
+                f"{self.path} is quantized by {method!r}, which can't be read",
+                why="its quantkit.json is missing, without which nobody can read it" if lost
+                else did_you_mean(str(method), DIALECTS),
+                next="copy the checkpoint again from where it came" if lost else ORIGINAL)
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        if dtype not in FLOATS:
+            raise CheckpointError(f"config.json has dtype {dtype[:80]!r}", why=f"known: {', '.join(FLOATS)}",
+                                  next=ORIGINAL)
+        try:
+            return method, DIALECTS[method](
+                ConfigReader(quantization, f"{self.path}: quantization_config ({method})"), self._infos,
+                dtype)
+        except UnsupportedModelError as error:
+            raise CheckpointError(error.what, why=error.why, next=ORIGINAL) from error
+
+    def _row(self, slot: LinearSlot, method: str, found: Found | None) -> LayerRow:
+        shape, name = (slot.out_features, slot.in_features), slot.name
+        if found is None:
+            info = self._infos.get(f"{name}.weight")
+            if info is None or tuple(info.shape) != shape or info.dtype not in FLOATS.values():
+                there = sorted(n for n in self._infos if n.startswith(f"{name}."))[:5]
+                raise CheckpointError(f"layer {name} of {self.path} has no plain weight {list(shape)}",
+                                      why=f"by its quantization_config it isn't quantized; it has {there}",
+                                      next="download the checkpoint again")
+            bits = 8 * info.nbytes / math.prod(shape)
+            return LayerRow(name=name, shape=shape, dtype=str(info.dtype).removeprefix("torch."), bits=bits,
+                            bytes=info.nbytes)
+        form: Format = registry("formats").get(found.format)
+        try:
+            layout = form.layout(found.spec, shape, FLOATS[found.dtype])
+        except QuantkitError as error:
+            raise CheckpointError(f"layer {name} of {self.path} can't be read", why=error.why or error.what,
+                                  next=ORIGINAL) from error
+        self._found[name] = found
+        for suffix in found.stored:
+            info = self._infos.pop(f"{name}.{suffix}")
+            wanted = layout.get(suffix)
+            fits = wanted is not None and (info.dtype, tuple(info.shape)) == wanted
+            if not fits and suffix not in found.rewritten:
+                raise CheckpointError(
+                    f"tensor {name}.{suffix} of {self.path} is {info.dtype} {list(info.shape)}",
+                    why=f"{found.format} {found.spec.label()} of a layer {list(shape)} has "
+                        + (f"{wanted[0]} {list(wanted[1])} there" if wanted else "no such tensor"),
+                    next="download the checkpoint again")
+        for suffix, (dtype, size) in layout.items():
+            self._infos[f"{name}.{suffix}"] = TensorInfo(f"{name}.{suffix}", size, dtype)
+        total = sum(self._infos[f"{name}.{suffix}"].nbytes for suffix in layout)
+        return LayerRow(name=name, shape=shape, dtype=found.dtype, method=method, format=found.format,
+                        spec=found.spec, bits=8 * total / math.prod(shape), bytes=total)
+
+    def _drop_empty_biases(self) -> None:
+        """Some tools store a bias of zeros beside every layer that they quantized."""
+        known = tensor_shapes(parse_config(self.source.config()))
+        for name in self._found:
+            bias = f"{name}.bias"
+            if bias in self._infos and bias not in known and not self.source.tensor(bias).any():
+                del self._infos[bias]
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, those of quantized layers as our layouts have them."""
+        return self._infos
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of all Linears over their parameters."""
+        return bits_per_weight(self.layers)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return self.source.file_bytes
+
+    def config(self) -> dict[str, Any]:
+        """``config.json``, ``quantization_config`` included."""
+        return self.source.config()
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that full name."""
+        return name in self._infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor of the file. Raises QuantkitError for an unknown name."""
+        return self.source.tensor(name)
+
+    def quantized(self, layer: str) -> QuantizedTensor | None:
+        """The packed weight of a layer in a layout of ours; ``None`` if it isn't quantized.
+
+        Raises:
+            CheckpointError: its values can't be right, or its inputs are out of order.
+        """
+        found = self._found.get(layer)
+        if found is None:
+            return None
+        row = next(row for row in self.layers if row.name == layer)
+        stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in found.stored}
+        packed = QuantizedTensor(found.format, found.spec, row.shape, FLOATS[found.dtype],
+                                 found.convert(stored))
+        layout = registry("formats").get(found.format).layout(found.spec, row.shape, packed.dtype)
+        try:
+            if {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} != layout:
+                raise CheckpointError("its tensors have other shapes than its spec says")
+            if (fault := packed_fault(packed)) is not None:
+                raise CheckpointError(fault)
+        except CheckpointError as error:
+            raise CheckpointError(f"layer {layer} of {self.path}: {error.what}", why=error.why,
+                                  next=error.next or "download the checkpoint again") from error
+        return packed
+
+    def side_files(self) -> Mapping[str, bytes]:
+        """Tokenizer and generation files, by plain name."""
+        return self.source.side_files()
+
+    def identity(self) -> SourceIdentity:
+        """Which checkpoint it is, with the hashes of its files."""
+        return self.source.identity()
+
+    def release(self) -> None:
+        """What was read of the files needn't stay in memory."""
+        self.source.release()
+
+    def close(self) -> None:
+        """Close the weight files."""
+        self.source.close()
+
+    def __enter__(self) -> ForeignCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,152 @@
+"""compressed-tensors checkpoints, as llm-compressor writes them: groups of layers, each with its scheme.
+
+A layout that compressed-tensors has and quantkit reads is a line in :data:`READERS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.foreign.base import ORIGINAL, Found, Infos, Layers, Tensors, missing, unchanged
+from quantkit.errors import CheckpointError
+from quantkit.formats import bits as stream
+from quantkit.formats.dtypes import FLOATS, dtype_name
+from quantkit.models.architecture import LinearSlot
+from quantkit.models.reader import ConfigReader
+from quantkit.spec import Granularity, QuantSpec
+
+CLASS = "Linear"
+HARMLESS = frozenset({"quant_method", "version", "global_compression_ratio"})
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "quantization_status": ("compressed", "frozen"), "kv_cache_scheme": (), "transform_config": ({},),
+    "moe_sparsity_config": (), "format": ()}
+WEIGHTS_HARMLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+WEIGHTS_INERT: Mapping[str, tuple[Any, ...]] = {
+    "type": ("int",), "dynamic": (False,), "actorder": (False, "static", "weight"), "block_structure": ()}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of ``config_groups``."""
+
+    format: str
+    targets: tuple[str, ...]
+    spec: QuantSpec
+
+
+def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
+    """``ignore`` goes before ``targets``; a name goes before a pattern, and that before a class."""
+    whole = config.raw("format", "dense")
+    sparsity = config.raw("sparsity_config", {})
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise config.wrong("sparsity_config", sparsity, "only dense weights can be read")
+    ignored = _patterns(config, "ignore", config.raw("ignore", []))
+    table = config.raw("config_groups", {})
+    if not isinstance(table, dict) or not table:
+        raise config.wrong("config_groups", table, "it must be a table of groups")
+    groups = [_group(f"{config.where}: {name}", group, str(whole)) for name, group in table.items()]
+    config.finish(HARMLESS, INERT)
+
+    def layer(slot: LinearSlot) -> Found | None:
+        group = None if _best(slot.name, ignored) else _chosen(slot.name, groups)
+        return None if group is None else READERS[group.format](slot, group.spec, infos)
+
+    return layer
+
+
+def _group(where: str, group: Any, whole: str) -> Group:
+    if not isinstance(group, dict):
+        raise CheckpointError(f"{where} is no table", why="a preset's name says nothing about the file",
+                              next="save the checkpoint again with a recent compressed-tensors")
+    config = ConfigReader(group, where)
+    config.only("input_activations", ())
+    config.only("output_activations", ())
+    form = config.raw("format", whole)
+    if not isinstance(form, str) or form not in READERS:
+        raise config.wrong("format", form, f"only {', '.join(READERS)} can be read")
+    targets = _patterns(config, "targets", config.raw("targets"))
+    weights = config.raw("weights")
+    if not isinstance(weights, dict):
+        raise config.wrong("weights", weights, "it must be a table")
+    spec = _spec(ConfigReader(weights, f"{where}: weights"))
+    config.finish(frozenset(), {})
+    return Group(form, targets, spec)
+
+
+def _spec(config: ConfigReader) -> QuantSpec:
+    strategy: Any = config.raw("strategy") or ("group" if config.raw("group_size") else "tensor")
+    if strategy not in ("tensor", "channel", "group"):
+        raise config.wrong("strategy", strategy, "only tensor, channel and group are implemented")
+    size = config.integer("group_size", minimum=2) if strategy == "group" else None
+    config.only("actorder", WEIGHTS_INERT["actorder"])
+    bits, symmetric = config.integer("num_bits", 8, minimum=2, maximum=8), config.flag("symmetric", True)
+    config.finish(WEIGHTS_HARMLESS | {"group_size"}, WEIGHTS_INERT)
+    return QuantSpec(bits=bits, symmetric=symmetric, granularity=Granularity(strategy=strategy, size=size))
+
+
+def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise config.wrong(key, found, "it must be a list of names")
+    for one in found:
+        try:
+            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
+        except re.error as error:
+            raise config.wrong(key, one, f"it is no regular expression: {error}") from None
+    return tuple(found)
+
+
+def _best(name: str, targets: Sequence[str]) -> int:
+    """How exactly the best target names a layer: 3 by name, 2 by pattern, 1 by class, 0 not at all."""
+    return max((3 if one == name else 2 if one.startswith("re:") and re.match(one[3:], name) else
+                1 if one == CLASS else 0 for one in targets), default=0)
+
+
+def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
+    """The group that names the layer most exactly. Raises CheckpointError if two different ones do."""
+    marks = [_best(name, group.targets) for group in groups]
+    if not (best := max(marks)):
+        return None
+    found = {(group.format, group.spec): group for group,
+             mark in zip(groups, marks, strict=True) if mark == best}
+    if len(found) > 1:
+        raise CheckpointError(f"{name} is in two of config_groups", why="readers disagree on which counts",
+                              next=ORIGINAL)
+    return next(iter(found.values()))
+
+
+def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
+    """Scales are stored in the weight's dtype. Zero points lie packed; older versions left them int8."""
+    names = ["weight_packed", "weight_scale", "weight_shape"]
+    names += [] if spec.symmetric else ["weight_zero_point"]
+    for suffix in names:
+        if f"{slot.name}.{suffix}" not in infos:
+            raise missing(slot, suffix)
+    if f"{slot.name}.weight_g_idx" in infos:
+        raise CheckpointError(f"{slot.name} has inputs in another order than its groups (actorder: group)",
+                              why="every group would need its inputs gathered from all over the row",
+                              next="get a checkpoint made with actorder: weight or none, or " + ORIGINAL)
+    dtype = infos[f"{slot.name}.weight_scale"].dtype
+    if dtype not in FLOATS.values():
+        raise CheckpointError(f"{slot.name}.weight_scale is {dtype}", why=f"known: {', '.join(FLOATS)}",
+                              next="download the checkpoint again")
+    spec = spec.model_copy(update={"scale_dtype": dtype_name(dtype)})
+
+    def packed_zeros(tensors: Tensors) -> Tensors:
+        signed = tensors["weight_zero_point"]
+        if signed.dtype != torch.int8:
+            return tensors
+        level = (signed.to(torch.int16) + (1 << (spec.bits - 1))).to(torch.uint8)
+        return {**tensors, "weight_zero_point": stream.pack(level.T.contiguous(), spec.bits).T.contiguous()}
+
+    return Found("pack-quantized", spec, dtype_name(dtype), tuple(names),
+                 unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
+
+
+Reader = Callable[[LinearSlot, QuantSpec, Infos], Found]
+READERS: dict[str, Reader] = {"pack-quantized": _pack_quantized}
+"""By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors) → Found``."""

@@ -1,0 +1,44 @@
+"""A name → the model or checkpoint that it means, ours or another tool's, here or on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint, is_unfinished
+from quantkit.errors import UsageError
+from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, open_source
+
+AnyCheckpoint = Checkpoint | ForeignCheckpoint
+
+
+def open_checkpoint(folder: str | Path, identity: SourceIdentity | None = None) -> AnyCheckpoint:
+    """The checkpoint in a folder, whoever made it.
+
+    Raises:
+        CheckpointError, SourceError: it is unfinished, damaged, or can't be read.
+    """
+    path = Path(folder).expanduser()
+    if (path / MANIFEST).is_file() or is_unfinished(path) or foreign_method(path) is None:
+        return Checkpoint.open(path)
+    return ForeignCheckpoint(path, identity)
+
+
+def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckpoint:
+    """A checkpoint, or anything a source takes.
+
+    Raises:
+        UsageError: a revision of a checkpoint's folder.
+        QuantkitError: it isn't there or can't be read.
+    """
+    folder = Path(uri).expanduser()
+    if is_checkpoint(folder):
+        if revision is not None:
+            raise UsageError(f"--revision {revision} makes no sense for a checkpoint's folder",
+                             next="leave it out")
+        return open_checkpoint(folder)
+    try:
+        return open_source(uri, revision)
+    except QuantizedError as found:
+        return open_checkpoint(found.folder, found.identity)

@@ -1,0 +1,40 @@
+"""``quantkit export DIR --to FORMAT OUT``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, print_json, wrapped
+from quantkit.cli.progress import Progress
+
+
+@click.command("export")
+@click.argument("checkpoint", metavar="DIR")
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
+@click.option("--to", "form", required=True, metavar="FORMAT",
+              help="pack-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2 or awq; plugins add others.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: bool, as_json: bool) -> None:
+    """Pack a checkpoint anew in another layout, exactly.
+
+    DIR is a checkpoint, of quantkit or another tool, here or on the hub; OUT is the folder to make. Levels
+    and scales stay what they are, or the export is refused with the reason: nothing is rounded.
+    """
+    from quantkit.export import export
+
+    with Progress(f"{checkpoint} to {form}", quiet=quiet) as progress:
+        result = export(checkpoint, form, out, revision=revision, progress=progress)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    packed = [row for row in result.rows if row.spec]
+    size = sum(row.bytes for row in result.rows)
+    click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
+    click.echo(wrapped("layers",
+                       f"{len(packed)} of {len(result.rows)} in format {form}, {human_bytes(size)}"))
+    click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for vllm")

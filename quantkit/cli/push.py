@@ -1,0 +1,46 @@
+"""``quantkit push DIR REPO``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from quantkit.cli.present import human_bytes, note, print_json, show_warning, table, wrapped
+
+
+@click.command("push")
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("repo", metavar="REPO")
+@click.option("--public", is_flag=True, help="Everybody may see it; by default only its owner.")
+@click.option("--message", "-m", metavar="TEXT", help="Of the commit.")
+@click.option("--dry-run", is_flag=True, help="Verify, show what would be uploaded, and reach no network.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_run: bool,
+            as_json: bool) -> None:
+    """Upload a checkpoint to the Hugging Face hub.
+
+    REPO is owner/name; it is made, private, if it isn't there. The folder is verified first, and only files
+    that quantkit.json lists are uploaded. You are who `hf auth login` says.
+    """
+    from quantkit.push import push
+
+    result = push(checkpoint, repo, private=not public, message=message, dry_run=dry_run)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    if dry_run:
+        click.echo(table(["file", "bytes"], [[name, f"{size:,}"] for name, size in result.files.items()],
+                         right=(1,)))
+        click.echo()
+    if result.left_out:
+        note(f"left here, quantkit.json doesn't list them: {', '.join(result.left_out)}")
+    who = "private" if result.private else "public"
+    if not dry_run and not public and not result.private:
+        show_warning(f"{result.repo} was there before, and everybody may see it")
+    said = "would be uploaded to" if dry_run else "uploaded to"
+    click.echo(wrapped("files", f"{len(result.files)}, {human_bytes(sum(result.files.values()))}, {said} "
+                                f"{result.repo} ({who})"))
+    if result.url:
+        click.echo(wrapped("commit", result.url))
+        click.echo(f"{'next':<14}quantkit generate {result.repo} \"The capital of France is\"")

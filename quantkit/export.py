@@ -1,0 +1,294 @@
+"""A finished checkpoint in another layout, layer by layer: the same levels and scales, or a refusal.
+
+Nothing is rounded here. What another layout can't hold exactly would be another model than the one that was
+measured; it is made from the original by a recipe that names the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.checkpoint.durable import hash_file
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.manifest import ExportRecord, LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.open import AnyCheckpoint, open_model
+from quantkit.checkpoint.quantization_config import OWN, quantization_config
+from quantkit.checkpoint.reader import Checkpoint, read_manifest
+from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
+from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
+from quantkit.formats.affine import middle
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.architecture import linear_slots, parse_config
+from quantkit.plugins import current, registry
+from quantkit.progress import Event, Listener, silent
+from quantkit.spec import QuantSpec
+
+REST = "rest"
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export made.
+
+    Attributes:
+        out: the checkpoint's folder.
+        format: the layout of its quantized layers.
+        rows: a row a Linear.
+        seconds: of this attempt.
+    """
+
+    out: Path
+    format: str
+    rows: tuple[LayerRow, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {"out": str(self.out), "format": self.format, "seconds": self.seconds,
+                "tensor_bytes": sum(row.bytes for row in self.rows),
+                "layers": [row.to_dict() for row in self.rows]}
+
+
+def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
+           progress: Listener = silent) -> ExportResult:
+    """Pack a checkpoint anew in another layout.
+
+    Args:
+        uri: a checkpoint, of quantkit or another tool, here or on the hub.
+        to: a registered format.
+        out: the folder to make; nothing may be there.
+        revision: commit or tag, of a checkpoint on the hub.
+        progress: called before each unit and once at the end.
+
+    Raises:
+        UsageError: it isn't quantized, or there is no such format.
+        SpecError: the layout can't hold a layer's spec or shape.
+        CheckpointError: the layout can't hold a layer exactly, or a file is damaged; nothing is left.
+        Stopped: interrupted; the finished layers are kept.
+    """
+    start = time.monotonic()
+    refuse_existing(out)
+    form: Format = registry("formats").get(to)
+    opened = open_model(uri, revision)
+    try:
+        if not isinstance(opened, Checkpoint | ForeignCheckpoint):
+            raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
+                             next=f"quantkit quantize {uri} --recipe int4 --out OUT")
+        rows = _rows(opened, form, to)
+        manifest = _manifest(opened, to, _name(uri))
+        needed = 2 * sum(info.nbytes for info in opened.infos.values())
+        with CheckpointWriter(out, manifest.model_dump(mode="json"), needed_bytes=needed) as writer:
+            done = _write(writer, opened, form, rows, manifest, progress)
+        return ExportResult(done, to, read_manifest(done).layers, time.monotonic() - start)
+    finally:
+        opened.close()
+
+
+def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
+    """What every layer becomes. Raises SpecError for all that the layout refuses."""
+    rows, refused = [], []
+    for row in checkpoint.layers:
+        if row.spec is None:
+            rows.append(row)
+            continue
+        spec = _spec(row.spec, form, row)
+        try:
+            if (reason := form.refuses(spec, row.shape)) is not None:
+                raise SpecError(reason)
+            layout = form.layout(spec, row.shape, FLOATS[row.dtype])
+        except QuantkitError as error:
+            refused.append(f"{row.name}: {error.why or error.what}")
+            continue
+        size = sum(_bytes(dtype, shape) for dtype, shape in layout.values())
+        rows.append(row.model_copy(update={"format": to, "spec": spec, "bytes": size,
+                                           "bits": 8 * size / (row.shape[0] * row.shape[1])}))
+    if refused:
+        more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+        raise SpecError(f"format {to} can't hold {checkpoint.path}", why="\n".join(refused[:SHOWN] + more),
+                        next="choose another --to, or quantize the original by a recipe with that format")
+    if not any(row.spec for row in rows):
+        raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
+    if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
+        kinds = dict.fromkeys(row.spec.label() for row in rows if row.spec)
+        raise SpecError(f"no quantization_config can say this mix in format {to}", why=", ".join(kinds),
+                        next="--to pack-quantized can say a mix of integers")
+    return rows
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+
+
+def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
+    """The same weight as ``form`` describes it: its scales' dtype, with or without zero points."""
+    dtype = getattr(form, "scales", None) or (row.dtype if spec.kind == "int" else spec.scale_dtype)
+    moved = spec.model_copy(update={"scale_dtype": dtype})
+    wide = moved.model_copy(update={"symmetric": False})
+    if spec.kind == "int" and form.refuses(moved, row.shape) and not form.refuses(wide, row.shape):
+        return wide
+    narrow = moved.model_copy(update={"symmetric": True})
+    if spec.kind == "int" and form.refuses(moved, row.shape) and not form.refuses(narrow, row.shape):
+        return narrow
+    return moved
+
+
+def _name(uri: str) -> str:
+    """A folder by its last part, a name on the hub as it is."""
+    path = Path(uri).expanduser()
+    return path.resolve().name if path.is_dir() else uri
+
+
+def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
+    """Who made the levels stays; where they lay is added."""
+    quantization = checkpoint.config().get("quantization_config") or {}
+    method = str(quantization.get("quant_method"))
+    formats = tuple(dict.fromkeys(row.format for row in checkpoint.layers if row.format))
+    owner = registry("formats").entry(to).owner
+    plugins = {p.distribution: p.version for p in current().plugins if p.distribution == owner}
+    if isinstance(checkpoint, Checkpoint):
+        _intact(checkpoint)
+        known = checkpoint.manifest
+        record = ExportRecord(uri=name, quant_method=method, formats=formats,
+                              manifest_sha256=hashlib.sha256(known.to_bytes()).hexdigest())
+        return known.model_copy(update={
+            "quantkit_version": __version__, "layers": (), "files": {}, "digest": "",
+            "plugins": {**known.plugins, **plugins}, "exported": record})
+    source = SourceRecord.of(checkpoint.identity())
+    recipe: dict[str, Any] = {"name": "export", "calibration": None, "rules": [], "kv": None,
+                              "description": f"Another tool's checkpoint ({method}), packed anew."}
+    return Manifest(quantkit_version=__version__, recipe=recipe, source=source, plugins=plugins,
+                    exported=ExportRecord(uri=source.uri, quant_method=method, formats=formats))
+
+
+def _intact(checkpoint: Checkpoint) -> None:
+    """Damage must not be given a new hash. Raises CheckpointError."""
+    for name, record in checkpoint.manifest.files.items():
+        if name.endswith(".safetensors") and hash_file(checkpoint.path / name)[0] != record.sha256:
+            raise CheckpointError(f"{checkpoint.path / name} is damaged",
+                                  why="its hash is not the manifest's",
+                                  next="copy the checkpoint again from where it came, or quantize again")
+
+
+def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow],
+           manifest: Manifest, progress: Listener) -> Path:
+    config = checkpoint.config()
+    shape = parse_config(config)
+    where = {slot.name: slot.layer for slot in linear_slots(shape)}
+    units: dict[int | None, list[LayerRow]] = {index: [] for index in (*range(shape.num_layers), None)}
+    for row in rows:
+        units[where[row.name]].append(row)
+    own = {f"{row.name}.{suffix}" for row in rows for suffix in _suffixes(checkpoint, row)}
+    other = [name for name in checkpoint.infos if name not in own]
+    try:
+        for index, members in units.items():
+            unit = REST if index is None else f"layer-{index}"
+            progress(Event(len(units) - 1 if index is None else index, len(units), unit.replace("-", " ")))
+            if writer.finished or writer.has(unit):
+                continue
+            mine = [n for n in other if _unit_of(n) == index]
+            writer.put(unit, _tensors(checkpoint, form, members) | {n: checkpoint.tensor(n) for n in mine},
+                       [row.to_dict() for row in members])
+            checkpoint.release()
+        progress(Event(len(units), len(units), "assembling and rereading"))
+        return writer.finish(config, checkpoint.side_files(), manifest)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; {len(writer.units())} of {len(units)} units are kept in {writer.partial}",
+                      next="run the same command again to go on") from None
+    except Inexact:
+        writer.abandon()
+        raise
+
+
+def _suffixes(checkpoint: AnyCheckpoint, row: LayerRow) -> Sequence[str]:
+    """Of the stored tensors that are a layer's weight."""
+    before = next(one for one in checkpoint.layers if one.name == row.name)
+    if before.format is None or before.spec is None:
+        return ("weight",)
+    return tuple(registry("formats").get(before.format).layout(before.spec, row.shape, FLOATS[row.dtype]))
+
+
+def _unit_of(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdigit() else None
+
+
+def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for row in rows:
+        packed = checkpoint.quantized(row.name)
+        if packed is None or row.spec is None:
+            tensors[f"{row.name}.weight"] = checkpoint.tensor(f"{row.name}.weight")
+            continue
+        again = repack(row.name, packed, form, row.spec)
+        tensors |= {f"{row.name}.{suffix}": tensor for suffix, tensor in again.tensors.items()}
+    return tensors
+
+
+class Inexact(CheckpointError):
+    """A layout can't hold a layer's values as they are."""
+
+
+def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) -> QuantizedTensor:
+    """The same weight by another format; its levels less their zero points and its scales are compared.
+
+    Args:
+        name: of the layer, for errors.
+        packed: as it is stored now.
+        form: the format to pack it by.
+        spec: what it is there: of other scales' dtype, with or without zero points.
+
+    Raises:
+        Inexact: the format can't hold a scale or a zero point as it is.
+    """
+    codes: Codes = registry("formats").get(packed.format).unpack(packed)
+    zero = codes.zero
+    if codes.spec.kind == "int" and not spec.symmetric and zero is None:
+        zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8)
+    if spec.symmetric and zero is not None:
+        if bool((zero != middle(spec)).any()):
+            raise Inexact(f"layer {name} has zero points, for which format {form.name} has no place",
+                          why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
+                          next=f"quantize the original with symmetric: true and format: {form.name}")
+        zero = None
+    if spec.scale_dtype != "model":
+        held = codes.scale.to(FLOATS[spec.scale_dtype]).float()
+        if (lost := int((held != codes.scale).sum())):
+            worst = codes.scale[held != codes.scale]
+            raise Inexact(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
+                          why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format {form.name} "
+                              f"keeps scales in {spec.scale_dtype}",
+                          next=f"quantize the original by a recipe with format: {form.name}: scales are then "
+                               "rounded before the levels are chosen")
+    wanted = replace(codes, spec=spec, zero=zero)
+    try:
+        again = form.pack(wanted, packed.dtype)
+    except SpecError as error:
+        raise Inexact(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
+    back = form.unpack(again)
+    if not torch.equal(back.scale, codes.scale) or not torch.equal(_signed(back), _signed(wanted)):
+        raise Inexact(f"layer {name} doesn't come back from format {form.name} as it was",
+                      why="a scale has no exact place there",
+                      next=f"quantize the original by a recipe with format: {form.name}")
+    return again
+
+
+def _signed(codes: Codes) -> torch.Tensor:
+    """Levels less their zero points, int16; of a codebook, the levels."""
+    level = codes.codes.to(torch.int16)
+    if codes.spec.kind != "int":
+        return level
+    zero = torch.full(codes.scale.shape, middle(codes.spec)) if codes.zero is None else codes.zero
+    grouped = level.reshape(codes.codes.shape[0], codes.scale.shape[1], -1)
+    return (grouped - zero.to(torch.int16).expand(codes.codes.shape[0],
+                                                  -1).unsqueeze(-1)).reshape(level.shape)
+

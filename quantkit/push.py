@@ -1,0 +1,124 @@
+"""A finished, verified checkpoint → a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.reader import read_manifest
+from quantkit.checkpoint.verify import verify
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.sources.hub import PREFIX
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+LOGIN = "hf auth login"
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What was uploaded, or would be.
+
+    Attributes:
+        repo: ``owner/name``.
+        url: of the commit; ``None`` for a dry run.
+        private: whether only its owner sees the repository.
+        files: name → bytes, the weights among them.
+        left_out: files of the folder that the manifest doesn't list, and that stay here.
+    """
+
+    repo: str
+    url: str | None
+    private: bool
+    files: dict[str, int]
+    left_out: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return asdict(self) | {"bytes": sum(self.files.values())}
+
+
+def push(folder: str | Path, repo: str, *, private: bool = True, message: str | None = None,
+         dry_run: bool = False) -> PushResult:
+    """Upload a checkpoint in one commit. Only files that the manifest lists go; all are read and hashed
+    first.
+
+    Args:
+        folder: a checkpoint of quantkit's.
+        repo: ``owner/name``; made if it isn't there.
+        private: whether a repository that is made is private.
+        message: of the commit.
+        dry_run: verify and say what would be uploaded, and reach no network.
+
+    Raises:
+        CheckpointError: ``quantkit verify`` rejects the folder.
+        UsageError: no such name can be, or the repository holds a model already.
+        QuantkitError: the hub refuses or can't be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    path, name = Path(folder).expanduser(), repo.removeprefix(PREFIX)
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UsageError(f"{repo!r} can't name a repository", why=str(error).splitlines()[0],
+                         next="name it owner/name") from None
+    if "/" not in name:
+        raise UsageError(f"{repo!r} names no owner", next=f"name it OWNER/{name}")
+    report = verify(path)
+    if not report.ok:
+        first = report.failed[0]
+        raise CheckpointError(f"{path} is not pushed: quantkit verify rejects it",
+                              why=f"{first.name}: {first.detail}",
+                              next=f"quantkit verify {shlex.quote(str(path))}")
+    manifest = read_manifest(path)
+    files = {one: (path / one).stat().st_size for one in sorted([*manifest.files, MANIFEST])}
+    left_out = tuple(sorted({p.name for p in path.iterdir()} - files.keys()))
+    if dry_run:
+        return PushResult(name, None, private, files, left_out)
+    url, is_private = _upload(HfApi(), path, name, private, message or _message(manifest.recipe), list(files))
+    return PushResult(name, url, is_private, files, left_out)
+
+
+def _message(recipe: dict[str, Any]) -> str:
+    return f"quantkit checkpoint by recipe {recipe.get('name')}"
+
+
+def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, files: list[str]) -> tuple[str,
+                                                                                                       bool]:
+    """One commit; its url, and whether the repository is private. Raises QuantkitError."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        there = api.list_repo_files(name)
+        if any(one.endswith(".safetensors") for one in there):
+            raise UsageError(f"{name} holds a model already",
+                             why="its old files would stay among the new ones",
+                             next="choose another name, or delete that repository's files first")
+        done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
+        return str(done.commit_url), bool(api.repo_info(name).private)
+    except LocalTokenNotFoundError as error:
+        raise QuantkitError("the hub wants to know who you are", why=_first_line(error),
+                            next=LOGIN) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        denied = status in (401, 403)
+        again = f"quantkit push {shlex.quote(str(path))} {name} (what is uploaded is kept)"
+        raise QuantkitError(f"the hub refuses {name}" if denied else f"the upload to {name} failed",
+                            why=_first_line(error),
+                            next=f"{LOGIN}, with a token that may write to {name.split('/')[0]}" if denied
+                            else again) from error
+    except OSError as error:
+        raise QuantkitError(f"the hub can't be reached to upload {name}", why=_first_line(error),
+                            next="check the connection, then run the same command again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

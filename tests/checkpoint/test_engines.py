@@ -1,0 +1,118 @@
+"""Which engine loads what: each rule is broken once, and named with the layer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quantkit.checkpoint.engines import check_engine
+from quantkit.checkpoint.open import open_checkpoint
+from quantkit.errors import UsageError
+
+CHANNEL = {"strategy": "channel"}
+
+
+def spec(bits: int, size: int | None = 32, **more) -> dict:
+    granularity = CHANNEL if size is None else {"strategy": "group", "size": size}
+    return {"bits": bits, "granularity": granularity, **more}
+
+
+@pytest.fixture
+def said(tiny, tmp_path):
+    """``said(engine, device, spec, format, *rules before)`` → failed checks by name."""
+    count = iter(range(99))
+
+    def call(engine, device, spec, form=None, *before) -> dict[str, str]:
+        method = "nf4" if spec.get("kind") == "nf" else "rtn"
+        rule = {"match": "*", "method": method, "spec": spec, **({"format": form} if form else {})}
+        out = tiny.write(tmp_path / f"out{next(count)}", {"match": "lm_head"}, *before, rule)
+        with open_checkpoint(out) as opened:
+            checks = check_engine(engine, opened, device)
+        assert all(check.detail for check in checks)
+        return {check.name: check.detail for check in checks if check.status == "failed"}
+
+    return call
+
+
+NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
+
+
+@pytest.mark.parametrize(("engine", "device", "what", "form"), [
+    ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None),
+    ("vllm", "cpu", spec(4, 64), None),
+    ("vllm", "cuda", spec(4, symmetric=False), None), ("vllm", "cpu", spec(4, symmetric=False), None),
+    ("vllm", "cuda", spec(8, None), "gptq"), ("vllm", "cpu", spec(4), "gptq"),
+    ("vllm", "cuda", spec(4), "gptq-v2"),
+    ("vllm", "cuda", spec(4, symmetric=False), "awq"), ("sglang", "cuda", NF4, None),
+    ("transformers", "cpu", NF4, None), ("transformers", "cpu", spec(4), None),
+    ("transformers", "cpu", spec(8, None), "bnb-int8"), ("transformers", "cpu", spec(3), "gptq"),
+    ("transformers", "cuda", spec(4, symmetric=False), "awq"), ("transformers", "cpu", spec(2), "gptq-v2"),
+    ("sglang", "cuda", spec(4), "gptq")], ids=str)
+def test_what_loads(said, engine, device, what, form):
+    assert said(engine, device, what, form) == {}
+
+
+@pytest.mark.parametrize(("engine", "device", "what", "form", "name", "words"), [
+    ("vllm", "cpu", spec(8, None), None, "kernel on cpu", "4-bit weights only"),
+    ("vllm", "cpu", spec(8, None), "gptq", "kernel on cpu", "4-bit weights only"),
+    ("vllm", "cuda", spec(3), None, "kernel on cuda", "humming"),
+    ("vllm", "cuda", spec(8, None, symmetric=False), None, "kernel on cuda", "8 bits symmetric"),
+    ("vllm", "cuda", spec(4, 16), None, "kernel on cuda", "group size 16"),
+    ("vllm", "cuda", spec(4, symmetric=False), "gptq", "GPTQ's bits", "symmetric"),
+    ("vllm", "cuda", spec(3), "gptq", "GPTQ's bits", "4 or 8 bits"),
+    ("vllm", "cuda", {"bits": 8, "granularity": {"strategy": "tensor"}}, None, "strategy", "a tensor"),
+    ("vllm", "cuda", NF4, None, "quant_method", "plugin"),
+    ("vllm", "cuda", spec(8, None), "bnb-int8", "quant_method", "plugin"),
+    ("sglang", "cpu", spec(4), None, "kernel on cpu", "for GPUs"),
+    ("sglang", "cuda", spec(4), None, "kernel on cuda", "[64, 128] or [128, 64]"),
+    ("sglang", "cuda", spec(4, symmetric=False), "awq", "kernel on cuda", "[64, 128]"),
+    ("sglang", "cuda", spec(3), "gptq", "GPTQ's bits", "float16 activations"),
+    ("transformers", "cpu", spec(4, symmetric=False), None, "zero points", "dequantize=True")], ids=str)
+def test_what_is_refused(said, engine, device, what, form, name, words):
+    found = said(engine, device, what, form)
+    assert words in found[name]
+    if name != "quant_method":
+        assert "layers" in found[name] or "kernels" in found[name]
+
+
+def test_fused_layers_share_a_scheme(said):
+    other = {"match": "*.1.self_attn.k_proj", "method": "rtn", "spec": spec(8, None)}
+    found = said("vllm", "cuda", spec(4), None, other)
+    assert "layers.1.self_attn.k_proj: is int8 channel sym" in found["fused layers"]
+    kept = {"match": "*.0.mlp.up_proj"}
+    assert "mlp.up_proj: is kept" in said("vllm", "cuda", spec(4), "gptq", kept)["fused layers"]
+    assert said("vllm", "cuda", spec(4), "gptq", {"match": "*.0.mlp.down_proj"}) == {}
+
+
+def test_optimum_expects_whole_blocks(said):
+    found = said("transformers", "cpu", spec(4), "gptq", {"match": "*.0.mlp.down_proj"})
+    assert "0.mlp.down_proj" in found["kept layers"] and "random" in found["kept layers"]
+
+
+def test_a_mix_that_no_standard_says(said):
+    nf = {"match": "*.mlp.*", "method": "nf4", "spec": NF4}
+    for engine in ("vllm", "sglang", "transformers"):
+        assert "not quantkit" in said(engine, "cuda", spec(4), None, nf)["quant_method"]
+
+
+def test_another_tools_checkpoint_and_order(tiny, tmp_path):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"},
+                     {"match": "*", "method": "rtn", "spec": spec(4), "format": "gptq"})
+    (out / "quantkit.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (out / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(out) as opened:
+        failed = [check for check in check_engine("vllm", opened) if check.status == "failed"]
+    assert [check.name for check in failed] == ["desc_act"]
+
+
+def test_usage(tiny, tmp_path):
+    out = tiny.write(tmp_path / "out", {"match": "*"})
+    with open_checkpoint(out) as opened:
+        assert [c.status for c in check_engine("vllm", opened)] == ["ok"]
+        with pytest.raises(UsageError, match="no engine is called 'vlm'"):
+            check_engine("vlm", opened)
+        with pytest.raises(UsageError, match="no device is called 'tpu'"):
+            check_engine("vllm", opened, "tpu")

@@ -1,0 +1,60 @@
+"""A name on the hub can be a checkpoint, ours or another tool's."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.open import open_model
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
+from quantkit.testing import tiny_model
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+IDS = torch.randint(4, 300, (1, 8), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """``owner/name`` is what lies in ``held``; only what is asked for is downloaded."""
+    held = tmp_path / "held"
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules:\n  - {match: '*', method: rtn, format: gptq, "
+                      "spec: {bits: 8, granularity: {strategy: channel}}}\n")
+    quantize(str(tiny_model(tmp_path / "tiny")), str(recipe), held)
+
+    def download(name, *, revision=None, allow_patterns=None, ignore_patterns=None):
+        snapshot = tmp_path / "cache" / "snapshots" / SHA
+        snapshot.mkdir(parents=True, exist_ok=True)
+        names = [p.name for p in held.iterdir()]
+        for file in filter_repo_objects(names, allow_patterns=allow_patterns,
+                                        ignore_patterns=ignore_patterns):
+            shutil.copy(held / file, snapshot / file)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return held
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_it_runs_by_its_name(hub, ours):
+    expected = load(str(hub), dtype="float32").model(IDS)
+    if not ours:
+        (hub / "quantkit.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = open_model("owner/name", SHA)
+        assert isinstance(found, Checkpoint if ours else ForeignCheckpoint)
+        found.close()
+        loaded = load("owner/name", revision=SHA, dtype="float32")
+    assert torch.equal(loaded.model(IDS), expected)
+    assert loaded.label == ("rtn int8 channel sym" if ours else "gptq int8 channel sym")
+    if not ours:
+        assert ForeignCheckpoint(hub).identity().files.keys() >= {"model.safetensors", "config.json"}

@@ -1,0 +1,167 @@
+"""GPTQ's layout in both versions: exact, the quirk of the first, refusals, and GPTQModel as the oracle."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.errors import CheckpointError, SpecError
+from quantkit.formats import pack_quantized
+from quantkit.formats.base import Codes, Format
+from quantkit.formats.gptq import FORMAT, V2
+from quantkit.spec import Granularity, QuantSpec
+
+VERSIONS = pytest.mark.parametrize("form", [FORMAT, V2], ids=["v1", "v2"])
+
+
+def spec_of(bits: int, group: int | None, symmetric: bool = True, dtype: str = "float16") -> QuantSpec:
+    granularity = Granularity(strategy="channel" if group is None else "group", size=group)
+    return QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype=dtype)
+
+
+def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
+    random = torch.Generator().manual_seed(seed)
+    shape = spec.scale_shape((rows, cols))
+    scale = (torch.rand(shape, generator=random) + 0.1).half().float()
+    codes = torch.randint(0, 2**spec.bits, (rows, cols), dtype=torch.uint8, generator=random)
+    zero = torch.randint(1, 2**spec.bits, shape, dtype=torch.uint8, generator=random)
+    return Codes(spec, codes, scale, None if spec.symmetric else zero)
+
+
+@VERSIONS
+def test_is_a_format(form) -> None:
+    assert isinstance(form, Format) and form.quant_method == "gptq"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(bits=st.sampled_from([2, 3, 4, 8]), rows=st.sampled_from([32, 64, 96]), groups=st.integers(1, 5),
+       size=st.sampled_from([None, 32, 64]), symmetric=st.booleans(), second=st.booleans(),
+       seed=st.integers(0, 999))
+def test_round_trip_is_exact(bits, rows, groups, size, symmetric, second, seed) -> None:
+    form = V2 if second else FORMAT
+    spec = spec_of(bits, size, symmetric)
+    codes = random_codes(spec, rows, groups * (size or 32), seed)
+    packed = form.pack(codes, torch.bfloat16)
+    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == form.layout(
+        spec, packed.shape, torch.bfloat16)
+    assert all(t.is_contiguous() for t in packed.tensors.values())
+    back = form.unpack(packed)
+    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
+    assert (back.zero is None) == symmetric
+    if codes.zero is not None and back.zero is not None:
+        assert torch.equal(back.zero, codes.zero)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [None, 32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@VERSIONS
+def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, form, bits, size, symmetric) -> None:
+    codes = random_codes(spec_of(bits, size, symmetric), 64, 96, seed=bits)
+    shape = tuple(codes.scale.shape)
+    zero = np.full(shape, 2 ** (bits - 1)) if codes.zero is None else codes.zero.numpy().astype(int)
+    expected = numpy_layouts.gptq(codes.codes.numpy(), codes.scale.numpy(), zero, bits,
+                                  1 if form is FORMAT else 2)
+    packed = form.pack(codes, torch.float16)
+    assert set(packed.tensors) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(packed.tensors[name].numpy(), array, err_msg=name)
+    np.testing.assert_array_equal(form.dequantize(packed).numpy(),
+                                  numpy_layouts.dequantized(codes.codes.numpy(), codes.scale.numpy(), zero))
+
+
+def test_the_words_of_symmetric_zero_points() -> None:
+    codes = random_codes(spec_of(4, 32), 8, 32)
+    for form, word in ((FORMAT, 0x77777777), (V2, 0x88888888)):
+        assert set(form.pack(codes,
+                             torch.float16).tensors["qzeros"].view(torch.uint32).flatten().tolist()) == {word}
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_weights_are_those_of_pack_quantized_lying_down(bits) -> None:
+    codes = random_codes(spec_of(bits, 32), 32, 64)
+    other = pack_quantized.FORMAT.pack(codes, torch.float16)
+    assert torch.equal(FORMAT.pack(codes, torch.float16).tensors["qweight"], other.tensors["weight_packed"].T)
+
+
+def with_zero(level: int) -> Codes:
+    spec = spec_of(4, 32, symmetric=False)
+    codes = random_codes(spec, 8, 64)
+    zero, levels = codes.zero.clone(), codes.codes.clone()
+    zero[3, 1] = 0
+    levels[3, 32:] = level
+    return replace(codes, zero=zero, codes=levels)
+
+
+def test_a_zero_point_of_0_rises_where_there_is_room() -> None:
+    codes = with_zero(14)
+    raised = FORMAT.pack(codes, torch.float16)
+    assert torch.equal(FORMAT.dequantize(raised), V2.dequantize(V2.pack(codes, torch.float16)))
+    assert FORMAT.unpack(raised).zero[3, 1] == 1
+
+
+def test_a_zero_point_of_0_is_refused_where_there_is_none() -> None:
+    with pytest.raises(SpecError, match="no place for a zero point of 0") as caught:
+        FORMAT.pack(with_zero(15), torch.float16)
+    assert caught.value.next == "format: gptq-v2"
+    assert V2.unpack(V2.pack(with_zero(15), torch.float16)).zero[3, 1] == 0
+
+
+def test_an_ambiguous_word_is_not_read() -> None:
+    packed = FORMAT.pack(random_codes(spec_of(4, 32, False), 8, 64), torch.float16)
+    packed.tensors["qzeros"][0, 0] = -1
+    with pytest.raises(CheckpointError, match="word for a zero point") as caught:
+        FORMAT.unpack(packed)
+    assert "gptq_v2" in caught.value.next
+
+
+def test_groups_out_of_order_are_not_read() -> None:
+    packed = FORMAT.pack(random_codes(spec_of(4, 32), 8, 64), torch.float16)
+    index = packed.tensors["g_idx"].flip(0).contiguous()
+    with pytest.raises(CheckpointError, match="desc_act"):
+        FORMAT.unpack(replace(packed, tensors={**packed.tensors, "g_idx": index}))
+
+
+def test_symmetric_weights_with_other_zero_points_are_not_read() -> None:
+    packed = FORMAT.pack(random_codes(spec_of(4, 32), 8, 64), torch.float16)
+    packed.tensors["qzeros"][0, 0] ^= 1
+    with pytest.raises(CheckpointError, match="middle level"):
+        FORMAT.dequantize(packed)
+
+
+@VERSIONS
+def test_refusals(form) -> None:
+    assert "5" in str(form.refuses(spec_of(5, 32), (32, 64)))
+    assert "in_features 36" in str(form.refuses(spec_of(4, None), (32, 36)))
+    assert "out_features 33" in str(form.refuses(spec_of(4, None), (33, 64)))
+    assert "out_features 16" in str(form.refuses(spec_of(3, None), (16, 64)))
+    assert "group size 32" in str(form.refuses(spec_of(4, 64), (32, 96)))
+    assert "channel or group" in str(form.refuses(
+        QuantSpec(bits=8, granularity=Granularity(strategy="tensor")), (32, 64)))
+    with pytest.raises(SpecError, match="bfloat16 scales"):
+        form.layout(spec_of(4, 32, dtype="bfloat16"), (32, 64), torch.bfloat16)
+    assert form.layout(spec_of(4, 32, dtype="model"), (32, 64), torch.bfloat16)["scales"][0] == torch.float16
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptqmodel_packs_and_dequantizes_the_same(bits, symmetric) -> None:
+    linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch", reason="gptqmodel is not installed")
+    codes = random_codes(spec_of(bits, 32, symmetric), 64, 128, seed=bits)
+    packed = V2.pack(codes, torch.float16)
+    theirs = linear.TorchLinear(bits=bits, group_size=32, sym=symmetric, desc_act=False, in_features=128,
+                                out_features=64, bias=False)
+    dense = torch.nn.Linear(128, 64, bias=False, dtype=torch.float32)
+    dense.weight.data = V2.dequantize(packed)
+    zero = torch.full_like(codes.scale, 2 ** (bits - 1)) if codes.zero is None else codes.zero.float()
+    theirs.pack_original(dense, codes.scale, zero, packed.tensors["g_idx"])
+    for name in ("qweight", "qzeros", "scales"):
+        assert torch.equal(getattr(theirs, name), packed.tensors[name]), name
+    theirs.post_init()
+    weight = theirs.dequantize_weight().T.float()
+    # they multiply in float16
+    assert torch.equal(weight, V2.dequantize(packed).half().float())

@@ -1,0 +1,217 @@
+"""Export: every layout to every other, the same levels and scales, or a refusal that leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.open import open_checkpoint
+from quantkit.checkpoint.verify import verify
+from quantkit.errors import CheckpointError, QuantkitError, SpecError, UsageError
+from quantkit.export import Inexact, export, repack
+from quantkit.formats.base import Codes
+from quantkit.plugins import registry
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
+from quantkit.spec import Granularity, QuantSpec
+from quantkit.testing import tiny_model
+
+IDS = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(5))
+SPECS = {
+    "int8": "{bits: 8, granularity: {strategy: channel}}",
+    "int4": "{bits: 4, granularity: {strategy: group, size: 32}}",
+    "int4-asym": "{bits: 4, symmetric: false, granularity: {strategy: group, size: 32}}",
+    "int3": "{bits: 3, granularity: {strategy: group, size: 32}}",
+    "int2-asym": "{bits: 2, symmetric: false, granularity: {strategy: group, size: 64}}",
+}
+PAIRS = [("int8", "gptq"), ("int8", "gptq-v2"), ("int8", "bnb-int8"), ("int4", "gptq"), ("int4", "gptq-v2"),
+         ("int4", "awq"), ("int4-asym", "gptq"), ("int4-asym", "gptq-v2"), ("int4-asym", "awq"),
+         ("int3", "gptq"), ("int2-asym", "gptq-v2")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen2", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """``made(name)`` → a checkpoint of the tiny model, pack-quantized unless a format is given."""
+    folder, done = tmp_path_factory.mktemp("made"), {}
+
+    def call(name: str, form: str = "pack-quantized"):
+        if (name, form) not in done:
+            recipe = folder / f"{name}-{form}.yaml"
+            recipe.write_text("rules:\n  - {match: lm_head}\n  - {match: '*.1.mlp.down_proj'}\n"
+                              f"  - {{match: '*', method: rtn, format: {form}, spec: {SPECS[name]}}}\n")
+            done[name, form] = quantize(str(tiny), str(recipe), folder / f"{name}-{form}").out
+        return done[name, form]
+
+    return call
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    with open_checkpoint(folder) as opened:
+        return {row.name: registry("formats").get(row.format).dequantize(packed)
+                for row in opened.layers if (packed := opened.quantized(row.name)) is not None}
+
+
+@pytest.mark.parametrize(("name", "to"), PAIRS)
+def test_there_and_back(made, tmp_path, name, to):
+    first = made(name)
+    result = export(str(first), to, tmp_path / "out")
+    assert result.out == tmp_path / "out" and not (tmp_path / "out.partial").exists()
+    before, after = weights(first), weights(result.out)
+    assert len(after) == 13 and before.keys() == after.keys()
+    assert all(torch.equal(before[layer], after[layer]) for layer in before)
+    assert verify(result.out).ok
+    stored, original = load_file(result.out / "model.safetensors"), load_file(first / "model.safetensors")
+    for layer in ("lm_head", "model.layers.1.mlp.down_proj"):
+        assert torch.equal(stored[f"{layer}.weight"], original[f"{layer}.weight"])
+    assert stored.keys() >= {n for n in original if "norm" in n or "bias" in n or "embed" in n}
+    assert torch.equal(load(str(result.out), dtype="float32").model(IDS),
+                       load(str(first), dtype="float32").model(IDS))
+    again = export(str(result.out), "pack-quantized", tmp_path / "back").out
+    if name != "int4" or to != "awq":  # symmetric weights come back from AWQ with zero points of 8
+        back = load_file(again / "model.safetensors")
+        assert back.keys() == original.keys() and all(torch.equal(back[n], original[n]) for n in back)
+
+
+def test_the_manifest_says_where_it_came_from(made, tmp_path):
+    first = made("int4")
+    manifest = Manifest.from_bytes((first / "quantkit.json").read_bytes())
+    assert b'"exported"' not in (first / "quantkit.json").read_bytes()
+    out = export(str(first), "gptq", tmp_path / "out").out
+    told = Manifest.from_bytes((out / "quantkit.json").read_bytes())
+    assert told.source == manifest.source and told.recipe == manifest.recipe
+    assert (told.exported.uri, told.exported.quant_method) == ("int4-pack-quantized", "compressed-tensors")
+    assert told.exported.formats == ("pack-quantized",)
+    import hashlib
+
+    digest = hashlib.sha256((first / "quantkit.json").read_bytes()).hexdigest()
+    assert told.exported.manifest_sha256 == digest
+    assert {row.method for row in told.layers if row.spec} == {"rtn"}
+    assert [row.error for row in told.layers] == [row.error for row in manifest.layers]
+    assert json.loads((out / "quantize_config.json").read_text()) == json.loads(
+        (out / "config.json").read_text())["quantization_config"]
+    assert str(tmp_path) not in (out / "quantkit.json").read_text()
+
+
+def test_another_tools_checkpoint_becomes_ours(made, tmp_path):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(made("int4", "gptq"), theirs)
+    (theirs / "quantkit.json").unlink()
+    out = export(str(theirs), "gptq-v2", tmp_path / "out").out
+    told = Manifest.from_bytes((out / "quantkit.json").read_bytes())
+    assert told.exported.manifest_sha256 is None and told.exported.quant_method == "gptq"
+    assert set(told.source.files) >= {"model.safetensors", "config.json"} and told.source.uri == "theirs"
+    before, after = weights(theirs), weights(out)
+    assert all(torch.equal(before[layer], after[layer]) for layer in before) and verify(out).ok
+
+
+@pytest.mark.parametrize(("name", "to", "said"), [
+    ("int8", "awq", "holds 4 bits"), ("int4", "bnb-int8", "channel"), ("int3", "bnb-nf4", "NF4"),
+    ("int2-asym", "awq", "holds 4 bits")])
+def test_what_a_layout_can_not_say_is_refused_before_any_work(made, tmp_path, name, to, said):
+    with pytest.raises(SpecError, match=said) as caught:
+        export(str(made(name)), to, tmp_path / "out")
+    assert caught.value.next and list(tmp_path.iterdir()) == []
+
+
+def test_scales_that_float16_does_not_hold_are_refused_and_nothing_is_left(made, tmp_path):
+    first = tmp_path / "first"
+    shutil.copytree(made("int4"), first)
+    (first / "quantkit.json").unlink()
+    stored = load_file(first / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    stored[name][3, 1] = 1e-7
+    save_file(stored, first / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Inexact, match=r"layers\.1\.mlp\.up_proj has scales that float16") as caught:
+        export(str(first), "gptq", tmp_path / "out")
+    assert "1 of 256" in caught.value.why and "format: gptq" in caught.value.next
+    assert [p.name for p in tmp_path.iterdir()] == ["first"]
+
+
+def test_half_precision_scales_do_not_fit_bfloat16_layouts(made, tmp_path):
+    with pytest.raises(Inexact, match="bfloat16 doesn't hold exactly"):
+        export(str(made("int4", "gptq")), "pack-quantized", tmp_path / "out")
+
+
+def test_zero_points_need_a_place():
+    spec = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="channel"),
+                     scale_dtype="float16")
+    codes = Codes(spec, torch.randint(0, 256, (4, 8), dtype=torch.uint8), torch.ones(4, 1),
+                  torch.full((4, 1), 128, dtype=torch.uint8))
+    narrow = spec.model_copy(update={"symmetric": True, "scale_dtype": "float32"})
+    form = registry("formats").get("bnb-int8")
+    middle = registry("formats").get("gptq-v2").pack(
+        Codes(spec, codes.codes.repeat(8, 8), torch.ones(32, 1), torch.full((32, 1), 128, dtype=torch.uint8)),
+        torch.float16)
+    assert torch.equal(form.unpack(repack("q", middle, form, narrow)).codes, codes.codes.repeat(8, 8))
+    other = registry("formats").get("gptq-v2").pack(
+        Codes(spec, codes.codes.repeat(8, 8), torch.ones(32, 1), torch.full((32, 1), 127, dtype=torch.uint8)),
+        torch.float16)
+    with pytest.raises(Inexact, match="has zero points"):
+        repack("q", other, form, narrow)
+
+
+def test_asymmetric_weights_do_not_become_symmetric(made, tmp_path, tiny):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("rules:\n  - {match: '*', method: rtn, spec: {bits: 8, symmetric: false, "
+                      "granularity: {strategy: channel}}}\n")
+    out = quantize(str(tiny), str(recipe), tmp_path / "asym").out
+    with pytest.raises(Inexact, match="has zero points"):
+        export(str(out), "bnb-int8", tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_damage_gets_no_new_hash(made, tmp_path):
+    first = tmp_path / "first"
+    shutil.copytree(made("int8"), first)
+    data = bytearray((first / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (first / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        export(str(first), "gptq", tmp_path / "out")
+
+
+def test_a_stopped_export_goes_on_to_the_same_bytes(made, tmp_path):
+    from quantkit.errors import Stopped
+
+    whole = export(str(made("int8")), "gptq", tmp_path / "whole").out
+
+    def stop(event) -> None:
+        if event.done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped, match="1 of 3 units"):
+        export(str(made("int8")), "gptq", tmp_path / "out", progress=stop)
+    out = export(str(made("int8")), "gptq", tmp_path / "out").out
+    for file in whole.iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+def test_usage(made, tiny, tmp_path):
+    with pytest.raises(UsageError, match="is not quantized"):
+        export(str(tiny), "gptq", tmp_path / "out")
+    with pytest.raises(QuantkitError, match="'gptqq'"):
+        export(str(made("int8")), "gptqq", tmp_path / "out")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="already exists"):
+        export(str(made("int8")), "gptq", tmp_path / "there")
+
+
+def test_a_recipe_names_the_layout(made):
+    """quantize with ``format: gptq``: scales of float16, the levels chosen for them."""
+    for name, form in (("int4", "gptq"), ("int4-asym", "awq"), ("int8", "bnb-int8"), ("int3", "gptq-v2")):
+        out = made(name, form)
+        assert verify(out).ok
+        told = Manifest.from_bytes((out / "quantkit.json").read_bytes())
+        assert {(row.format, row.spec.scale_dtype) for row in told.layers if row.spec} == {
+            (form, "float32" if form == "bnb-int8" else "float16")}
+        assert load(str(out)).unfused is None

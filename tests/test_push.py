@@ -1,0 +1,212 @@
+"""Push: to a hub that is a server on this machine, speaking as the real one does."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.push import push
+from quantkit.quantize import quantize
+from quantkit.testing import tiny_model
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """What was asked of the server, and what it holds."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.refuses: int | None = None
+        self.port = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Creation, listing, preupload, LFS and commit, as huggingface_hub calls them."""
+
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def answer(self, body: object, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            data = b""
+            while size := int(self.rfile.readline(), 16):
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return data
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self) -> None:
+        self.hub.requests.append(f"GET {self.path}")
+        name = "/".join(self.path.split("?")[0].split("/")[3:5])
+        if self.path.startswith("/api/models/") and name in self.hub.repos:
+            files = self.hub.repos[name]
+            if "/tree/" in self.path:
+                self.answer([{"type": "file", "path": file, "size": len(data), "oid": SHA}
+                             for file, data in files.items()])
+                return
+            self.answer({"id": name, "sha": SHA, "private": self.hub.private[name],
+                         "siblings": [{"rfilename": file} for file in files]})
+        else:
+            self.answer({"error": "Repository not found"}, 404)
+
+    def do_PUT(self) -> None:
+        self.hub.requests.append(f"PUT {self.path}")
+        data = self.body()
+        self.hub.blobs[self.path.rsplit("/", 1)[1]] = data
+        self.answer({})
+
+    def do_POST(self) -> None:
+        self.hub.requests.append(f"POST {self.path}")
+        data, hub, path = self.body(), self.hub, self.path.split("?")[0]
+        if hub.refuses:
+            self.answer({"error": "no"}, hub.refuses)
+        elif path == "/api/repos/create":
+            wanted = json.loads(data)
+            owner = wanted.get("organization") or "ann"
+            name = f"{owner}/{wanted['name']}"
+            if name in hub.repos:
+                self.answer({"error": "You already created this model repo", "url": name}, 409)
+                return
+            hub.repos[name] = {".gitattributes": b""}
+            hub.private[name] = wanted.get("private", wanted.get("visibility") == "private")
+            self.answer({"url": f"http://127.0.0.1:{hub.port}/{name}"})
+        elif path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            files = json.loads(data)["files"]
+            self.answer({"files": [{"path": one["path"], "shouldIgnore": False, "uploadMode": "lfs" if one[
+                "path"].endswith(".safetensors") else "regular"} for one in files]})
+        elif path.endswith("/objects/batch"):
+            objects = json.loads(data)["objects"]
+            self.answer({"transfer": "basic", "objects": [{**one, "actions": {"upload": {
+                "href": f"http://127.0.0.1:{hub.port}/lfs/{one['oid']}"}}} for one in objects]})
+        elif "/commit/" in path:
+            name = "/".join(path.split("/")[3:5])
+            for line in map(json.loads, data.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    hub.repos[name][value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    hub.repos[name][value["path"]] = hub.blobs[value["oid"]]
+            self.answer({"commitUrl": f"http://127.0.0.1:{hub.port}/{name}/commit/{SHA}", "commitOid": SHA})
+        else:
+            self.answer({"error": f"unknown {path}"}, 404)
+
+
+@pytest.fixture
+def hub():
+    Handler.hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Handler.hub.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield Handler.hub
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("push")
+    return quantize(str(tiny_model(folder / "tiny")), "int8", folder / "out").out
+
+
+def quantkit(hub, tmp_path, *arguments, token: str = "hf_made_up"):
+    """The command in a process of its own: huggingface_hub reads its address when it is imported."""
+    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.port}", "HF_HUB_DISABLE_XET": "1",
+           "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*",
+           "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": token}
+    if not token:
+        del env["HF_TOKEN"]
+    return subprocess.run([sys.executable, "-m", "quantkit.cli.main", *map(str, arguments)],
+                          capture_output=True,
+                          text=True, timeout=120, env=env)
+
+
+def test_every_listed_file_arrives_in_a_private_repository(hub, checkpoint, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    (folder / "notes.txt").write_text("mine")
+    done = quantkit(hub, tmp_path, "push", folder, "ann/tiny-int8")
+    assert done.returncode == 0, done.stderr
+    assert "private" in done.stdout and f"/commit/{SHA}" in done.stdout and "notes.txt" in done.stderr
+    held = hub.repos["ann/tiny-int8"]
+    assert hub.private["ann/tiny-int8"] is True
+    expected = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    assert {n: d for n, d in held.items() if n != ".gitattributes"} == expected
+    weights = expected["model.safetensors"]
+    assert hub.blobs == {hashlib.sha256(weights).hexdigest(): weights}
+
+
+def test_public_on_request_and_json(hub, checkpoint, tmp_path):
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/open", "--public", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["private"] is False is hub.private["ann/open"] and said["url"].endswith(SHA)
+
+
+def test_a_repository_with_a_model_is_left_alone(hub, checkpoint, tmp_path):
+    hub.repos["ann/old"], hub.private["ann/old"] = {"model.safetensors": b"old"}, True
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/old")
+    assert done.returncode == 2 and "holds a model already" in done.stderr
+    assert hub.repos["ann/old"] == {"model.safetensors": b"old"}
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_may_not_write(hub, checkpoint, tmp_path, status):
+    hub.refuses = status
+    done = quantkit(hub, tmp_path, "push", checkpoint, "bob/theirs")
+    assert done.returncode == 1 and "next: hf auth login" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_reaches_no_network(hub, checkpoint, tmp_path):
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--dry-run", token="")
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors" in done.stdout and "would be uploaded to ann/tiny (private)" in done.stdout
+    assert hub.requests == []
+
+
+def test_what_verify_rejects_is_not_pushed(checkpoint, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="verify rejects") as caught:
+        push(folder, "ann/tiny", dry_run=True)
+    assert "model.safetensors" in caught.value.why
+    (folder / "quantkit.json").unlink()
+    with pytest.raises(CheckpointError):
+        push(folder, "ann/tiny", dry_run=True)
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "ann/..", "ann/a b", "tiny", "-x/y"])
+def test_names_that_can_not_be(checkpoint, name):
+    with pytest.raises(UsageError):
+        push(checkpoint, name, dry_run=True)
