@@ -33,6 +33,8 @@ def register_methods(register: Register) -> None:
 def register_formats(register: Register) -> None:
     register("pack-quantized", "quantkit.formats.pack_quantized:FORMAT")
     register("bnb-nf4", "quantkit.formats.bnb_nf4:FORMAT")
+    register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
+    register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
 
 
 @hookimpl

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-Kind = Literal["int", "nf"]
+Kind = Literal["int", "nf", "fp"]
 ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
 
 
@@ -46,12 +53,15 @@ class QuantSpec(Frozen):
     """How one weight is represented.
 
     Attributes:
-        kind: ``int`` (uniform levels) or ``nf`` (the NormalFloat codebook).
+        kind: ``int`` (uniform levels), ``nf`` (the NormalFloat codebook) or ``fp`` (8-bit floating point,
+            OCP's e4m3fn: https://arxiv.org/abs/2209.05433).
         bits: bits a code.
         symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
         granularity: which weights share a scale.
         scale_dtype: what scales are stored and rounded in; ``model`` follows the weight's dtype.
         nested: scales are themselves quantized to 8 bits (``nf`` only).
+        activations: ``token``: what the weight is multiplied with is rounded too, as it comes, to the
+            same kind and bits, with one scale a token and no zero point. ``None``: it isn't.
     """
 
     kind: Kind = "int"
@@ -60,6 +70,7 @@ class QuantSpec(Frozen):
     granularity: Granularity
     scale_dtype: ScaleDtype = "model"
     nested: bool = False
+    activations: Literal["token"] | None = None
 
     @model_validator(mode="after")
     def _coherent(self) -> QuantSpec:
@@ -69,7 +80,21 @@ class QuantSpec(Frozen):
             raise ValueError("kind 'int' takes tensor, channel or group granularity")
         if self.nested and self.kind != "nf":
             raise ValueError("nested scales exist for kind 'nf' only")
+        whole_rows = self.granularity.strategy in ("tensor", "channel")
+        if self.kind == "fp" and not (self.bits == 8 and self.symmetric and whole_rows):
+            raise ValueError("kind 'fp' means 8 bits, symmetric, with tensor or channel granularity")
+        if self.activations and not (self.kind != "nf" and self.bits == 8 and self.symmetric and whole_rows):
+            raise ValueError("quantized activations go with weights of kind 'int' or 'fp', 8 bits, symmetric, "
+                             "with tensor or channel granularity")
         return self
+
+    @model_serializer(mode="wrap")
+    def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without ``activations`` where there are none: manifests and hashes older than it stay as they are."""
+        data: dict[str, Any] = serialize(self)
+        if self.activations is None:
+            data.pop("activations", None)
+        return data
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the scales of a weight ``[out, in]``."""
@@ -79,10 +104,11 @@ class QuantSpec(Frozen):
                 "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
 
     def label(self) -> str:
-        """A short name such as ``int4 g64 sym`` or ``nf4 b64 nested``."""
-        tail = ("nested" if self.nested else "") if self.kind == "nf" else (
-            "sym" if self.symmetric else "asym")
-        return f"{self.kind}{self.bits} {self.granularity} {tail}".strip()
+        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or, with activations, ``fp8 channel a8``."""
+        tail = {"nf": "nested" if self.nested else "", "fp": "",
+                "int": "sym" if self.symmetric else "asym"}[self.kind]
+        rounded = f"a{self.bits}" if self.activations else ""
+        return " ".join(filter(None, (f"{self.kind}{self.bits}", str(self.granularity), tail, rounded)))
 
 
 class CalibrationSpec(Frozen):

@@ -16,7 +16,7 @@ from quantkit.errors import PluginError, QuantkitError, UsageError, did_you_mean
 from quantkit.methods.base import LayerStats, Method
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.plugins import registry
-from quantkit.recipe import DEFAULT_FORMATS
+from quantkit.recipe import default_format
 from quantkit.spec import Granularity, QuantSpec
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -134,7 +134,9 @@ METHOD_SPECS = tuple(
     for bits, symmetric, granularity in itertools.product(
         (4, 8), (True, False), (Granularity(strategy="channel"), Granularity(strategy="group", size=16)))
 ) + tuple(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64), nested=nested,
-                    scale_dtype="float32") for nested in (False, True))
+                    scale_dtype="float32") for nested in (False, True)) + tuple(
+    QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy=strategy), scale_dtype="bfloat16")
+    for strategy in ("tensor", "channel"))
 """What :func:`check_method` asks a method for, unless told otherwise."""
 
 
@@ -193,13 +195,13 @@ def _check_run(method: Method, spec: QuantSpec, weight: torch.Tensor, where: str
     must(torch.equal(random, torch.get_rng_state()), "it used the global random generator")
     two = method.run(weight, stats, spec, method.options())
     must(torch.equal(one.codes, two.codes) and torch.equal(one.scale, two.scale), "two runs differ")
-    must((one.zero is None) == (spec.symmetric or spec.kind == "nf"), "zero points where the spec has none")
+    must((one.zero is None) == (spec.symmetric or spec.kind != "int"), "zero points where the spec has none")
     must(one.zero is None or (one.zero.dtype == torch.uint8 and one.zero.shape == one.scale.shape),
          "zero points must be uint8 of the scales' shape")
     dtype = getattr(torch, spec.scale_dtype)
     must(torch.equal(one.scale, one.scale.to(dtype).float()), f"scales are not rounded to {spec.scale_dtype}")
     must(spec.kind == "nf" or bool((one.scale > 0).all()), "a scale is not above 0")
-    layout = registry("formats").get(DEFAULT_FORMATS[spec.kind])
+    layout = registry("formats").get(default_format(spec))
     values = layout.dequantize(layout.pack(one, dtype))
     must(bool(torch.isfinite(values).all()), "a dequantized weight is not finite")
     must(float((values - weight).square().sum()) <= float(weight.square().sum()), "zeros would be closer")

@@ -37,7 +37,10 @@ class PackQuantized:
         """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
         rows, cols = shape
         if spec.kind != "int":
-            return f"{self.name} holds integers, not {spec.kind}; use format bnb-nf4"
+            other = "bnb-nf4" if spec.kind == "nf" else "float-quantized"
+            return f"{self.name} holds integers, not {spec.kind}; use format {other}"
+        if spec.activations is not None:
+            return f"{self.name} is for weights alone; with quantized activations use format int-quantized"
         if rows < 1 or cols < 1:
             return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
         size = spec.granularity.size

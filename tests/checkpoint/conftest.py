@@ -124,6 +124,12 @@ RULES = {
                    {"match": "*", "method": "nf4", "spec": {
                        "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},
                        "scale_dtype": "float32", "nested": True}}],
+    "w8a8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
+    "fp8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
+    "fp8-weights": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "kind": "fp", "bits": 8, "granularity": {"strategy": "tensor"}}}],
     "mixed-formats": [{"match": "lm_head"}, {"match": "*.down_proj", "method": "rtn", "spec": group(4)},
                       {"match": "*", "method": "nf4", "spec": {
                           "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},
