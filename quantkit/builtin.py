@@ -43,6 +43,8 @@ def register_kernels(register: Register) -> None:
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
+    for name, target in (("w8a8", "INT"), ("fp8", "FP")):
+        register(f"cpu-{name}", f"quantkit.ops.cpu_eight_bit:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 

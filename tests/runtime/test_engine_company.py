@@ -49,9 +49,11 @@ def models(tmp_path_factory):
             "fp32": load(str(bf16), dtype="float32"),
             "odd": load(str(tiny_model(folder / "odd", hidden_size=36, intermediate_size=51, head_dim=32,
                                        num_attention_heads=3, num_key_value_heads=1)))}
-    for recipe in ("int8", "int4-rtn", "nf4"):
+    for recipe in ("int8", "w8a8", "fp8", "int4-rtn", "nf4"):
         quantize(str(bf16), recipe, folder / recipe)
         made[recipe] = load(str(folder / recipe))
+    made["w8a8 fp32"] = load(str(folder / "w8a8"), dtype="float32")
+    made["fp8 fp32"] = load(str(folder / "fp8"), dtype="float32")
     made["int4 fp32"] = load(str(folder / "int4-rtn"), dtype="float32")
     return made
 
