@@ -16,8 +16,6 @@ from quantkit.spec import QuantSpec
 _TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
 """What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
-
-
 COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
 """Layouts of compressed-tensors."""
 
@@ -48,7 +46,7 @@ def quantization_config(rows: Sequence[Row]) -> dict[str, Any] | None:
     kept = [row.name for row in rows if row.spec is None]
     if all(row.name != "lm_head" for row in rows):
         kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
-    if len(formats) == 1 and formats <= COMPRESSED and all(_model_scales(row) for row in packed):
+    if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
         return _compressed_tensors(packed, kept)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
@@ -85,9 +83,9 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
         scheme = {"format": _format(row), "weights": _weights(row.spec),
                   "input_activations": _inputs(row.spec), "output_activations": None}
         groups.setdefault(str(scheme), (scheme, []))[1].append(row.name)
-    single = len(groups) == 1
+    single, layouts = len(groups) == 1, {scheme["format"] for scheme, _ in groups.values()}
     return {
-        "quant_method": "compressed-tensors", "format": _format(packed[0]),
+        "quant_method": "compressed-tensors", "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {

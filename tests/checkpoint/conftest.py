@@ -130,6 +130,11 @@ RULES = {
         "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
     "fp8-weights": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
         "kind": "fp", "bits": 8, "granularity": {"strategy": "tensor"}}}],
+    "mixed-layouts": [{"match": "lm_head", "method": "rtn", "spec": group(8)},
+                      {"match": "*.down_proj", "method": "rtn", "spec": {
+                          "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}}},
+                      {"match": "*", "method": "rtn", "spec": {
+                          "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
     "mixed-formats": [{"match": "lm_head"}, {"match": "*.down_proj", "method": "rtn", "spec": group(4)},
                       {"match": "*", "method": "nf4", "spec": {
                           "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},

@@ -76,6 +76,15 @@ def test_a_tied_head_is_ignored(make_tiny, rules):
     assert quantization_config(rows)["ignore"] == ["lm_head"]
 
 
+def test_layouts_of_one_standard_can_be_mixed(tiny, rules):
+    plan = tiny.plan(*rules["mixed-layouts"])
+    config = quantization_config(plan.rows)
+    assert config["format"] == "mixed-precision" and config["ignore"] == []
+    named = {group["format"]: group["targets"] for group in config["config_groups"].values()}
+    assert named["pack-quantized"] == ["re:^lm_head$"] and len(named["naive-quantized"]) == 2
+    assert sum(map(len, named.values())) == len(plan.rows)
+
+
 def test_what_no_standard_says_is_ours(tiny, rules):
     assert quantization_config(tiny.plan(*rules["mixed-formats"]).rows) == {"quant_method": "quantkit"}
 
@@ -91,7 +100,8 @@ def test_nothing_quantized_is_no_config(tiny):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits", "w8a8", "fp8", "fp8-weights"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits", "w8a8", "fp8", "fp8-weights",
+                                  "mixed-layouts"])
 def test_compressed_tensors_accepts_it(tiny, rules, name):
     """And gives the layout the name that it would choose itself."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -99,7 +109,8 @@ def test_compressed_tensors_accepts_it(tiny, rules, name):
     config = quantization_config(tiny.plan(*rules[name]).rows)
     parsed = quantization.QuantizationConfig.model_validate(config)
     for group in parsed.config_groups.values():
-        assert parsed.format == group.format == infer(torch.nn.Linear, group).value
+        assert group.format == infer(torch.nn.Linear, group).value
+        assert parsed.format == ("mixed-precision" if name == "mixed-layouts" else group.format)
     assert len(parsed.config_groups) == len(config["config_groups"])
 
 
