@@ -84,13 +84,13 @@ class QuantSpec(Frozen):
         if self.kind == "fp" and not (self.bits == 8 and self.symmetric and whole_rows):
             raise ValueError("kind 'fp' means 8 bits, symmetric, with tensor or channel granularity")
         if self.activations and not (self.kind != "nf" and self.bits == 8 and self.symmetric and whole_rows):
-            raise ValueError("quantized activations go with weights of kind 'int' or 'fp', 8 bits, symmetric, "
-                             "with tensor or channel granularity")
+            raise ValueError("quantized activations go with weights of kind 'int' or 'fp', 8 bits, "
+                             "symmetric, with tensor or channel granularity")
         return self
 
     @model_serializer(mode="wrap")
     def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without ``activations`` where there are none: manifests and hashes older than it stay as they are."""
+        """Without ``activations`` where there are none: manifests and hashes older than it stay the same."""
         data: dict[str, Any] = serialize(self)
         if self.activations is None:
             data.pop("activations", None)
@@ -104,7 +104,7 @@ class QuantSpec(Frozen):
                 "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
 
     def label(self) -> str:
-        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or, with activations, ``fp8 channel a8``."""
+        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested``; ``fp8 channel a8`` with activations."""
         tail = {"nf": "nested" if self.nested else "", "fp": "",
                 "int": "sym" if self.symmetric else "asym"}[self.kind]
         rounded = f"a{self.bits}" if self.activations else ""

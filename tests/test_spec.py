@@ -1,4 +1,4 @@
-"""What a spec may say, how it is called, and that specs from before a field existed are written as they were."""
+"""What a spec may say, how it is called; specs from before a field existed are written as they were."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CHANNEL = Granularity(strategy="channel")
 
 
 def test_a_spec_without_activations_is_written_as_before_they_could_be_said():
-    written = {"kind": "int", "bits": 8, "symmetric": True, "granularity": {"strategy": "channel", "size": None},
-               "scale_dtype": "model", "nested": False}
+    written = {"kind": "int", "bits": 8, "symmetric": True, "scale_dtype": "model", "nested": False,
+               "granularity": {"strategy": "channel", "size": None}}
     spec = QuantSpec(bits=8, granularity=CHANNEL)
     assert spec.model_dump() == spec.model_dump(mode="json") == written
     assert QuantSpec.model_validate(written) == spec and spec.activations is None

@@ -85,7 +85,8 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
         groups.setdefault(str(scheme), (scheme, []))[1].append(row.name)
     single, layouts = len(groups) == 1, {scheme["format"] for scheme, _ in groups.values()}
     return {
-        "quant_method": "compressed-tensors", "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quant_method": "compressed-tensors",
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {

@@ -1,8 +1,7 @@
 """compressed-tensors' ``float-quantized``: float8_e4m3fn weights, with quantized activations or without.
 
-``weight`` holds OCP's e4m3 (https://arxiv.org/abs/2209.05433): 448 is the largest, 0x7f and 0xff are NaN, there is
-no infinity. See :mod:`~quantkit.formats.eight_bit`. Without quantized activations the standard calls the very
-same tensors ``naive-quantized``, and so does ``config.json``.
+``weight`` holds :mod:`~quantkit.formats.e4m3`, the rest is in :mod:`~quantkit.formats.eight_bit`. Without
+quantized activations the standard calls the same tensors ``naive-quantized``, and so does ``config.json``.
 """
 
 from __future__ import annotations

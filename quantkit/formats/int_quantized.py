@@ -1,7 +1,7 @@
 """compressed-tensors' ``int-quantized``: int8 weights for engines that quantize activations too (W8A8).
 
-``weight`` is int8: the level minus 128. See :mod:`~quantkit.formats.eight_bit`. Weights whose activations stay
-as they are (W8A16) belong into ``pack-quantized``: that is where engines look for them.
+``weight`` is int8, the level minus 128; the rest is in :mod:`~quantkit.formats.eight_bit`. Weights whose
+activations stay as they are (W8A16) belong into ``pack-quantized``: that is where engines look for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU's products with weights in the plain 8-bit layouts: W8A8, and fp8 with or without quantized activations."""
+"""The CPU's products with W8A8, and with fp8 weights, whose activations are rounded or not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: Decoder, 
     from quantkit_kernels.cpu import matmul, pack
 
     kind, scale = stored_scale(codes, weight)
-    return Packed(name, matmul.Matmul(decoder, 0, kind), weight.shape, padded(weight.shape[1], matmul.SUB), data,
+    columns = padded(weight.shape[1], matmul.SUB)
+    return Packed(name, matmul.Matmul(decoder, 0, kind), weight.shape, columns, data,
                   pack.scales(scale, isa().lanes))
 
 

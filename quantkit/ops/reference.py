@@ -1,5 +1,5 @@
-"""The kernel that runs everything: dequantize, then multiply; activations are rounded before, if the weight's spec
-says so. Others are tested against it."""
+"""The kernel that runs everything: dequantize, then multiply; activations are rounded before, if the weight's
+spec says so. Others are tested against it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Activations rounded as they come: 8 bits, one scale a token. "Dynamic per-token" in other engines.
 
-The scale is ``max|x| / 127`` for integers, as in ZeroQuant (https://arxiv.org/abs/2206.01861), and ``max|x| / 448``
-for e4m3.
+The scale is ``max|x| / 127`` for integers, as in ZeroQuant (https://arxiv.org/abs/2206.01861), and
+``max|x| / 448`` for e4m3.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def quantize_tokens(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
         spec: of the weight that they are multiplied with; it has ``activations``.
 
     Returns:
-        Levels float32 ``[m, k]`` (whole numbers within ±127, or e4m3's) and scales float32 ``[m, 1]``; NaN in a
-        row that isn't finite.
+        Levels float32 ``[m, k]`` (whole numbers within ±127, or e4m3's) and scales float32 ``[m, 1]``. In a
+        row that isn't finite, the product of both has a NaN.
     """
     wide = x.float()
     top = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST)

@@ -28,7 +28,7 @@ def test_channels_have_no_group_size(tiny, rules):
 
 @pytest.mark.parametrize(("name", "layout", "kind"), [("w8a8", "int-quantized", "int"),
                                                       ("fp8", "float-quantized", "float")])
-def test_quantized_activations_are_word_for_word_what_compressed_tensors_reads(tiny, rules, name, layout, kind):
+def test_activations_are_word_for_word_what_compressed_tensors_reads(tiny, rules, name, layout, kind):
     config = quantization_config(tiny.plan(*rules[name]).rows)
     assert config["format"] == layout and config["ignore"] == ["lm_head"]
     assert config["config_groups"] == {"group_0": {

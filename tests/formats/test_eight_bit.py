@@ -1,4 +1,4 @@
-"""int-quantized and float-quantized: exact layout, refusals with their remedy, compressed-tensors as the oracle."""
+"""int-quantized and float-quantized: exact layout, refusals with a remedy, compressed-tensors as oracle."""
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_what_belongs_into_pack_quantized() -> None:
 @KINDS
 def test_compressed_tensors_reads_and_writes_the_same(kind: str, strategy: str, activations: str | None,
                                                       dtype: str) -> None:
-    """Its compressors for these names decompress our tensors, and compress what comes out to the same bytes."""
+    """Its compressors of these names decompress our tensors, and compress the result to the same bytes."""
     base = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     if kind == "int" and activations is None:

@@ -1,4 +1,4 @@
-"""The CPU's kernels for W8A8 and fp8 beside the reference, which rounds the same activations, and who runs what."""
+"""The CPU's kernels for W8A8 and fp8 beside the reference, which rounds alike; who runs what."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quantkit.ops.cpu_linear import INT8, unavailable
 from quantkit.ops.dispatch import choose
 from quantkit.ops.linear import query_for
 from quantkit.ops.reference import REFERENCE
+from quantkit.spec import Granularity
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason="there are no CPU kernels here")
 CASES = {"w8a8": ({"form": "int-quantized", "activations": "token"}, INT),
@@ -39,7 +40,8 @@ def test_near_the_reference(case, n, k, m):
     x[:, k // 3] *= 30
     found = kernel.run(x, kernel.prepare(weight))
     expected = REFERENCE.run(x, REFERENCE.prepare(weight))
-    assert found.shape == (m, n) and torch.allclose(found, expected, rtol=2e-6, atol=2e-6 * expected.abs().max())
+    assert found.shape == (m, n)
+    assert torch.allclose(found, expected, rtol=2e-6, atol=2e-6 * expected.abs().max())
 
 
 def test_int8_sums_are_exact(make_weight):
@@ -52,11 +54,11 @@ def test_int8_sums_are_exact(make_weight):
 def test_one_scale_a_tensor(make_weight):
     weight = make_weight(40, 64, 8, form="int-quantized", activations="token")
     one = weight.tensors["weight_scale"][:1, 0]
-    whole = dataclasses.replace(weight, tensors={**weight.tensors, "weight_scale": one}, cache={},
-                                spec=weight.spec.model_copy(update={"granularity": weight.spec.granularity.model_copy(
-                                    update={"strategy": "tensor"})}))
-    rows = dataclasses.replace(weight, cache={}, tensors={**weight.tensors,
-                                                          "weight_scale": one.expand(40, 1).contiguous()})
+    tensor = weight.spec.model_copy(update={"granularity": Granularity(strategy="tensor")})
+    whole = dataclasses.replace(weight, cache={}, spec=tensor, tensors={
+        **weight.tensors, "weight_scale": one})
+    rows = dataclasses.replace(weight, cache={}, tensors={
+        **weight.tensors, "weight_scale": one.expand(40, 1).contiguous()})
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     assert torch.equal(INT.run(x, INT.prepare(whole)), INT.run(x, INT.prepare(rows)))
 

@@ -42,8 +42,7 @@ def rounded_by_hand(x, kind):
 @pytest.mark.parametrize("keys", TOKENS, ids=lambda keys: keys["form"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 3), (33, 17), (96, 130)])
-def test_activations_are_rounded_a_token_at_a_time(monkeypatch, make_weight, obeys_the_rule, native, keys, dtype,
-                                                   n, m):
+def test_tokens_are_rounded(monkeypatch, make_weight, obeys_the_rule, native, keys, dtype, n, m):
     """Beside float64 of the same rounded activations; and that much apart from unrounded ones."""
     monkeypatch.setattr(module, "native_bf16", lambda: native)
     monkeypatch.setattr(linear_module, "native_bf16", lambda: native)

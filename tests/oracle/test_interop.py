@@ -182,7 +182,7 @@ def scales_of_engines(monkeypatch):
 @pytest.mark.parametrize("name", [*EIGHT, "mixed-layouts"])
 def test_eight_bits_and_activations(make, scales_of_engines, name, dtype):
     """What a user types. transformers leaves compressed-tensors to round activations in the forward pass. A
-    quotient beside a half, which float32's last bit decides, may go either way, and changes what comes after it."""
+    quotient beside a half, which float32's last bit decides, may go either way, and changes what follows."""
     folder = make(name, dtype)
     hf = theirs(folder)
     with torch.no_grad():

@@ -49,8 +49,8 @@ def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
 
 
 def _e4m3(e: Emitter, isa: Isa, source: Value) -> Iterator[Value]:
-    """Four neighbours of each lane's row side by side. Where float32 has its sign, the low bits of its exponent
-    and the high ones of its mantissa, e4m3's bits mean 2⁻¹²⁰ of what they are, denormal numbers too."""
+    """Four neighbours of each lane's row side by side. Where float32 has its sign, the low bits of its
+    exponent and the high ones of its mantissa, e4m3's bits mean 2⁻¹²⁰ of what they are, denormal ones too."""
     real = vec(F32, isa.lanes)
     for i in range(SUB // 4):
         four = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)

@@ -68,8 +68,8 @@ class Isa:
             e: the kernel.
             total: modulo 2³².
             weight: int8 ``[4 · lanes]``.
-            x: int8 ``[4 · lanes]``, at least −127: two products of |weight| then just fit the 16 bits in which
-                AVX2 adds them.
+            x: int8 ``[4 · lanes]``, at least −127: two products then just fit the 16 bits in which AVX2 adds
+                them.
         """
         if self.name != "avx2":
             return self.bytes_dot(e, total, weight ^ -128, x)

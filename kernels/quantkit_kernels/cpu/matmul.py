@@ -1,10 +1,10 @@
 """``y = x Wᵀ``: one loop for all formats; a decoder says how a format's weights are unpacked.
 
 Weights lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32 values of a
-row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or, for
-floating-point weights, a chain of fused multiply-adds over k; or one exact sum of integers over the whole row,
-where all of a row's activations share a scale): the same bits for one row of activations or
-many, for any number of threads and any instruction set.
+row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or one
+such sum over the whole row, where its activations share a scale; or, for floating-point weights, a chain of
+fused multiply-adds over k): the same bits for one row of activations or many, for any number of threads and
+any instruction set.
 
 One row is multiplied while its weights are unpacked in registers. For more rows a block is unpacked once
 into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
@@ -37,8 +37,8 @@ ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*ou
 """Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike. ``x_private`` and
 ``scratch_private`` are those from thread to thread."""
 Family = Literal["bytes", "words", "floats", "int8", "e4m3"]
-"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32; in the last two,
-int8 with one scale and sum a row, or float32 that e4m3 has, with one scale a row."""
+"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32; the last two
+with one scale a row: int8, with one sum too, or those float32 that e4m3 has."""
 WIDTH = {"bytes": 1, "words": 2, "floats": 4, "int8": 1, "e4m3": 4}
 """Bytes of an activation, and of an unpacked weight."""
 STEP = {"bytes": 4, "words": 2, "floats": 1, "int8": 4, "e4m3": 1}
@@ -202,9 +202,9 @@ class _Writer:
                             held[b][m].set(now[b][m])
                 sums = [[one.get() for one in line] for line in held]
             if whole:
-                for line, found in zip(totals, sums):
-                    for total, one in zip(line, found):
-                        total.set(total.get() + one)
+                for b in range(blocks):
+                    for m in range(rows):
+                        totals[b][m].set(totals[b][m].get() + sums[b][m])
             elif self.family not in FLOATS:
                 for m in range(rows):
                     pairs = [(totals[b][m], sums[b][m]) for b in range(blocks)]
@@ -250,7 +250,8 @@ class _Writer:
         return one if self.family in FLOATS else one.bits(self._kind)
 
     def _add(self, total: Value, weight: Value, x: Value) -> Value:
-        add = {"bytes": self.isa.bytes_dot, "words": self.isa.words_dot, "int8": self.isa.int8_dot}[self.family]
+        isa = self.isa
+        add = {"bytes": isa.bytes_dot, "words": isa.words_dot, "int8": isa.int8_dot}[self.family]
         return add(self.e, total, weight, x)
 
     def _scale(self, pairs: Sequence[tuple[Var, Value]], row: Value, s: Value, scales: Sequence[Value] | None,

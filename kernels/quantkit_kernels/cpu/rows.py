@@ -1,8 +1,8 @@
 """What happens to a row of activations between two multiplications: norm, SiLU, quantization.
 
 A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``) and leaves it as a multiplication
-wants it: float32, int16 or int8 with a scale for each subgroup of 32, or int8 or e4m3 with one scale for all of
-it. A unit is a row.
+wants it: float32, int16 or int8 with a scale for each subgroup of 32, or int8 or e4m3 with one scale for the
+row. A unit is a row.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _norm_factor(e: Emitter, x: Value, size: Value, eps: Value) -> Value:
     return e.const(F32, 1.0) / e.sqrt(mean + eps.trunc(I32).bits(F32))
 
 
-def _leave_row(e: Emitter, family: Family, values: Callable[[Value], list[Value]], subgroups: Value, out: Value,
-               scales: Value, sums: Value) -> None:
+def _leave_row(e: Emitter, family: Family, values: Callable[[Value], list[Value]], subgroups: Value,
+               out: Value, scales: Value, sums: Value) -> None:
     """Store a row that shares one scale. Its values are worked out twice: first for the largest."""
     zero = e.const(vec(F32, LANES), 0.0)
     most, wrong, total = e.var(zero), e.var(zero), e.var(e.const(vec(I32, LANES), 0))
