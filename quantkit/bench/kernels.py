@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -27,12 +27,14 @@ def _int4(group: int, symmetric: bool = True) -> QuantSpec:
                      scale_dtype="bfloat16")
 
 
+def _eight(kind: Literal["int", "fp"], activations: Literal["token"] | None = None) -> QuantSpec:
+    return QuantSpec(kind=kind, bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16",
+                     activations=activations)
+
+
 SPECS = {
-    "bf16": None,
-    "int8": QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16"),
-    "w8a8": QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16",
-                      activations="token"),
-    "fp8": QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16"),
+    "bf16": None, "int8": _eight("int"), "int8 a8": _eight("int", "token"), "fp8": _eight("fp"),
+    "fp8 a8": _eight("fp", "token"),
     "int4 g32": _int4(32), "int4 g64": _int4(64), "int4 g64 asym": _int4(64, False), "int4 g128": _int4(128),
     "nf4 b64": QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
                          scale_dtype="float32"),

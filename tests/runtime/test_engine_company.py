@@ -104,7 +104,8 @@ def run(loaded, kv, requests, max_batch=11):
     return heard
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "odd", "int8", "int4-rtn", "nf4", "int4 fp32"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "odd", "int8", "w8a8", "fp8", "int4-rtn", "nf4",
+                                  "int4 fp32", "w8a8 fp32", "fp8 fp32"])
 def test_a_request_gets_the_same_bits_in_any_company(models, name):
     # what fails is a whole crowd: making it small takes minutes and shows little
     @settings(max_examples=9, deadline=None, suppress_health_check=[HealthCheck.too_slow],
