@@ -39,6 +39,8 @@ def register_formats(register: Register) -> None:
     register("gptq", "quantkit.formats.gptq:FORMAT")
     register("gptq-v2", "quantkit.formats.gptq:V2")
     register("awq", "quantkit.formats.awq:FORMAT")
+    register("int-quantized", "quantkit.formats.int_quantized:FORMAT")
+    register("float-quantized", "quantkit.formats.float_quantized:FORMAT")
 
 
 @hookimpl
@@ -47,6 +49,8 @@ def register_kernels(register: Register) -> None:
         register(f"triton-{name}", f"quantkit.ops.triton_linear:{target}")
     for name, target in (("int8", "INT8"), ("int4", "INT4"), ("nf4", "NF"), ("trellis", "TRELLIS")):
         register(f"cpu-{name}", f"quantkit.ops.cpu_linear:{target}")
+    for name, target in (("w8a8", "INT"), ("fp8", "FP")):
+        register(f"cpu-{name}", f"quantkit.ops.cpu_eight_bit:{target}")
     register("reference", "quantkit.ops.reference:REFERENCE")
 
 

@@ -16,9 +16,16 @@ from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec
 
-DEFAULT_FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4", "trellis": "trellis"}
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def default_format(spec: QuantSpec) -> str:
+    """The standard layout of such weights."""
+    if spec.kind == "int" and spec.activations:
+        return "int-quantized"
+    return {"int": "pack-quantized", "nf": "bnb-nf4", "fp": "float-quantized",
+            "trellis": "trellis"}[spec.kind]
 
 
 class Rule(Frozen):
@@ -30,7 +37,7 @@ class Rule(Frozen):
         method: a registered method; ``null`` keeps the layer as it is.
         spec: how the weight is represented; needed with a method.
         options: the method's own, checked against its model when a plan is made.
-        format: a registered format; by default the standard one of the spec's kind.
+        format: a registered format; by default the standard one of the spec.
         optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
             only in models whose embeddings aren't tied).
     """
@@ -64,8 +71,8 @@ class Rule(Frozen):
 
     @property
     def format_name(self) -> str | None:
-        """The format, with the default of the spec's kind filled in."""
-        return self.format or (DEFAULT_FORMATS[self.spec.kind] if self.spec else None)
+        """The format, with the spec's default filled in."""
+        return self.format or (default_format(self.spec) if self.spec else None)
 
 
 class Recipe(Frozen):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-Kind = Literal["int", "nf", "trellis"]
+Kind = Literal["int", "nf", "fp", "trellis"]
 ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
+
+
+NEWER = ("activations", "rotation", "window")
 
 
 class Frozen(BaseModel):
@@ -46,8 +56,8 @@ class QuantSpec(Frozen):
     """How one weight is represented.
 
     Attributes:
-        kind: ``int`` (uniform levels), ``nf`` (the NormalFloat codebook) or ``trellis`` (a code in which
-            neighbours decide too).
+        kind: ``int`` (uniform levels), ``nf`` (the NormalFloat codebook), ``fp`` (8-bit floating point, OCP's
+            e4m3fn: https://arxiv.org/abs/2209.05433) or ``trellis`` (a code in which neighbours decide too).
         bits: bits a code.
         symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
         granularity: which weights share a scale.
@@ -56,6 +66,8 @@ class QuantSpec(Frozen):
         rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.rotation`), and inputs must be.
         window: bits that decide a weight (``trellis`` only): the wider, the better, and twice the work to
             quantize for each.
+        activations: ``token``: what the weight is multiplied with is rounded too, as it comes, to the
+            same kind and bits, with one scale a token and no zero point. ``None``: it isn't.
     """
 
     kind: Kind = "int"
@@ -66,6 +78,7 @@ class QuantSpec(Frozen):
     nested: bool = False
     rotation: Literal["hadamard"] | None = None
     window: int | None = Field(default=None, ge=10, le=16)
+    activations: Literal["token"] | None = None
 
     @model_validator(mode="after")
     def _coherent(self) -> QuantSpec:
@@ -80,7 +93,20 @@ class QuantSpec(Frozen):
             raise ValueError(f"kind 'trellis' {'needs' if self.window is None else 'alone has'} a window")
         if self.nested and self.kind != "nf":
             raise ValueError("nested scales exist for kind 'nf' only")
+        whole_rows = self.granularity.strategy in ("tensor", "channel")
+        if self.kind == "fp" and not (self.bits == 8 and self.symmetric and whole_rows):
+            raise ValueError("kind 'fp' means 8 bits, symmetric, with tensor or channel granularity")
+        eight = self.kind in ("int", "fp") and self.bits == 8
+        if self.activations and not (eight and self.symmetric and whole_rows):
+            raise ValueError("quantized activations go with weights of kind 'int' or 'fp', 8 bits, "
+                             "symmetric, with tensor or channel granularity")
         return self
+
+    @model_serializer(mode="wrap")
+    def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what isn't used of the newer fields: manifests and hashes older than they stay the same."""
+        data: dict[str, Any] = serialize(self)
+        return {name: value for name, value in data.items() if value is not None or name not in NEWER}
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the scales of a weight ``[out, in]``."""
@@ -90,10 +116,12 @@ class QuantSpec(Frozen):
                 "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
 
     def label(self) -> str:
-        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or ``trellis3 channel w12 rot``."""
-        tail = {"nf": "nested" if self.nested else "", "trellis": f"w{self.window}"}.get(
-            self.kind, "sym" if self.symmetric else "asym")
-        parts = (f"{self.kind}{self.bits} {self.granularity}", tail, "rot" if self.rotation else "")
+        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or ``trellis3 channel w12 rot``; with ``a8``
+        where activations are rounded too."""
+        tail = {"nf": "nested" if self.nested else "", "fp": "", "trellis": f"w{self.window}",
+                "int": "sym" if self.symmetric else "asym"}[self.kind]
+        parts = (f"{self.kind}{self.bits}", str(self.granularity), tail, "rot" if self.rotation else "",
+                 f"a{self.bits}" if self.activations else "")
         return " ".join(filter(None, parts))
 
 

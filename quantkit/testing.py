@@ -17,7 +17,7 @@ from quantkit.errors import PluginError, QuantkitError, UsageError, did_you_mean
 from quantkit.methods.base import LayerStats, Method
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.plugins import registry
-from quantkit.recipe import DEFAULT_FORMATS
+from quantkit.recipe import default_format
 from quantkit.spec import Granularity, QuantSpec
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
@@ -151,7 +151,9 @@ METHOD_SPECS = tuple(
     for bits, symmetric, granularity in itertools.product(
         (4, 8), (True, False), (Granularity(strategy="channel"), Granularity(strategy="group", size=16)))
 ) + tuple(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64), nested=nested,
-                    scale_dtype="float32") for nested in (False, True)) + (
+                    scale_dtype="float32") for nested in (False, True)) + tuple(
+    QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy=strategy), scale_dtype="bfloat16")
+    for strategy in ("tensor", "channel")) + (
     QuantSpec(kind="trellis", bits=3, window=10, granularity=Granularity(strategy="channel"),
               scale_dtype="bfloat16"),)
 """What :func:`check_method` asks a method for, unless told otherwise."""
@@ -222,7 +224,7 @@ def _check_run(method: Method, spec: QuantSpec, weight: torch.Tensor, where: str
     dtype = getattr(torch, spec.scale_dtype)
     must(torch.equal(one.scale, one.scale.to(dtype).float()), f"scales are not rounded to {spec.scale_dtype}")
     must(spec.kind == "nf" or bool((one.scale > 0).all()), "a scale is not above 0")
-    layout = registry("formats").get(DEFAULT_FORMATS[spec.kind])
+    layout = registry("formats").get(default_format(spec))
     values = layout.dequantize(layout.pack(one, dtype))
     must(bool(torch.isfinite(values).all()), "a dequantized weight is not finite")
     must(float((values - weight).square().sum()) <= float(weight.square().sum()), "zeros would be closer")

@@ -24,7 +24,7 @@ from quantkit.sources.base import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 
-RECIPES = ["int8", "int4", "int4-asym", "int4-rtn", "int3", "int2", "nf4", "nf4-nested"]
+RECIPES = ["int8", "int4", "int4-asym", "int4-rtn", "int3", "int2", "nf4", "nf4-nested", "w8a8", "fp8"]
 SMALL = CalibrationSpec(samples=4, length=32)
 FEW = CalibrationSpec(samples=16, length=64)
 GPTQ = """

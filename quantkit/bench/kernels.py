@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
+from quantkit.recipe import default_format
 from quantkit.spec import Granularity, QuantSpec
 
 
@@ -26,14 +27,18 @@ def _int4(group: int, symmetric: bool = True) -> QuantSpec:
                      scale_dtype="bfloat16")
 
 
+def _eight(kind: Literal["int", "fp"], activations: Literal["token"] | None = None) -> QuantSpec:
+    return QuantSpec(kind=kind, bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16",
+                     activations=activations)
+
+
 SPECS = {
-    "bf16": None,
-    "int8": QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="bfloat16"),
+    "bf16": None, "int8": _eight("int"), "int8 a8": _eight("int", "token"), "fp8": _eight("fp"),
+    "fp8 a8": _eight("fp", "token"),
     "int4 g32": _int4(32), "int4 g64": _int4(64), "int4 g64 asym": _int4(64, False), "int4 g128": _int4(128),
     "nf4 b64": QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64),
                          scale_dtype="float32"),
 }
-FORMATS = {"int": "pack-quantized", "nf": "bnb-nf4"}
 BUDGET = 1 << 28
 """Bytes of weights that a run reads, so that they come from memory and not from a cache."""
 
@@ -93,7 +98,7 @@ def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
     """Why there are no such weights, or no kernel of this package multiplies them."""
     if spec is None:
         return None
-    name = FORMATS[spec.kind]
+    name = default_format(spec)
     if (reason := cast(Format, registry("formats").get(name)).refuses(spec, shape)) is not None:
         return reason
     kernel = choose(KernelQuery("linear", "cpu", None, torch.bfloat16, *shape, name, spec, "decode")).kernel
@@ -111,9 +116,10 @@ def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> Packed:
         return cpu_linear.pack_plain(torch.randn(shape).to(torch.bfloat16))
     scales = spec.scale_shape(shape)
     zero = None if spec.symmetric or spec.kind == "nf" else torch.randint(0, 16, scales, dtype=torch.uint8)
-    codes = Codes(spec, torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8),
+    levels = 0x7F if spec.kind == "fp" else 2**spec.bits  # 0x7f and 0xff are no numbers
+    codes = Codes(spec, torch.randint(0, levels, shape, dtype=torch.uint8),
                   torch.rand(scales).to(torch.bfloat16).float() + 0.5, zero)
-    weight = registry("formats").get(FORMATS[spec.kind]).pack(codes, torch.bfloat16)
+    weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
     kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
     packed: Packed = kernel.prepare(weight)
     return packed

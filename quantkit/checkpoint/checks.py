@@ -8,7 +8,9 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
 
 
@@ -28,7 +30,8 @@ def value_faults(checkpoint: Checkpoint) -> Iterator[str]:
 def packed_fault(packed: QuantizedTensor) -> str | None:
     """What is wrong with the values of one packed weight, naming the tensor; ``None`` if nothing."""
     for suffix, tensor in packed.tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        # of 8-bit floats, which torch can't ask, the codes are looked at below
+        if tensor.dtype in FLOATS.values() and not bool(torch.isfinite(tensor).all()):
             return f"{suffix} has a value that is not finite"
     if (shape := packed.tensors.get("weight_shape")) is not None and shape.tolist() != list(packed.shape):
         return f"weight_shape says {shape.tolist()}, the layer is {list(packed.shape)}"
@@ -42,4 +45,6 @@ def _codes_fault(codes: Codes) -> str | None:
     for what, levels in (("code", codes.codes), ("zero point", codes.zero)):
         if levels is not None and levels.numel() and int(levels.max()) >= 2 ** codes.spec.bits:
             return f"a {what} is above {2 ** codes.spec.bits - 1}"
+    if codes.spec.kind == "fp" and e4m3.has_nan(codes.codes):
+        return "a code is NaN"
     return None

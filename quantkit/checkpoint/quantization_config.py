@@ -9,15 +9,18 @@ of GPTQModel (https://github.com/ModelCloud/GPTQModel) and AutoAWQ (https://gith
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quantkit import __version__
 from quantkit.spec import QuantSpec
 
+_TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
 """What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.")
+COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
+"""Layouts of compressed-tensors."""
 
 
 class Row(Protocol):
@@ -51,7 +54,7 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
         kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
     if any(row.spec.rotation for row in packed if row.spec):
         return dict(OWN)  # another engine would not rotate the inputs
-    if formats == {"pack-quantized"} and all(_model_scales(row) for row in packed):
+    if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
         return _compressed_tensors(packed, kept)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
         return _bitsandbytes(packed[0], kept)
@@ -71,26 +74,40 @@ def _model_scales(row: Row) -> bool:
 
 def _weights(spec: QuantSpec) -> dict[str, Any]:
     size = {"group_size": spec.granularity.size} if spec.granularity.strategy == "group" else {}
-    return {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric,
+    return {"num_bits": spec.bits, "type": _TYPES[spec.kind], "symmetric": spec.symmetric,
             "strategy": spec.granularity.strategy, **size, "dynamic": False}
 
 
+def _inputs(spec: QuantSpec) -> dict[str, Any] | None:
+    if spec.activations is None:
+        return None
+    return {"num_bits": spec.bits, "type": _TYPES[spec.kind], "symmetric": True,
+            "strategy": spec.activations, "dynamic": True}
+
+
+def _format(row: Row) -> str:
+    """The layout's name in compressed-tensors, where float weights alone are called something else."""
+    assert row.spec is not None and row.format is not None
+    return "naive-quantized" if row.spec.kind == "fp" and not row.spec.activations else row.format
+
+
 def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
-    groups: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for row in packed:
-        weights = _weights(row.spec)  # type: ignore[arg-type]
-        groups.setdefault(str(weights), (weights, []))[1].append(row.name)
-    single = len(groups) == 1
+        assert row.spec is not None
+        scheme = {"format": _format(row), "weights": _weights(row.spec),
+                  "input_activations": _inputs(row.spec), "output_activations": None}
+        groups.setdefault(str(scheme), (scheme, []))[1].append(row.name)
+    single, layouts = len(groups) == 1, {scheme["format"] for scheme, _ in groups.values()}
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "quant_method": "compressed-tensors",
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed", "version": "0.20.0", "global_compression_ratio": None,
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {
             f"group_{index}": {
-                "targets": ["Linear"] if single else [f"re:^{re.escape(name)}$" for name in names],
-                "format": "pack-quantized", "weights": dict(weights),
-                "input_activations": None, "output_activations": None}
-            for index, (weights, names) in enumerate(groups.values())}}
+                "targets": ["Linear"] if single else [f"re:^{re.escape(name)}$" for name in names], **scheme}
+            for index, (scheme, names) in enumerate(groups.values())}}
 
 
 def _bnb_key(row: Row) -> tuple[Any, ...]:

@@ -122,6 +122,9 @@ def _specs() -> Iterator[Any]:
             yield QuantSpec(bits=bits, symmetric=symmetric, granularity=group, scale_dtype="bfloat16")
     for nested in (False, True):
         yield QuantSpec(kind="nf", bits=4, granularity=block, scale_dtype="float32", nested=nested)
+    yield QuantSpec(bits=8, granularity=channel, scale_dtype="bfloat16", activations="token")
+    yield QuantSpec(kind="fp", bits=8, granularity=channel, scale_dtype="bfloat16", activations="token")
+    yield QuantSpec(kind="fp", bits=8, granularity=channel, scale_dtype="bfloat16")
 
 
 def _reasons(cases: list[dict[str, Any]]) -> Iterator[str]:

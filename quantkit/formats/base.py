@@ -22,13 +22,15 @@ class Codes:
 
     Attributes:
         spec: what it is; ``scale_dtype`` is never ``"model"`` here.
-        codes: uint8 ``[out, in]``, levels in ``[0, 2 ** bits - 1]``.
+        codes: uint8 ``[out, in]``, levels in ``[0, 2 ** bits - 1]``; for ``fp`` the bit patterns, none of
+            them NaN's.
         scale: float32 ``spec.scale_shape([out, in])``, already rounded to ``spec.scale_dtype``.
         zero: uint8, shape of ``scale``: the level that means 0. ``None`` when symmetric
-            (``2 ** (bits - 1)``) and for ``nf``.
+            (``2 ** (bits - 1)``) and for ``nf`` and ``fp``.
         notes: every fallback taken, one sentence each, for the manifest.
 
     ``int``: ``w = (codes - zero) * scale``. ``nf``: ``w = codebook[codes] * scale``.
+    ``fp``: ``w = e4m3(codes) * scale``.
     """
 
     spec: QuantSpec

@@ -48,7 +48,8 @@ class BnbNF4:
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but NF4, and block sizes that bitsandbytes doesn't know."""
         if spec.kind != "nf":
-            return f"{self.name} holds NF4 codes, not {spec.kind}; use format pack-quantized"
+            other = "pack-quantized" if spec.kind == "int" else "float-quantized"
+            return f"{self.name} holds NF4 codes, not {spec.kind}; use format {other}"
         if shape[0] < 1 or shape[1] < 1:
             return f"a weight of shape {list(shape)} is empty; keep it out with method: null"
         size = spec.granularity.size

@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from quantkit.errors import SpecError
+from quantkit.formats import e4m3
 from quantkit.formats.base import Codes
 from quantkit.spec import QuantSpec
 
@@ -80,4 +81,6 @@ class Method:
             raise SpecError(f"method {self.name!r} returned a scale that is not finite")
         if int(codes.codes.max()) >= 2 ** spec.bits:
             raise SpecError(f"method {self.name!r} returned a code above {2 ** spec.bits - 1}")
+        if spec.kind == "fp" and e4m3.has_nan(codes.codes):
+            raise SpecError(f"method {self.name!r} returned the code of a NaN")
         return codes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.methods.grid import FARTHEST, SERIAL, Grid, from_grid, round_scale, whole_
+from quantkit.methods.grid import SERIAL, Grid, from_grid, round_scale, settle_
 from quantkit.spec import QuantSpec
 
 _FORM = 1 << 22  # values of intermediate results while the scales' quadratic form is made
@@ -22,10 +22,10 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
 
     Args:
         weight: float32 ``[out, in]``.
-        levels: float32 ``[out, in]`` holding whole numbers: where to start.
+        levels: float32 ``[out, in]``: where to start.
         grid: what levels stand for.
         hessian: float32 ``[in, in]``, its diagonal positive.
-        spec: bits.
+        spec: kind and bits.
         block: columns visited before the rest is updated; changes speed, not the result.
 
     Returns:
@@ -33,7 +33,6 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
     """
     work = levels.T.clone(memory_format=torch.contiguous_format)
     count, out = work.shape
-    top = 2**spec.bits - 1
     scales, zeros = (part.T.expand(-1, out).contiguous() for part in (grid.scale, grid.zero))
     size = count // scales.shape[0]
     slopes = hessian @ (weight - from_grid(levels, grid)).T
@@ -46,7 +45,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
             for i in range(first, last):
                 scale, zero = scales[i // size], zeros[i // size]
                 level = torch.div(slopes[i], scale * pivots[i]).add_(work[i]).sub_(zero)
-                whole_(level.clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, top)
+                settle_(level, zero, spec)
                 step = torch.sub(level, work[i], out=steps[i - start]).mul_(scale)
                 work[i] = level
                 if i + 1 < last:

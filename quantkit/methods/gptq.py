@@ -20,16 +20,15 @@ from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.descent import descend_levels, descend_scales
 from quantkit.methods.grid import (
-    FARTHEST,
     SERIAL,
-    SHRINKS,
     Grid,
     find_grid,
     from_grid,
     require_finite,
     round_to_grid,
+    search_factors,
+    settle_,
     to_codes,
-    whole_,
 )
 from quantkit.methods.hessian import NO_BETTER, Factors, factorize, hessian_of, losses
 from quantkit.spec import QuantSpec
@@ -77,7 +76,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
         return to_codes(rounded, plain, spec, notes)
     grid = plain
     if options.clip_search:
-        grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=SHRINKS)
+        grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
     levels = _solve(weight, grid, factors, spec, options.block)
     grid = descend_scales(weight, levels, grid, factors.damped, spec, options.refit)
     for _ in range(options.visits):
@@ -100,7 +99,7 @@ def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, 
     """The levels, float32 ``[out, in]``. Works on the transpose, where a column is contiguous."""
     upper, order = factors.upper, factors.order
     work = weight.T[order].contiguous()
-    out, count, top = work.shape[1], work.shape[0], 2**spec.bits - 1
+    out, count = work.shape[1], work.shape[0]
     scales = grid.scale.T.expand(-1, out).contiguous()
     zeros = grid.zero.T.expand(-1, out).contiguous()
     group = (order // (count // scales.shape[0])).tolist()
@@ -113,8 +112,7 @@ def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, 
             last = min(first + inner, stop)
             for i in range(first, last):
                 scale, zero = scales[group[i]], zeros[group[i]]
-                level = torch.div(work[i], scale, out=levels[i]).clamp_(-FARTHEST, FARTHEST)
-                whole_(level).add_(zero).clamp_(0, top)
+                level = settle_(torch.div(work[i], scale, out=levels[i]), zero, spec)
                 error = torch.sub(work[i], (level - zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
                 if i + 1 < last:
                     work[i + 1:last].addr_(upper[i, i + 1:last], error, alpha=-1)
@@ -127,4 +125,4 @@ def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, 
 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
-                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "trellis"}))
+                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}))

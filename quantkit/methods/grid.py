@@ -1,11 +1,14 @@
-"""Uniform grids: scales and zero points from the extremes of a group, rounding to them, and back.
+"""Grids: scales and zero points from the extremes of a group, rounding to them, and back.
 
-A grid of ``b`` bits has levels ``0 … 2 ** b - 1`` and stands for ``(level - zero) * scale``. The
+A uniform grid of ``b`` bits has levels ``0 … 2 ** b - 1`` and stands for ``(level - zero) * scale``. The
 symmetric scale is ``max|w| / ((2 ** b - 1) / 2)``, that of compressed-tensors, with the zero at level
 ``2 ** (b - 1)``; the asymmetric one spans ``[min(w, 0), max(w, 0)]`` with an integer zero, so that 0
 is always exact. Scales are rounded to the dtype they are stored in *before* anything is rounded to
 them. Shrinking the extremes clips outliers in exchange for finer levels (OCTAV,
 https://arxiv.org/abs/2206.06501, has the trade-off's analysis; here it is a plain search).
+
+The levels of kind ``fp`` are e4m3's numbers, its zero is 0 and its scale ``max|w| / 448``. Its precision is
+relative: a search stretches the range within a factor of 2, to where the weights lie near to levels.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import torch
 from quantkit.errors import SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
+from quantkit.formats.e4m3 import LARGEST, encode, nearest_
 from quantkit.spec import QuantSpec
 
 SHRINKS = tuple(1 - 0.025 * step for step in range(24))
 """Factors on a group's extremes that a clip search tries."""
+STRETCHES = tuple(2 ** (step / 24) for step in range(24))
+"""The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
 
 SERIAL = (1 << 15) - 1
 """torch runs an elementwise operation of up to so many values in one thread. Loops of many short
@@ -35,7 +41,7 @@ _WHOLE = 1.5 * 2**23  # float32 has no fractions up here: adding it rounds, taki
 
 @dataclass(frozen=True)
 class Grid:
-    """float32 ``spec.scale_shape``: ``scale`` (positive, finite, rounded) and ``zero`` (a whole level)."""
+    """float32 ``spec.scale_shape``: ``scale`` (positive, finite, rounded) and ``zero`` (a level)."""
 
     scale: torch.Tensor
     zero: torch.Tensor
@@ -55,7 +61,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
 
     Args:
         weight: float32 ``[out, in]``, finite.
-        spec: of kind ``int``; groups divide *in*.
+        spec: of kind ``int`` or ``fp``; groups divide *in*.
         importance: float32 ``[in]``, a weight on each column's squared error in the search, such as
             the diagonal of a Hessian.
         shrinks: factors on the extremes; the one with the least squared error wins in each group.
@@ -84,10 +90,22 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Tensor:
-    """The nearest level of every weight, float32 ``[out, in]`` holding whole numbers."""
+    """The nearest level of every weight, float32 ``[out, in]``."""
     groups = weight.reshape(grid.scale.numel(), -1)
-    levels = _levels(groups, grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), 2**spec.bits - 1)
+    levels = settle_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
     return levels.reshape(weight.shape)
+
+
+def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Weights over their scales, in place, → the nearest levels."""
+    if spec.kind == "fp":
+        return nearest_(quotients)
+    return whole_(quotients.clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, 2**spec.bits - 1)
+
+
+def search_factors(spec: QuantSpec) -> tuple[float, ...]:
+    """Factors on a group's extremes that a search tries."""
+    return STRETCHES if spec.kind == "fp" else SHRINKS
 
 
 def from_grid(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -107,14 +125,16 @@ def whole_(values: torch.Tensor) -> torch.Tensor:
 def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str, ...] = ()) -> Codes:
     """Levels and their grid as :class:`Codes`."""
     zero = None if spec.symmetric else grid.zero.to(torch.uint8)
-    return Codes(resolve(spec), levels.to(torch.uint8), grid.scale.contiguous(), zero, notes)
+    codes = encode(levels) if spec.kind == "fp" else levels.to(torch.uint8)
+    return Codes(resolve(spec), codes, grid.scale.contiguous(), zero, notes)
 
 
 def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Round to the stored dtype, never to zero, and never so far that a level overflows that dtype."""
     dtype = scale_dtype(spec)
     info = torch.finfo(dtype)
-    farthest = torch.maximum(zero, 2**spec.bits - 1 - zero)
+    farthest = torch.full_like(zero, LARGEST) if spec.kind == "fp" else torch.maximum(
+        zero, 2**spec.bits - 1 - zero)
     rounded = scale.clamp(min=info.tiny).to(dtype).float()
     over = rounded * farthest > info.max
     if bool(over.any()):
@@ -145,6 +165,9 @@ def _search(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
 
 def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
     top = 2**spec.bits - 1
+    if spec.kind == "fp":
+        zero = torch.zeros_like(low)
+        return Grid(round_scale(torch.maximum(-low, high) / LARGEST, zero, spec), zero)
     if spec.symmetric:
         zero = torch.full_like(low, 2 ** (spec.bits - 1))
         return Grid(round_scale(torch.maximum(-low, high) / (top / 2), zero, spec), zero)
@@ -158,19 +181,17 @@ def _error(groups: torch.Tensor, grid: Grid, spec: QuantSpec, cost: torch.Tensor
     """Sum of (weighted) squared errors ``[n, 1]``, worked out in levels to spare operations."""
     top = 2**spec.bits - 1
     scaled = groups / grid.scale
-    if spec.symmetric:
+    if spec.kind == "fp":
+        level = nearest_(scaled.clone())
+    elif spec.symmetric:
         middle = 2 ** (spec.bits - 1)
-        level = scaled.clamp(-middle, top - middle)
+        level = whole_(scaled.clamp(-middle, top - middle))
     else:
-        level = torch.clamp(scaled, -grid.zero, top - grid.zero)
-    error = whole_(level).sub_(scaled).square_()
+        level = whole_(torch.clamp(scaled, -grid.zero, top - grid.zero))
+    error = level.sub_(scaled).square_()
     if cost is not None:
         error.mul_(cost)
     return error.sum(dim=1, keepdim=True).mul_(grid.scale.square())
-
-
-def _levels(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, top: int) -> torch.Tensor:
-    return whole_((groups / scale).clamp_(-FARTHEST, FARTHEST)).add_(zero).clamp_(0, top)
 
 
 def _costs(importance: torch.Tensor, shape: tuple[int, ...], size: int, count: int) -> torch.Tensor:

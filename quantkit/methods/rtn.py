@@ -11,7 +11,7 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
-from quantkit.methods.grid import SHRINKS, find_grid, require_finite, round_to_grid, to_codes
+from quantkit.methods.grid import find_grid, require_finite, round_to_grid, search_factors, to_codes
 from quantkit.spec import QuantSpec
 
 
@@ -35,9 +35,9 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     require_finite(weight)
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
-    grid = find_grid(weight, spec, shrinks=SHRINKS if options.clip_search else (1.0,))
+    grid = find_grid(weight, spec, shrinks=search_factors(spec) if options.clip_search else (1.0,))
     return to_codes(round_to_grid(weight, grid, spec), grid, spec)
 
 
 METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions,
-                kinds=frozenset({"int", "trellis"}))
+                kinds=frozenset({"int", "fp", "trellis"}))

@@ -179,11 +179,12 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
     from quantkit_kernels.cpu import decoders, matmul, pack
 
     shape = (weight.shape[0], weight.shape[1])
-    return Packed("cpu-bf16", matmul.Matmul(decoders.BF16, None), shape, _padded(shape[1], matmul.SUB),
+    return Packed("cpu-bf16", matmul.Matmul(decoders.BF16, None), shape, padded(shape[1], matmul.SUB),
                   pack.bf16(weight, isa().lanes, read))
 
 
-def _padded(columns: int, group: int) -> int:
+def padded(columns: int, group: int) -> int:
+    """Columns up to whole groups."""
     return -(-columns // group) * group
 
 
@@ -232,15 +233,17 @@ class Int8(CpuKernel):
             return f"multiplies 8-bit integers, not {spec.kind}{spec.bits}"
         if not spec.symmetric:
             return "has no zero point"
+        if spec.activations:
+            return "leaves activations as they are"
         return _group_declines(query)
 
     def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
-        kind, scale = _scale(codes, weight)
+        kind, scale = stored_scale(codes, weight)
         return Packed(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
-                      _padded(weight.shape[1], max(group, matmul.SUB)),
+                      padded(weight.shape[1], max(group, matmul.SUB)),
                       pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), 2 ** (codes.spec.bits - 1)),
                       pack.scales(scale, isa().lanes))
 
@@ -260,7 +263,7 @@ class Int4(CpuKernel):
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
-        kind, scale = _scale(codes, weight)
+        kind, scale = stored_scale(codes, weight)
         level, zeros = codes.codes, None
         if codes.zero is None:
             if codes.spec.bits < 4:
@@ -268,7 +271,7 @@ class Int4(CpuKernel):
         else:
             zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
         return Packed(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,
-                      _padded(weight.shape[1], max(group, matmul.SUB)),
+                      padded(weight.shape[1], max(group, matmul.SUB)),
                       pack.int4(level, isa().lanes, max(group, matmul.SUB)),
                       pack.scales(scale, isa().lanes), zeros)
 
@@ -293,7 +296,7 @@ class NF4(CpuKernel):
         table = tuple(codebook().tolist())
         scale = codes.scale.reshape(weight.shape[0], -1) / decoders.NF4_LEVELS
         return Packed(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
-                      _padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
+                      padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
                       pack.scales(scale, isa().lanes))
 
 
@@ -310,10 +313,10 @@ class Trellis(CpuKernel):
 
         spec = codes.spec
         assert spec.window is not None
-        kind, scale = _scale(codes, weight)
+        kind, scale = stored_scale(codes, weight)
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
         return Packed(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
-                      _padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
+                      padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
                       pack.scales(scale, isa().lanes))
 
 
@@ -326,7 +329,7 @@ def _group_declines(query: KernelQuery) -> str | None:
     return None
 
 
-def _scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16', 'f32'], torch.Tensor]:
+def stored_scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16', 'f32'], torch.Tensor]:
     """Scales ``[n, groups]`` as they are stored: 16 bits if nothing is lost by it."""
     scale = codes.scale.expand(weight.shape[0], -1) if codes.scale.dim() == 2 else codes.scale.expand(
         weight.shape[0]).unsqueeze(1)

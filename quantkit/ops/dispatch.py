@@ -44,7 +44,8 @@ class Kernel(Protocol):
     order: int
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Why it can't or shouldn't run this; ``None`` if it will."""
+        """Why it can't or shouldn't run this; ``None`` if it will. Also where the spec says that activations
+        are rounded and this kernel doesn't round them: results would be another model's."""
 
     def prepare(self, weight: QuantizedTensor) -> Any:
         """Repack once for this kernel. Called once a weight; the result is handed to ``run``."""

@@ -1,12 +1,15 @@
-"""The kernel that runs everything: dequantize, then multiply. Others are tested against it."""
+"""The kernel that runs everything: dequantize, then multiply; activations are rounded before, if the weight's
+spec says so. Others are tested against it."""
 
 from __future__ import annotations
 
 import torch
 
-from quantkit.formats.base import Format, QuantizedTensor
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.eight_bit import levels
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
 from quantkit.ops.linear import dense, native_bf16
+from quantkit.ops.tokens import quantize_tokens
 
 
 class Reference:
@@ -30,13 +33,27 @@ class Reference:
         weight is rounded to x's dtype for them; on other CPUs the product is float32, row by row in
         decoding: a float32 product of many rows gives each other bits than a product of it alone."""
         form, weight = prepared
-        plain = form.dequantize(weight)
-        if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and native_bf16()):
-            return dense(x, plain)
-        rows = x.to(plain.dtype)
-        if 1 < rows.shape[0] <= DECODE_ROWS:
-            return torch.cat([row @ plain.T for row in rows.split(1)]).to(x.dtype)
-        return (rows @ plain.T).to(x.dtype)
+        if weight.spec.activations and len(x):
+            return _rounded(x, form.unpack(weight))
+        return _product(x, form.dequantize(weight)).to(x.dtype)
+
+
+def _rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """``x [m, k]``, quantized a token at a time, by codes with a scale a row or a tensor. Levels go into the
+    product and scales come after it: levels of both kinds are exact in bfloat16 too."""
+    rows, scale = quantize_tokens(x, codes.spec)
+    product = _product(rows.to(x.dtype) if x.dtype == torch.bfloat16 else rows, levels(codes))
+    return (product.float() * scale * codes.scale.T).to(x.dtype)
+
+
+def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """``x [m, k]`` by ``plain [n, k]`` in float32, in x's dtype or in float32."""
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and native_bf16()):
+        return dense(x, plain)
+    rows = x.to(plain.dtype)
+    if 1 < rows.shape[0] <= DECODE_ROWS:
+        return torch.cat([row @ plain.T for row in rows.split(1)])
+    return rows @ plain.T
 
 
 REFERENCE = Reference()

@@ -34,6 +34,8 @@ def _common(query: KernelQuery, kind: str, bits: int) -> str | None:
         return f"multiplies {kind}, not {query.spec.kind}"
     if query.spec.bits != bits:
         return f"multiplies {bits}-bit weights, not {query.spec.bits}-bit"
+    if query.spec.activations:
+        return "leaves activations as they are"
     return None
 
 

@@ -129,6 +129,17 @@ RULES = {
             {"match": "*", "method": "rtn", "spec": group(4, symmetric=False), "format": "awq"}],
     "bnb-int8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "format": "bnb-int8",
                                         "spec": {"bits": 8, "granularity": {"strategy": "channel"}}}],
+    "w8a8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
+    "fp8": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
+    "fp8-weights": [{"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "kind": "fp", "bits": 8, "granularity": {"strategy": "tensor"}}}],
+    "mixed-layouts": [{"match": "lm_head", "method": "rtn", "spec": group(8)},
+                      {"match": "*.down_proj", "method": "rtn", "spec": {
+                          "kind": "fp", "bits": 8, "granularity": {"strategy": "channel"}}},
+                      {"match": "*", "method": "rtn", "spec": {
+                          "bits": 8, "granularity": {"strategy": "channel"}, "activations": "token"}}],
     "mixed-formats": [{"match": "lm_head"}, {"match": "*.down_proj", "method": "rtn", "spec": group(4)},
                       {"match": "*", "method": "nf4", "spec": {
                           "kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from quantkit.checkpoint.quantization_config import quantization_config
 from quantkit.plan import make_plan
@@ -28,6 +29,25 @@ def test_channels_have_no_group_size(tiny, rules):
     group = quantization_config(tiny.plan(*rules["int8"]).rows)["config_groups"]["group_0"]
     assert group["weights"] == {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
                                 "dynamic": False}
+
+
+@pytest.mark.parametrize(("name", "layout", "kind"), [("w8a8", "int-quantized", "int"),
+                                                      ("fp8", "float-quantized", "float")])
+def test_activations_are_word_for_word_what_compressed_tensors_reads(tiny, rules, name, layout, kind):
+    config = quantization_config(tiny.plan(*rules[name]).rows)
+    assert config["format"] == layout and config["ignore"] == ["lm_head"]
+    assert config["config_groups"] == {"group_0": {
+        "targets": ["Linear"], "format": layout,
+        "weights": {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token",
+                              "dynamic": True},
+        "output_activations": None}}
+
+
+def test_float_weights_alone_go_by_their_other_name(tiny, rules):
+    config = quantization_config(tiny.plan(*rules["fp8-weights"]).rows)
+    assert config["format"] == config["config_groups"]["group_0"]["format"] == "naive-quantized"
+    assert config["config_groups"]["group_0"]["input_activations"] is None
 
 
 def test_nf4_is_word_for_word_what_transformers_reads(tiny, rules):
@@ -61,6 +81,15 @@ def test_a_tied_head_is_ignored(make_tiny, rules):
     assert quantization_config(rows)["ignore"] == ["lm_head"]
 
 
+def test_layouts_of_one_standard_can_be_mixed(tiny, rules):
+    plan = tiny.plan(*rules["mixed-layouts"])
+    config = quantization_config(plan.rows)
+    assert config["format"] == "mixed-precision" and config["ignore"] == []
+    named = {group["format"]: group["targets"] for group in config["config_groups"].values()}
+    assert named["pack-quantized"] == ["re:^lm_head$"] and len(named["naive-quantized"]) == 2
+    assert sum(map(len, named.values())) == len(plan.rows)
+
+
 def test_what_no_standard_says_is_ours(tiny, rules):
     assert quantization_config(tiny.plan(*rules["mixed-formats"]).rows) == {"quant_method": "quantkit"}
 
@@ -76,12 +105,17 @@ def test_nothing_quantized_is_no_config(tiny):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits", "w8a8", "fp8", "fp8-weights",
+                                  "mixed-layouts"])
 def test_compressed_tensors_accepts_it(tiny, rules, name):
+    """And gives the layout the name that it would choose itself."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
+    infer = pytest.importorskip("compressed_tensors.compressors.format").infer_module_format
     config = quantization_config(tiny.plan(*rules[name]).rows)
     parsed = quantization.QuantizationConfig.model_validate(config)
-    assert parsed.format == "pack-quantized"
+    for group in parsed.config_groups.values():
+        assert group.format == infer(torch.nn.Linear, group).value
+        assert parsed.format == ("mixed-precision" if name == "mixed-layouts" else group.format)
     assert len(parsed.config_groups) == len(config["config_groups"])
 
 

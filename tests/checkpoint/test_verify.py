@@ -79,6 +79,18 @@ def test_wrong_values_are_found_even_when_all_hashes_agree(tiny, tmp_path, rules
     assert fault.detail.startswith("model.layers.0.mlp.up_proj")
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_of_nan_is_found(tiny, tmp_path, rules, code):
+    folder = tiny.write(tmp_path / "out", *rules["fp8"])
+    assert verify(folder).ok
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.uint8).view(-1)[5] = code
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    forge(folder)
+    (fault,) = verify(folder).failed
+    assert fault.name == "values" and fault.detail == "model.layers.0.mlp.up_proj: a code is NaN"
+
+
 def test_a_config_that_says_otherwise_is_found(tiny, tmp_path, rules):
     folder = tiny.write(tmp_path / "out", *rules["int4"])
     config = json.loads((folder / "config.json").read_text())

@@ -109,7 +109,7 @@ def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json
     whole = [one["format"] for one in found["cases"] if one["shape"] == [70, 128] and one["rows"] == 5]
     assert whole == list(SPECS)
     assert [one["format"] for one in found["cases"] if one["shape"] == [64, 96] and one["rows"] == 1] == [
-        "bf16", "int8", "int4 g32"]
+        "bf16", "int8", "int8 a8", "fp8", "fp8 a8", "int4 g32"]
     assert [one["format"] for one in found["left_out"]] == [
         "int4 g64", "int4 g64 asym", "int4 g128", "nf4 b64"]
     for one in found["cases"]:

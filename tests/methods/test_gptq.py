@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import CalibrationError, SpecError
 from quantkit.formats.base import Codes
+from quantkit.formats.float_quantized import FORMAT as FLOATS
 from quantkit.methods.base import LayerStats
 from quantkit.methods.gptq import METHOD, GptqOptions
 from quantkit.methods.rtn import METHOD as RTN
@@ -146,6 +147,34 @@ def test_dead_inputs() -> None:
     codes = METHOD.run(weight, stats, spec_of(8, 16), GptqOptions(**PAPER))
     assert torch.allclose(values(codes)[:, [3, 17]], weight[:, [3, 17]], atol=2e-3)
     assert bool(torch.isfinite(values(METHOD.run(weight, stats, spec_of(4, 16), GptqOptions()))).all())
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(strategy=st.sampled_from(["tensor", "channel"]), rows=st.sampled_from([1, 3, 17]),
+       cols=st.sampled_from([11, 32]), act_order=st.booleans(), clip_search=st.booleans(),
+       refit=st.integers(0, 2), visits=st.integers(0, 2), seed=st.integers(0, 9999))
+def test_floats_are_never_worse_than_rounded(strategy: str, rows: int, cols: int, act_order: bool,
+                                             clip_search: bool, refit: int, visits: int, seed: int) -> None:
+    weight, stats = problem(rows, cols, seed)
+    spec = QuantSpec(kind="fp", bits=8, scale_dtype="bfloat16", granularity=Granularity(strategy=strategy))
+    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, visits=visits)
+
+    def lost(codes: Codes) -> float:
+        error = (FLOATS.dequantize(FLOATS.pack(codes, torch.bfloat16)) - weight).double()
+        return float(((error @ stats.hessian.double()) * error).sum())
+
+    rounded = lost(RTN.run(weight, None, spec, RtnOptions()))
+    assert lost(METHOD.run(weight, stats, spec, options)) <= rounded * 1.0001 + 1e-12
+
+
+def test_floats_are_solved_far_below_rounding() -> None:
+    weight, stats = problem(32, 64)
+    spec = QuantSpec(kind="fp", bits=8, scale_dtype="bfloat16", granularity=Granularity(strategy="channel"))
+    errors = []
+    for codes in (METHOD.run(weight, stats, spec, GptqOptions()), RTN.run(weight, None, spec, RtnOptions())):
+        error = FLOATS.dequantize(FLOATS.pack(codes, torch.bfloat16)) - weight
+        errors.append(float(((error @ stats.hessian) * error).sum()))
+    assert errors[0] < errors[1] / 2
 
 
 def test_no_input_at_all_falls_back_to_rounding_with_a_note() -> None:

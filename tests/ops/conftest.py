@@ -16,7 +16,7 @@ SCALES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 
 def random_weight(rows: int, cols: int, bits: int, group: int | None = None, *, symmetric: bool = True,
                   dtype: torch.dtype = torch.bfloat16, form: str = "pack-quantized", seed: int = 0,
-                  kind: str = "int") -> QuantizedTensor:
+                  kind: str = "int", activations: str | None = None) -> QuantizedTensor:
     """Random codes and scales; ``group`` None: a scale a row."""
     random = torch.Generator().manual_seed(seed)
     if kind == "nf":
@@ -26,13 +26,15 @@ def random_weight(rows: int, cols: int, bits: int, group: int | None = None, *, 
     else:
         granularity = Granularity(strategy="channel")
     spec = QuantSpec(kind=kind, bits=bits, symmetric=symmetric, granularity=granularity,
-                     scale_dtype="float32" if kind == "nf" else SCALES[dtype])
+                     scale_dtype="float32" if kind == "nf" else SCALES[dtype], activations=activations)
     shape = spec.scale_shape((rows, cols))
     scale = (0.01 * (0.5 + torch.rand(shape, generator=random))).to(dtype).float()
     zero = None
     if not symmetric:
         zero = torch.randint(0, 2**bits, shape, generator=random, dtype=torch.uint8)
     codes = torch.randint(0, 2**bits, (rows, cols), generator=random, dtype=torch.uint8)
+    if kind == "fp":
+        codes[codes & 0x7F == 0x7F] = 0
     packed: QuantizedTensor = registry("formats").get(form).pack(Codes(spec, codes, scale, zero), dtype)
     return packed
 

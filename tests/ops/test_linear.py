@@ -62,6 +62,10 @@ def test_a_row_of_a_plain_product_does_not_depend_on_the_others(monkeypatch, nat
 @pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},
                                   {"bits": 4, "group": 32, "symmetric": False}, {"bits": 3, "group": 32},
                                   {"bits": 2, "group": 16},
+                                  {"bits": 8, "form": "int-quantized", "activations": "token"},
+                                  {"bits": 8, "form": "float-quantized", "kind": "fp",
+                                   "activations": "token"},
+                                  {"bits": 8, "form": "float-quantized", "kind": "fp"},
                                   {"bits": 4, "form": "bnb-nf4", "kind": "nf"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [48, 33])

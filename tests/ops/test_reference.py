@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.ops import linear as linear_module
+from quantkit.ops import reference as module
 from quantkit.ops.linear import linear, query_for
 from quantkit.ops.reference import REFERENCE
 from quantkit.plugins import registry
 
 WEIGHTS = [{"bits": 8}, {"bits": 4, "group": 32}, {"bits": 4, "group": 32, "symmetric": False},
            {"bits": 3, "group": 32}, {"bits": 2, "group": 16}, {"bits": 8, "symmetric": False},
-           {"bits": 4, "form": "bnb-nf4", "kind": "nf"}]
+           {"bits": 4, "form": "bnb-nf4", "kind": "nf"}, {"bits": 8, "form": "float-quantized", "kind": "fp"}]
+TOKENS = [{"bits": 8, "form": "int-quantized", "activations": "token"},
+          {"bits": 8, "form": "float-quantized", "kind": "fp", "activations": "token"}]
 
 
 @pytest.mark.parametrize("keys", WEIGHTS, ids=str)
@@ -24,6 +28,44 @@ def test_error_rule(make_weight, obeys_the_rule, keys, dtype, n, m):
     assert REFERENCE.declines(query_for(weight, dtype, x.device, "prefill")) is None
     got = REFERENCE.run(x, REFERENCE.prepare(weight))
     obeys_the_rule(got, x @ exact.to(dtype).T, x.double() @ exact.double().T)
+
+
+def rounded_by_hand(x, kind):
+    """Every token on its grid, in float64 from float32 quotients, as vLLM rounds."""
+    scale = x.float().abs().amax(1, keepdim=True) / {"int": 127, "fp": 448}[kind]
+    quotient = x.float() / scale
+    level = quotient.to(torch.float8_e4m3fn).double() if kind == "fp" else quotient.round().double()
+    return level * scale.double()
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("keys", TOKENS, ids=lambda keys: keys["form"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 3), (33, 17), (96, 130)])
+def test_tokens_are_rounded(monkeypatch, make_weight, obeys_the_rule, native, keys, dtype, n, m):
+    """Beside float64 of the same rounded activations; and that much apart from unrounded ones."""
+    monkeypatch.setattr(module, "native_bf16", lambda: native)
+    monkeypatch.setattr(linear_module, "native_bf16", lambda: native)
+    weight = make_weight(n, 96, dtype=dtype, **keys)
+    x = torch.randn(m, 96, generator=torch.Generator().manual_seed(3))
+    x[0, 5] = 60.0
+    x = x.to(dtype)
+    exact = registry("formats").get(weight.format).dequantize(weight).double()
+    got = REFERENCE.run(x, REFERENCE.prepare(weight))
+    rounded = rounded_by_hand(x, weight.spec.kind)
+    obeys_the_rule(got, x @ exact.to(dtype).T, rounded @ exact.T)
+    lost = (x.double() @ exact.T - rounded @ exact.T).norm()
+    assert (got.double() - x.double() @ exact.T).norm() > 0.5 * lost > 0
+
+
+@pytest.mark.parametrize("keys", TOKENS, ids=lambda keys: keys["form"])
+def test_what_is_no_number_shows(make_weight, keys):
+    weight = make_weight(5, 32, dtype=torch.float32, **keys)
+    x = torch.ones(3, 32)
+    x[1, 7], x[2] = float("inf"), 0
+    got = REFERENCE.run(x, REFERENCE.prepare(weight))
+    assert torch.isnan(got[1]).all() and torch.isfinite(got[0]).all() and torch.equal(got[2], torch.zeros(5))
+    assert REFERENCE.run(x[:0], REFERENCE.prepare(weight)).shape == (0, 5)
 
 
 def test_nothing_dequantized_is_kept(make_weight):

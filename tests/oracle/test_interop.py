@@ -40,12 +40,28 @@ INTS = {
     "int2-asym-g64": (GPTQ, "{bits: 2, symmetric: false, granularity: {strategy: group, size: 64}}"),
     "int4-asym-g64": (GPTQ, "{bits: 4, symmetric: false, granularity: {strategy: group, size: 64}}"),
 }
+EIGHT = {
+    "w8a8": (RTN, "{bits: 8, granularity: {strategy: channel}, activations: token}"),
+    "w8a8-gptq-tensor": (GPTQ, "{bits: 8, granularity: {strategy: tensor}, activations: token}"),
+    "fp8": (RTN, "{kind: fp, bits: 8, granularity: {strategy: channel}, activations: token}"),
+    "fp8-weights": (RTN, "{kind: fp, bits: 8, granularity: {strategy: channel}}"),
+    "fp8-weights-gptq-tensor": (GPTQ, "{kind: fp, bits: 8, granularity: {strategy: tensor}}"),
+}
 MIXED = """
 rules:
   - {match: lm_head, optional: true}
   - {match: "*.1.mlp.down_proj"}
   - {match: "*.self_attn.*", method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
   - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+"""
+MIXED_LAYOUTS = """
+rules:
+  - {match: lm_head, optional: true, method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+  - {match: "*.down_proj", method: rtn, spec: {kind: fp, bits: 8, granularity: {strategy: channel}}}
+  - {match: "*.self_attn.*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+  - {match: "*.gate_proj", method: rtn,
+     spec: {bits: 8, granularity: {strategy: channel}, activations: token}}
+  - {match: "*", method: rtn, spec: {kind: fp, bits: 8, granularity: {strategy: channel}, activations: token}}
 """
 
 
@@ -64,11 +80,12 @@ def make(models, tmp_path_factory):
     def quantized(name: str, dtype: str):
         folder = tmp_path_factory.mktemp(name)
         recipe = folder / "recipe.yaml"
-        method, spec = INTS.get(name, ("", ""))
-        recipe.write_text(MIXED if name == "mixed" else "calibration: {samples: 4, length: 32}\nrules:\n"
+        method, spec = (INTS | EIGHT).get(name, ("", ""))
+        written = {"mixed": MIXED, "mixed-layouts": MIXED_LAYOUTS}.get(name)
+        recipe.write_text(written or "calibration: {samples: 4, length: 32}\nrules:\n"
                           "  - {match: lm_head, optional: true}\n"
                           f"  - {{match: '*', {method}, spec: {spec}}}\n")
-        given = str(recipe) if method or name == "mixed" else name
+        given = str(recipe) if method or written else name
         return quantize(str(models[dtype]), given, folder / "out").out
 
     return quantized
@@ -104,11 +121,14 @@ def ids() -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits_agree(folder, hf) -> None:
+def logits_agree(folder, hf, most: float = 1.0) -> None:
+    """For at least the share ``most`` of the tokens, and nearly for the others."""
     ours = load(str(folder), dtype="float32").model(ids())
     expected = hf(ids()).logits.float()
     assert expected.std() > 0.5, "logits too flat to tell models apart"
-    assert (ours - expected).abs().max().item() <= BOUND
+    apart = (ours - expected).abs().amax(-1)
+    assert (apart <= BOUND).float().mean() >= most
+    assert (ours - expected).norm() <= 0.02 * expected.norm()
 
 
 # -- compressed-tensors
@@ -151,6 +171,44 @@ def test_fused_projections_and_experts_load_as_they_are(tmp_path, family, recipe
     folder = quantize(str(tiny_model(tmp_path / "model", family, dtype="float32")), recipe,
                       tmp_path / "out").out
     logits_agree(folder, theirs(folder))
+
+
+@pytest.fixture
+def scales_of_engines(monkeypatch):
+    """int8 tokens with the scale ``max / 127``, that of vLLM's kernels and ours; compressed-tensors simulates
+    ``max / 127.5``, which no kernel has. Everything else stays its own. e4m3 is left alone."""
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward",
+                                  reason="compressed-tensors is not installed (extra: oracle)")
+    theirs = forward.compute_dynamic_scales_and_zp
+
+    def dynamic(value, args, *rest, **more):
+        scale, zero = theirs(value, args, *rest, **more)
+        return (value.abs().amax(-1, keepdim=True) / 127 if args.type == "int" else scale), zero
+
+    monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", dynamic)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [*EIGHT, "mixed-layouts"])
+def test_eight_bits_and_activations(make, scales_of_engines, name, dtype):
+    """What a user types. transformers leaves compressed-tensors to round activations in the forward pass. A
+    quotient beside a half, which float32's last bit decides, may go either way, and changes what follows."""
+    folder = make(name, dtype)
+    hf = theirs(folder)
+    with torch.no_grad():
+        assert hf(ids()).logits.dtype == getattr(torch, dtype)
+    same_weights(folder, hf)
+    if dtype == "float32":
+        logits_agree(folder, hf, most=0.5)
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_eight_bits_decompressed_at_loading(make, name):
+    """Activations are then left alone, so only weights can be compared."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = make(name, "bfloat16")
+    hf = theirs(folder, quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    same_weights(folder, hf)
 
 
 # -- bitsandbytes

@@ -49,9 +49,11 @@ def models(tmp_path_factory):
             "fp32": load(str(bf16), dtype="float32"),
             "odd": load(str(tiny_model(folder / "odd", hidden_size=36, intermediate_size=51, head_dim=32,
                                        num_attention_heads=3, num_key_value_heads=1)))}
-    for recipe in ("int8", "int4-rtn", "nf4"):
+    for recipe in ("int8", "w8a8", "fp8", "int4-rtn", "nf4"):
         quantize(str(bf16), recipe, folder / recipe)
         made[recipe] = load(str(folder / recipe))
+    made["w8a8 fp32"] = load(str(folder / "w8a8"), dtype="float32")
+    made["fp8 fp32"] = load(str(folder / "fp8"), dtype="float32")
     made["int4 fp32"] = load(str(folder / "int4-rtn"), dtype="float32")
     return made
 
@@ -102,7 +104,8 @@ def run(loaded, kv, requests, max_batch=11):
     return heard
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "odd", "int8", "int4-rtn", "nf4", "int4 fp32"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "odd", "int8", "w8a8", "fp8", "int4-rtn", "nf4",
+                                  "int4 fp32", "w8a8 fp32", "fp8 fp32"])
 def test_a_request_gets_the_same_bits_in_any_company(models, name):
     # what fails is a whole crowd: making it small takes minutes and shows little
     @settings(max_examples=9, deadline=None, suppress_health_check=[HealthCheck.too_slow],

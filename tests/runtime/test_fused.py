@@ -56,7 +56,7 @@ def test_an_unknown_token_is_refused(fused, token):
         fused(torch.tensor([[5, token]]))
 
 
-@pytest.mark.parametrize("recipe", ["int8-head8", "int4-head8", "nf4-head8"])
+@pytest.mark.parametrize("recipe", ["int8-head8", "int4-head8", "nf4-head8", "w8a8", "fp8"])
 def test_a_broken_weight_shows(tmp_path, recipe):
     """Rounding to integers must not make numbers of what is none."""
     source = tiny_model(tmp_path / "tiny")

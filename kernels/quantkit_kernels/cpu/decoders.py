@@ -42,6 +42,23 @@ def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         yield ((pair & -65536).bits(real),)
 
 
+def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+    """Four neighbours of each lane's row side by side."""
+    for i in range(SUB // 4):
+        yield (e.load(source, vec(I8, 4 * isa.lanes), i * 4 * isa.lanes),)
+
+
+def _e4m3(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+    """Four neighbours of each lane's row side by side. Where float32 has its sign, the low bits of its
+    exponent and the high ones of its mantissa, e4m3's bits mean 2⁻¹²⁰ of what they are, denormal ones too."""
+    real = vec(F32, isa.lanes)
+    for i in range(SUB // 4):
+        four = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
+        for place in range(4):
+            bits = ((four << (24 - 8 * place)) >> 4) & -0x78100000
+            yield (bits.bits(real) * 2.0**120,)
+
+
 def nf4(table: tuple[float, ...]) -> Decoder:
     """4-bit codes into a table of 16 numbers in [−1, 1].
 
@@ -120,4 +137,7 @@ def _turned(own: Value, places: int) -> Value:
 
 INT4 = Decoder("int4", "bytes", SUB // 2, _int4)
 INT8 = Decoder("int8", "words", SUB, _int8)
+W8A8 = Decoder("w8a8", "int8", SUB, _w8a8)
+E4M3 = Decoder("e4m3", "floats", SUB, _e4m3)
+E4M3_TOKENS = Decoder("e4m3_tokens", "e4m3", SUB, _e4m3)
 BF16 = Decoder("bf16", "floats", 2 * SUB, _bf16)

@@ -1,9 +1,10 @@
 """``y = x Wᵀ``: one loop for all formats; a decoder says how a format's weights are unpacked.
 
 Weights lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32 values of a
-row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or, for
-floating-point weights, a chain of fused multiply-adds over k): the same bits for one row of activations or
-many, for any number of threads and any instruction set.
+row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or one
+such sum over the whole row, where its activations share a scale; or, for floating-point weights, a chain of
+fused multiply-adds over k): the same bits for one row of activations or many, for any number of threads and
+any instruction set.
 
 One row is multiplied while its weights are unpacked in registers. For more rows a block is unpacked once
 into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
@@ -35,12 +36,18 @@ ARGUMENTS = ("*weights", "*scales", "*zeros", "*x", "*x_scales", "*x_sums", "*ou
              "rows_a_unit", "x_private", "scratch_private")
 """Of a record. Strides are bytes; ``x_stride`` is that of codes, scales and sums alike. ``x_private`` and
 ``scratch_private`` are those from thread to thread."""
-Family = Literal["bytes", "words", "floats"]
-"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32."""
-WIDTH = {"bytes": 1, "words": 2, "floats": 4}
+Family = Literal["bytes", "words", "floats", "int8", "e4m3"]
+"""How activations come: int8 with a scale and a sum a subgroup, int16 with a scale, or float32; the last two
+with one scale a row: int8, with one sum too, or those float32 that e4m3 has."""
+WIDTH = {"bytes": 1, "words": 2, "floats": 4, "int8": 1, "e4m3": 4}
 """Bytes of an activation, and of an unpacked weight."""
-STEP = {"bytes": 4, "words": 2, "floats": 1}
+STEP = {"bytes": 4, "words": 2, "floats": 1, "int8": 4, "e4m3": 1}
 """Values of a row that one multiplication takes."""
+FLOATS = ("floats", "e4m3")
+TOKENS = ("int8", "e4m3")
+"""Families with one scale a row of activations."""
+MOST_COLUMNS = 1 << 17
+"""Of the family ``int8``: so many products of −128 and 127 just fit an int32."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class _Writer:
         begin, end = first * per, e.min(first + a.stripes_a_unit, a.stripes) * per
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
-        alone = 4 if self.family == "floats" and lanes == 8 else self.together
+        alone = 4 if self.family in FLOATS and lanes == 8 else self.together
         held = max(blocks, self.together)
         with e.either(bottom - top < rows) as otherwise:
             with e.loop(begin, end, alone) as block, e.loop(top, bottom) as row:
@@ -173,16 +180,18 @@ class _Writer:
         e, a = self.e, self.a
         unpacked = scratch is not None
         if scratch is not None:
-            start, block = scratch, block + scratch
+            first, block = scratch, block + scratch
         x = [a.x + (row + m) * a.x_stride for m in range(rows)]
-        totals = [[e.var(e.const(self.reals, 0.0)) for _ in range(rows)] for _ in range(blocks)]
+        whole = self.family == "int8"
+        start = e.const(vec(I32, self.lanes), 0) if whole else e.const(self.reals, 0.0)
+        totals = [[e.var(start) for _ in range(rows)] for _ in range(blocks)]
 
         steps = SUB // STEP[self.family]
 
         def take(weights: list[Value], factors: list[Value], sums: list[list[Value]]) -> None:
             for m in range(rows):
                 for b in range(blocks):
-                    if self.family == "floats":
+                    if self.family in FLOATS:
                         totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
                     else:
                         sums[b][m] = self._add(sums[b][m], weights[b], factors[m])
@@ -191,7 +200,7 @@ class _Writer:
             return [e.load(source, self._kind, i * self.lanes * 4) for source in sources]
 
         def subgroup(s: Value, scales: Sequence[Value] | None, zeros: Sequence[Value] | None) -> None:
-            sources = [self._scratch(start + b, s) for b in range(blocks)] if unpacked else [
+            sources = [self._scratch(first + b, s) for b in range(blocks)] if unpacked else [
                 self._packed(block + b, s) for b in range(0, blocks, self.together)]
             sums = [[self._nothing() for _ in range(rows)] for _ in range(blocks)]
             if not unpacked:
@@ -200,7 +209,7 @@ class _Writer:
                         e.prefetch(source + (AHEAD + line))
                 for i, values in enumerate(self._steps(sources)):
                     take(values, [self._factor(row_x, s, i) for row_x in x], sums)
-            elif self.family == "floats":
+            elif self.family in FLOATS:
                 for i in range(steps):
                     take(loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
             else:  # some steps at a time: over more of them the compiler runs out of registers
@@ -214,7 +223,11 @@ class _Writer:
                         for m in range(rows):
                             held[b][m].set(now[b][m])
                 sums = [[one.get() for one in line] for line in held]
-            if self.family != "floats":
+            if whole:
+                for b in range(blocks):
+                    for m in range(rows):
+                        totals[b][m].set(totals[b][m].get() + sums[b][m])
+            elif self.family not in FLOATS:
                 for m in range(rows):
                     pairs = [(totals[b][m], sums[b][m]) for b in range(blocks)]
                     self._scale(pairs, row + m, s, scales, zeros)
@@ -247,21 +260,20 @@ class _Writer:
     @property
     def _kind(self) -> Type:
         """Of an unpacked vector."""
-        return {"bytes": vec(I8, 4 * self.lanes), "words": vec(I16, 2 * self.lanes), "floats": self.reals}[
-            self.family]
+        return {1: vec(I8, 4 * self.lanes), 2: vec(I16, 2 * self.lanes), 4: self.reals}[WIDTH[self.family]]
 
     def _nothing(self) -> Value:
         return self.isa.nothing(self.e) if self.family == "bytes" else self.e.const(vec(I32, self.lanes), 0)
 
     def _factor(self, x: Value, s: Value, step: int) -> Value:
         """The step's values of a row of activations, in every lane."""
-        kind: Type = F32 if self.family == "floats" else I32
+        kind: Type = F32 if self.family in FLOATS else I32
         one = self.e.load(x, kind, s * (SUB * WIDTH[self.family]) + step * 4).spread(self.lanes)
-        return {"bytes": lambda: one.bits(vec(I8, 4 * self.lanes)),
-                "words": lambda: one.bits(vec(I16, 2 * self.lanes)), "floats": lambda: one}[self.family]()
+        return one if self.family in FLOATS else one.bits(self._kind)
 
     def _add(self, total: Value, weight: Value, x: Value) -> Value:
-        add = self.isa.bytes_dot if self.family == "bytes" else self.isa.words_dot
+        isa = self.isa
+        add = {"bytes": isa.bytes_dot, "words": isa.words_dot, "int8": isa.int8_dot}[self.family]
         return add(self.e, total, weight, x)
 
     def _scale(self, pairs: Sequence[tuple[Var, Value]], row: Value, s: Value, scales: Sequence[Value] | None,
@@ -295,6 +307,12 @@ class _Writer:
 
     def _finish(self, block: Value, row: Value, total: Value, scale: Value | None) -> None:
         e, a = self.e, self.a
+        if self.family == "int8":
+            if self.isa.offset:
+                total = total - e.load(a.x_sums, I32, row * a.x_stride).spread(self.lanes) * self.isa.offset
+            total = total.real()
+        if self.family in TOKENS:
+            total = total * e.load(a.x_scales, F32, row * a.x_stride).spread(self.lanes)
         if scale is not None:
             total = total * scale
         column = block * (self.lanes * 4)

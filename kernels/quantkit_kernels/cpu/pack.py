@@ -35,6 +35,16 @@ def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     return _packed(codes, lanes, group, 0, runs)
 
 
+def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
+    return _packed(codes, lanes, SUB, 128, lambda blocks: _quads(blocks ^ 128))
+
+
+def e4m3(codes: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Bit patterns uint8 ``[n, k]`` → uint8."""
+    return _packed(codes, lanes, SUB, 0, _quads)
+
+
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8. The table's zero is code 7, which pads."""
     def runs(blocks: torch.Tensor) -> torch.Tensor:
@@ -100,6 +110,11 @@ def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
 def _pairs(blocks: torch.Tensor) -> torch.Tensor:
     """Two neighbours of each lane's row side by side."""
     return blocks.unflatten(-1, (-1, 2)).transpose(2, 3)
+
+
+def _quads(blocks: torch.Tensor) -> torch.Tensor:
+    """Four neighbours of each lane's row side by side."""
+    return blocks.unflatten(-1, (-1, 4)).transpose(2, 3)
 
 
 def _rows(x: torch.Tensor, lanes: int, value: int = 0) -> torch.Tensor:

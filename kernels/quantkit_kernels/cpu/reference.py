@@ -116,6 +116,27 @@ def quantize(x: Floats, family: str) -> tuple[Whole, Floats, Whole]:
     return codes.reshape(x.shape), top / F(LEVELS[family]), codes.sum(-1, dtype=np.int32)
 
 
+def quantize_row(x: Floats, family: str) -> tuple[Floats, Floats]:
+    """Rows ``[m, k]`` → levels ``[m, k]``, whole numbers or e4m3's, and one scale a row ``[m, 1]``."""
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), F(SMALLEST)) / F(LEVELS[family])
+    exact = x / scale
+    if family == "int8":
+        return np.rint(exact), scale
+    exponent = np.maximum(exact.view(np.int32) & 0x7F800000, 121 << 23)
+    large = (exponent + (20 << 23)).view(F) * F(1.5)
+    return (exact + large) - large, scale
+
+
+def token_matmul(x: Floats, levels: Floats, scale: Floats, family: str) -> Floats:
+    """Rows ``[m, k]``, each with one scale, by weights' levels ``[n, k]`` with a scale a row ``[n, 1]``."""
+    rows, steps = quantize_row(x, family)
+    if family == "int8":
+        total = (rows.astype(np.int64) @ levels.T.astype(np.int64)).astype(F)
+    else:
+        total = float_matmul(rows, levels)
+    return total * steps * scale[:, 0]
+
+
 def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: int) -> Floats:
     """Rows by integer weights.
 

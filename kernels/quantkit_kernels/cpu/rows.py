@@ -1,12 +1,13 @@
 """What happens to a row of activations between two multiplications: norm, SiLU or GELU, quantization.
 
 A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``, ``gelu``) and leaves it as a
-multiplication wants it: float32, int16 or int8 with a scale for each subgroup of 32; rotated before
-(:mod:`~quantkit_kernels.cpu.rotation`) if the weights are. A unit is a row.
+multiplication wants it: float32, int16 or int8 with a scale for each subgroup of 32, or int8 or e4m3 with one
+scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.rotation`) if the weights are. A unit is a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,15 +17,15 @@ from quantkit_kernels.cpu import rotation
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
-from quantkit_kernels.cpu.matmul import SUB, Family
+from quantkit_kernels.cpu.matmul import SUB, TOKENS, Family
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
 
 LANES = 16
 """Of this module's vectors, whatever the instruction set's are: sums then have one order everywhere."""
-LEVELS = {"bytes": 127, "words": 8191}
+LEVELS = {"bytes": 127, "words": 8191, "int8": 127, "e4m3": 448}
 """Largest codes. A subgroup's 32 products of 8191 · 8191 just fit an int32."""
 SMALLEST = 2.0**-100
-"""A subgroup's largest value is taken to be at least this: its inverse stays finite."""
+"""A subgroup's, or row's, largest value is taken to be at least this: its inverse stays finite."""
 ARGUMENTS = ("*x", "*second", "*weight", "*picked", "*out", "*scales", "*sums", "x_stride", "size",
              "subgroups", "out_stride", "out_private", "eps", "*signs", "*mix", "*room", "room_private")
 """Of a record. ``picked``: int64, which rows of x; null: all. ``out_stride``: bytes between rows of codes, of
@@ -89,10 +90,17 @@ class Rows:
             turned = rotation.emit(e, room, a.mix, self.rotation)
             with e.loop(self.rotation, a.subgroups * SUB, LANES) as i:
                 e.store(turned, e.const(wide, 0.0), i * 4)
-        with e.loop(0, a.subgroups) as s:
+
+        def values(s: Value) -> list[Value]:
+            """The subgroup ``s``."""
             places = [s * (SUB * 4) + half * LANES * 4 for half in range(SUB // LANES)]
-            values = [e.load(turned, wide, at) if self.rotation else value(at) for at in places]
-            _leave(e, self.family, values, out, scales, sums, s)
+            return [e.load(turned, wide, at) if self.rotation else value(at) for at in places]
+
+        if self.family in TOKENS:
+            _leave_row(e, self.family, values, a.subgroups, out, scales, sums)
+        else:
+            with e.loop(0, a.subgroups) as s:
+                _leave(e, self.family, values(s), out, scales, sums, s)
         e.ret()
 
 
@@ -122,6 +130,38 @@ def _norm_factor(e: Emitter, x: Value, size: Value, eps: Value) -> Value:
         total.set(e.fma(value, value, total.get()))
     mean = e.sum(total.get()) / size.real()
     return e.const(F32, 1.0) / e.sqrt(mean + eps.trunc(I32).bits(F32))
+
+
+def _leave_row(e: Emitter, family: Family, values: Callable[[Value], list[Value]], subgroups: Value,
+               out: Value, scales: Value, sums: Value) -> None:
+    """Store a row that shares one scale. Its values are worked out twice: first for the largest."""
+    zero = e.const(vec(F32, LANES), 0.0)
+    most, wrong, total = e.var(zero), e.var(zero), e.var(e.const(vec(I32, LANES), 0))
+    with e.loop(0, subgroups) as s:
+        for value in values(s):
+            most.set(e.max(most.get(), e.abs(value)))
+            wrong.set(wrong.get() + value * 0.0)
+    scale = e.max(e.highest(most.get()), e.const(F32, SMALLEST)) / float(LEVELS[family])
+    with e.loop(0, subgroups) as s:
+        for half, value in enumerate(values(s)):
+            exact = value / scale.spread(LANES)
+            if family == "e4m3":
+                e.store(out + s * (SUB * 4), _e4m3(e, exact), half * LANES * 4)
+                continue
+            code = e.whole(e.round(exact))
+            total.set(total.get() + code)
+            e.store(out + s * SUB, code.trunc(vec(I8, LANES)), half * LANES)
+    e.store(scales, scale + e.sum(wrong.get()))  # NaN and infinity end up here, as below
+    if family == "int8":
+        e.store(sums, e.sum(total.get()))
+
+
+def _e4m3(e: Emitter, value: Value) -> Value:
+    """The nearest number of e4m3, for values that don't overflow it: adding 1.5 · 2^(exponent + 20) leaves a
+    float32 four bits, or what lies on the grid of the smallest, whose exponent is −6."""
+    exponent = e.max(value.bits(vec(I32, LANES)) & 0x7F800000, e.const(vec(I32, LANES), 121 << 23))
+    large = (exponent + (20 << 23)).bits(vec(F32, LANES)) * 1.5
+    return value + large - large
 
 
 def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: Value, sums: Value,

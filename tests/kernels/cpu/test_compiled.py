@@ -149,13 +149,14 @@ def test_the_wide_kernels_use_the_instructions_they_are_named_for():
     from quantkit_kernels.cpu.matmul import Matmul
 
     for decoder, group, wanted in ((decoders.INT4, 64, "vpdpbusd"), (decoders.INT8, 0, "vpdpwssd"),
+                                   (decoders.W8A8, 0, "vpdpbusd"), (decoders.E4M3, 0, "vfmadd231ps"),
                                    (decoders.BF16, None, "vfmadd231ps")):
         spec = Matmul(decoder, group)
         text = compiled.assembly(spec.name, isa.VNNI, spec.emit(isa.VNNI), "sapphirerapids", triple=X86)
         assert wanted in text and "zmm" in text
-    spec = Matmul(decoders.INT4, 64)
-    text = compiled.assembly(spec.name, isa.AVX2, spec.emit(isa.AVX2), "haswell", triple=X86)
-    assert "vpmaddubsw" in text and "zmm" not in text
+    for spec in (Matmul(decoders.INT4, 64), Matmul(decoders.W8A8, 0)):
+        text = compiled.assembly(spec.name, isa.AVX2, spec.emit(isa.AVX2), "haswell", triple=X86)
+        assert "vpmaddubsw" in text and "zmm" not in text
 
 
 def test_plain_kernels_compile_for_other_processors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,17 @@ from hypothesis import strategies as st
 
 from quantkit_kernels.cpu import decoders, pack, reference
 from quantkit_kernels.cpu.isa import PLAIN
-from quantkit_kernels.cpu.matmul import SUB, Matmul
+from quantkit_kernels.cpu.matmul import MOST_COLUMNS, SUB, Matmul
 
 TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
          0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
          0.7229568362236023, 1.0)
 NF4 = decoders.nf4(TABLE)
-KINDS = ("bf16", "int8", "int8 g64", "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128", "int4 g32 zp",
-         "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12", "trellis4 w13",
-         "trellis4 w16")
+TOKENS = ("w8a8", "e4m3_tokens")
+KINDS = ("bf16", "int8", "int8 g64", *TOKENS, "e4m3", "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128",
+         "int4 g32 zp", "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12",
+         "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
 
 
@@ -61,6 +64,9 @@ class Case:
             self.pack = lambda lanes: (pack.bf16(weight, lanes), None, None)
             self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
             return
+        if name in ("w8a8", "e4m3", "e4m3_tokens"):
+            self._eight_bit(name, n, k, scale, make)
+            return
         family, dtype = "words", torch.float32
         if name.startswith("trellis"):
             width, window = int(name[-1]), int(rest[0][1:])
@@ -96,6 +102,25 @@ class Case:
                                                         scale.float().numpy(), family, group)
 
 
+    def _eight_bit(self, name, n, k, scale, make):
+        """int8 with every code, or e4m3 with every code but NaN, and a scale a row."""
+        codes = torch.randint(0, 256, (n, k), generator=make, dtype=torch.uint8)
+        if name == "w8a8":
+            levels, decoder, packer = codes.float() - 128, decoders.W8A8, pack.w8a8
+        else:
+            codes[codes & 0x7F == 0x7F] = 1
+            levels, packer = codes.view(torch.float8_e4m3fn).float(), pack.e4m3
+            decoder = decoders.E4M3 if name == "e4m3" else decoders.E4M3_TOKENS
+        self.matmul = Matmul(decoder, 0)
+        self.weight = levels.double() * scale.double()
+        self.pack = lambda lanes: (packer(codes, lanes), pack.scales(scale, lanes), None)
+        padded = _pad(levels, self.k).numpy()
+        if name == "e4m3":
+            self.exact = lambda x: reference.float_matmul(x, padded) * scale.numpy()[:, 0]
+        else:
+            self.exact = lambda x: reference.token_matmul(x, padded, scale.numpy(), decoder.family)
+
+
 def _pad(x, k):
     return torch.nn.functional.pad(x, (0, k - x.shape[1]))
 
@@ -128,7 +153,12 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
     found = multiply(fastest, case.matmul, x, *case.pack(fastest.lanes), n).double()
     true = x[:, :k].double() @ case.weight.T
     assert torch.isfinite(found).all()
-    if case.matmul.decoder.family == "bytes":
+    if kind in TOKENS:  # half a step of integers, or of the last of four bits
+        size = x[:, :k].double().abs()
+        step = size / 16 if kind == "e4m3_tokens" else torch.zeros_like(size)
+        least = size.amax(1, keepdim=True).clamp_min(1e-30) / (127 if kind == "w8a8" else 448 * 2**9) / 2
+        allowed = torch.maximum(step, least) @ case.weight.abs().T + 1e-5 * (size @ case.weight.abs().T)
+    elif case.matmul.decoder.family == "bytes":
         groups = x.abs().unflatten(1, (-1, SUB)).amax(-1).clamp_min(1e-30).double()
         step = (groups / 127).repeat_interleave(SUB, 1)[:, :k]
         allowed = 0.5 * step @ case.weight.abs().T + 1e-5 * (x[:, :k].double().abs() @ case.weight.abs().T)
@@ -193,17 +223,31 @@ def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
     same(found, held + (plain + bias[:40]))
 
 
+@pytest.mark.parametrize("m", [1, 9])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_longest_row_of_int8_fits_32_bits(isa, multiply, m, sign):
+    """Sums may wrap on the way, where weights are multiplied as unsigned; what comes out may not."""
+    codes = torch.zeros(32, MOST_COLUMNS, dtype=torch.uint8)
+    x = torch.full((m, MOST_COLUMNS), 127.0 * sign)
+    found = multiply(isa, Matmul(decoders.W8A8, 0), x, pack.w8a8(codes, isa.lanes),
+                     pack.scales(torch.ones(32, 1), isa.lanes), n=32)
+    assert torch.equal(found, torch.full((m, 32), -128.0 * 127 * sign * MOST_COLUMNS))
+
+
 def test_the_largest_sums_fit(isa, multiply, same):
     """Every code and activation at its limit: integers that overflow would change sign."""
     codes = torch.full((32, 64), 15, dtype=torch.uint8)
     for matmul, packed, levels in (
             (Matmul(decoders.INT4, 0), pack.int4(codes, isa.lanes), 7),
             (Matmul(decoders.INT8, 0), pack.int8(torch.full((32, 64), -127).to(torch.int8), isa.lanes), -127),
+            (Matmul(decoders.W8A8, 0), pack.w8a8(torch.zeros(32, 64, dtype=torch.uint8), isa.lanes), -128),
             (Matmul(NF4, 0), pack.nf4(codes, isa.lanes), 8191)):
         x = torch.full((1, 64), 3.0)
         scale = pack.scales(torch.ones(32, 1), isa.lanes)
         found = multiply(isa, matmul, x, packed, scale, n=32)
         family = matmul.decoder.family
-        same(found, reference.integer_matmul(x.numpy(), np.full((32, 64), levels, np.int32),
-                                             np.ones((32, 1), np.float32), family, 0))
+        exact = (reference.token_matmul if family == "int8" else
+                 functools.partial(reference.integer_matmul, group=0))
+        full, ones = np.full((32, 64), levels, np.int32), np.ones((32, 1), np.float32)
+        same(found, exact(x.numpy(), full, ones, family))
         assert torch.allclose(found, torch.full((1, 32), 64 * 3.0 * levels))

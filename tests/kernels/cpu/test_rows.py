@@ -14,6 +14,7 @@ from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.rows import LEVELS, NormAdd, Rows
 
 FAMILIES = ("bytes", "words", "floats")
+TOKENS = ("int8", "e4m3")
 
 
 def rows_of(m, k, seed=0):
@@ -38,6 +39,42 @@ def test_the_bits_of_the_reference(isa, leave, same, source, family):
     same(found[1], scales)
     if family == "bytes":
         same(found[2], sums)
+
+
+@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize("source", ["plain", "norm", "silu"])
+def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source, family):
+    x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
+    x[1, 7] = 1e4
+    values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second}}[source]
+    codes, scales, sums = leave(isa, Rows(source, family), x, **values)
+    expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
+                "silu": lambda: reference.silu_mul(x.numpy(), second.numpy())}[source]()
+    levels, steps = reference.quantize_row(expected, family)
+    same(codes, levels)
+    same(scales[:, :1], steps)
+    if family == "int8":
+        same(sums[:, 0], levels.sum(1))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e30]), seed=st.integers(0, 50))
+def test_e4m3_is_torchs(fastest, leave, scale, seed):
+    x = rows_of(1, 64, seed) * scale
+    values, scales, _ = leave(fastest, Rows("plain", "e4m3"), x)
+    exact = x / scales[:, :1]
+    assert torch.equal(values, exact.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert scales[0, 0] == max(x.abs().max(), torch.tensor(2.0**-100)) / 448
+
+
+@pytest.mark.parametrize("family", TOKENS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 40, 63])
+def test_a_broken_row_has_no_scale(isa, leave, family, bad, at):
+    x = rows_of(2, 64)
+    x[0, at] = bad
+    _, scales, _ = leave(isa, Rows("plain", family), x)
+    assert torch.isnan(scales[0, 0]) and torch.isfinite(scales[1, 0])
 
 
 def bits(x):

@@ -1,0 +1,130 @@
+"""int-quantized and float-quantized: exact layout, refusals with a remedy, compressed-tensors as oracle."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.errors import SpecError
+from quantkit.formats import float_quantized, int_quantized
+from quantkit.formats.base import Codes, Format
+from quantkit.plugins import registry
+from quantkit.spec import Granularity, QuantSpec
+
+FORMATS = {"int": int_quantized.FORMAT, "fp": float_quantized.FORMAT}
+KINDS = pytest.mark.parametrize("kind", FORMATS)
+
+
+def spec_of(kind: str, strategy: str = "channel", dtype: str = "bfloat16", **keys: object) -> QuantSpec:
+    return QuantSpec.model_validate({"kind": kind, "bits": 8, "granularity": {"strategy": strategy},
+                                     "scale_dtype": dtype, "activations": "token", **keys})
+
+
+def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
+    random = torch.Generator().manual_seed(seed)
+    scale = (torch.rand(spec.scale_shape((rows, cols)), generator=random) + 0.1).to(
+        getattr(torch, spec.scale_dtype)).float()
+    codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, generator=random)
+    if spec.kind == "fp":
+        codes[codes & 0x7F == 0x7F] = 0
+    return Codes(spec, codes, scale)
+
+
+@KINDS
+def test_is_a_registered_format(kind: str) -> None:
+    form = FORMATS[kind]
+    assert isinstance(form, Format) and registry("formats").get(form.name) is form
+    assert form.quant_method == "compressed-tensors"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(sorted(FORMATS)), strategy=st.sampled_from(["tensor", "channel"]),
+       rows=st.sampled_from([1, 2, 7, 33]), cols=st.sampled_from([1, 5, 32, 97]), seed=st.integers(0, 999))
+def test_round_trip_is_exact(kind: str, strategy: str, rows: int, cols: int, seed: int) -> None:
+    form, spec = FORMATS[kind], spec_of(kind, strategy)
+    codes = random_codes(spec, rows, cols, seed)
+    packed = form.pack(codes, torch.bfloat16)
+    layout = form.layout(spec, packed.shape, torch.bfloat16)
+    assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == layout
+    assert layout == {"weight": (torch.int8 if kind == "int" else torch.float8_e4m3fn, (rows, cols)),
+                      "weight_scale": (torch.bfloat16, (1,) if strategy == "tensor" else (rows, 1))}
+    back = form.unpack(packed)
+    assert torch.equal(back.codes, codes.codes) and torch.equal(back.scale, codes.scale)
+    assert back.zero is None and back.spec == spec
+
+
+@KINDS
+def test_dequantize_against_numpy(kind: str) -> None:
+    codes = random_codes(spec_of(kind), 5, 12)
+    levels = codes.codes.numpy().astype(np.int32)
+    if kind == "fp":
+        exponent, mantissa = levels >> 3 & 15, levels & 7
+        size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+        real = np.where(levels >> 7, -size, size).astype(np.float32)
+    else:
+        real = (levels - 128).astype(np.float32)
+    weight = FORMATS[kind].dequantize(FORMATS[kind].pack(codes, torch.bfloat16))
+    assert weight.dtype == torch.float32
+    np.testing.assert_array_equal(weight.numpy(), real * codes.scale.numpy())
+
+
+@KINDS
+def test_refusals_say_what_to_do(kind: str) -> None:
+    form = FORMATS[kind]
+    assert form.refuses(spec_of(kind), (8, 64)) is None
+    other = "fp" if kind == "int" else "int"
+    assert f"use format {FORMATS[other].name if other == 'fp' else 'pack-quantized'}" in str(
+        form.refuses(spec_of(other), (8, 64)))
+    nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
+    assert "bnb-nf4" in str(form.refuses(nf, (8, 64)))
+    assert "empty" in str(form.refuses(spec_of(kind), (0, 64)))
+    with pytest.raises(SpecError, match="float32 scales for bfloat16"):
+        form.layout(spec_of(kind, dtype="float32"), (8, 64), torch.bfloat16)
+
+
+def test_what_belongs_into_pack_quantized() -> None:
+    form, pack = FORMATS["int"], registry("formats").get("pack-quantized")
+    for keys, said in (({"activations": None}, "activations: token"),
+                       ({"activations": None, "symmetric": False}, "symmetric: true"),
+                       ({"activations": None, "bits": 4}, "int4"),
+                       ({"activations": None, "granularity": {"strategy": "group", "size": 32}}, "groups")):
+        assert said in str(form.refuses(spec_of("int", **keys), (8, 64)))
+        assert pack.refuses(spec_of("int", **keys), (8, 64)) is None
+    assert "int-quantized" in str(pack.refuses(spec_of("int"), (8, 64)))
+    assert "float-quantized" in str(pack.refuses(spec_of("fp"), (8, 64)))
+    assert FORMATS["fp"].refuses(spec_of("fp", activations=None), (8, 64)) is None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+@pytest.mark.parametrize("activations", ["token", None])
+@KINDS
+def test_compressed_tensors_reads_and_writes_the_same(kind: str, strategy: str, activations: str | None,
+                                                      dtype: str) -> None:
+    """Its compressors of these names decompress our tensors, and compress the result to the same bytes."""
+    base = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    if kind == "int" and activations is None:
+        pytest.skip("int-quantized is for quantized activations")
+    spec, real = spec_of(kind, strategy, dtype, activations=activations), getattr(torch, dtype)
+    codes = random_codes(spec, 13, 96, seed=1)
+    packed = FORMATS[kind].pack(codes, real)
+    arguments = {"num_bits": 8, "type": {"int": "int", "fp": "float"}[kind], "symmetric": True,
+                 "strategy": strategy}
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**arguments))
+    compressor = {"int": base.IntQuantizationCompressor, "fp": base.FloatQuantizationCompressor}[kind]
+    if activations is None:
+        compressor = base.NaiveQuantizationCompressor
+    theirs = compressor.decompress(dict(packed.tensors), scheme)["weight"]
+    assert torch.equal(theirs.float(), FORMATS[kind].dequantize(packed).to(real).float())
+    if real != torch.float32:
+        return  # a rounded weight needn't round back to the same code
+    written = compressor.compress({"weight": theirs, "weight_scale": packed.tensors["weight_scale"]}, scheme)
+    assert set(written) == set(packed.tensors)
+    for name, tensor in packed.tensors.items():
+        assert written[name].dtype == tensor.dtype
+        same = [one.view(torch.uint8) for one in (written[name], tensor)]
+        assert torch.equal(*same), name
