@@ -7,8 +7,8 @@ pushes the calibration text through them, and ends with the same bytes.
 
 from __future__ import annotations
 
-import hashlib
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from quantkit import __version__
+from quantkit.calibrate.data import CalibrationData, load_calibration
 from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.runner import LayerRunner
-from quantkit.calibrate.text import calibration_tokens
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
@@ -40,6 +39,8 @@ from quantkit.spec import CalibrationSpec
 LAYERS = "model.layers."
 REST = "rest"
 IMPORTANCE = f"{WORK}importance"
+EXPERT, FEW_TOKENS = ".experts.", 128
+"""What the names of an expert's layers hold; of fewer tokens its Hessian says little."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class QuantizeResult:
         fallbacks: every note of every row, with its layer's name.
         resumed: units that an earlier attempt had finished.
         seconds: of this attempt.
+        calibration: what the calibrated methods saw, if there were any.
     """
 
     out: Path
@@ -61,12 +63,14 @@ class QuantizeResult:
     fallbacks: tuple[str, ...]
     resumed: int
     seconds: float
+    calibration: CalibrationFacts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
+        facts = self.calibration.model_dump(mode="json") if self.calibration else None
         return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "resumed_units": self.resumed,
-                "seconds": self.seconds, "fallbacks": list(self.fallbacks),
+                "seconds": self.seconds, "fallbacks": list(self.fallbacks), "calibration": facts,
                 "layers": [row.to_dict() for row in self.rows]}
 
 
@@ -105,6 +109,41 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
     return result
 
 
+def calibration_data(plan: Plan, source: ModelSource, progress: Listener = silent) -> CalibrationData | None:
+    """What a run of ``plan`` calibrates on, with a warning of all that is bad about it; ``None`` if no
+    method needs any.
+
+    Args:
+        plan: for the model of ``source``.
+        source: gives tokenizer and chat template.
+        progress: told of downloads.
+
+    Raises:
+        CalibrationError: it can't be had, is malformed, or doesn't fit the model.
+    """
+    methods, spec = registry("methods"), plan.recipe.calibration
+    widths = [row.shape[1] for row in plan.rows if row.method and methods.get(row.method).needs]
+    if not widths:
+        return None
+    assert spec is not None  # make_plan fills it in
+    vocabulary = parse_config(source.config()).vocab_size
+    data = load_calibration(spec, source.side_files(), vocabulary, max(widths), progress)
+    for text in data.coverage.warnings(spec.length):
+        warnings.warn(text, stacklevel=2)
+    return data
+
+
+def calibration_facts(plan: Plan, data: CalibrationData | None) -> CalibrationFacts | None:
+    """The same for the manifest."""
+    spec = plan.recipe.calibration
+    if data is None or spec is None:
+        return None
+    return CalibrationFacts(text=", ".join(spec.without_folders().texts), samples=spec.samples,
+                            length=spec.length, seed=spec.seed, importance=spec.importance,
+                            tokens=data.tokens.numel(), sha256=data.sha256, packing=data.packing,
+                            files=data.files, coverage=data.coverage)
+
+
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
                  progress: Listener) -> None:
@@ -112,29 +151,8 @@ class _Run:
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
-        self.tokens = self._tokens() if plan.calibrated else None
-
-    def _tokens(self) -> torch.Tensor:
-        spec = self.plan.recipe.calibration
-        assert spec is not None  # make_plan fills it in
-        data = self.source.side_files().get("tokenizer.json")
-        if data is None:
-            raise CalibrationError("calibration needs the model's tokenizer.json, which is not there",
-                                   next="add it to the model's folder, or use a data-free recipe: "
-                                        "quantkit recipes list")
-        try:
-            tokenizer = Tokenizer.from_str(data.decode())
-        except Exception as error:  # the tokenizers library raises no narrower one
-            raise CalibrationError("the model's tokenizer.json can't be read", why=str(error),
-                                   next="replace it by the model's own, or use a data-free recipe: "
-                                        "quantkit recipes list") from error
-        tokens = calibration_tokens(spec, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        if (largest := int(tokens.max())) >= self.config.vocab_size:
-            raise CalibrationError(f"the tokenizer yields token {largest}, the model knows "
-                                   f"{self.config.vocab_size}",
-                                   why="tokenizer.json and config.json are of different models",
-                                   next="replace tokenizer.json by the model's own")
-        return tokens
+        self.data = calibration_data(plan, source, progress)
+        self.tokens = None if self.data is None else self.data.tokens
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -151,22 +169,18 @@ class _Run:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
-        rows = read_manifest(out).layers
-        notes = tuple(f"{row.name}: {note}" for row in rows for note in row.notes)
-        return QuantizeResult(out, self.plan, rows, notes, resumed, time.monotonic() - start)
+        made = read_manifest(out)
+        notes = tuple(f"{row.name}: {note}" for row in made.layers for note in row.notes)
+        return QuantizeResult(out, self.plan, made.layers, notes, resumed, time.monotonic() - start,
+                              made.calibration)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
-        facts = None
-        if self.tokens is not None and (spec := self.plan.recipe.calibration) is not None:
-            facts = CalibrationFacts(
-                text=spec.text if spec.text == "builtin" else Path(spec.text).name, samples=spec.samples,
-                length=spec.length, seed=spec.seed, importance=spec.importance, tokens=self.tokens.numel(),
-                sha256=hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest())
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
-                        source=SourceRecord.of(self.source.identity()), calibration=facts,
+                        source=SourceRecord.of(self.source.identity()),
+                        calibration=calibration_facts(self.plan, self.data),
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
@@ -278,7 +292,8 @@ class _Run:
         except QuantkitError as error:
             raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
         loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
-        row = LayerRow.of(plan, error=float(loss), notes=(stats.notes if stats else ()) + codes.notes)
+        tokens, notes = (None, ()) if stats is None else (stats.tokens, stats.notes + _few(plan.name, stats))
+        row = LayerRow.of(plan, error=float(loss), tokens=tokens, notes=notes + codes.notes)
         self._refuse_notes([row])
         return result, row
 
@@ -289,6 +304,13 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
+
+
+def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
+    """A note on an expert that the router hardly ever chose."""
+    if EXPERT not in name or stats.tokens >= FEW_TOKENS:
+        return ()
+    return (f"only {stats.tokens} calibration tokens reached this expert",)
 
 
 def _unit(index: int) -> str:

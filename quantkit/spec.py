@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Kind = Literal["int", "nf"]
 ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
@@ -90,19 +91,49 @@ class CalibrationSpec(Frozen):
 
     Attributes:
         text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
-            apart from the default evaluation text) or a path to a UTF-8 text file.
+            apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
+            ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
+            several of these.
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.
         importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
+        packing: how documents become windows: ``stream`` (one after another, cut anywhere),
+            ``documents`` (each window begins where a document does and is filled with the next ones);
+            ``auto``: ``documents`` where there are conversations.
+        avoid: texts that will be evaluated on: what shares passages with them is left out.
     """
 
-    text: str = "builtin"
+    text: str | Annotated[tuple[str, ...], Field(strict=False)] = "builtin"
     samples: int = Field(default=32, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
+    packing: Literal["auto", "stream", "documents"] = "auto"
+    avoid: tuple[str, ...] = Field(default=(), strict=False)
+
+    @field_validator("text")
+    @classmethod
+    def _named(cls, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not text or ("" in text and not isinstance(text, str)):
+            raise ValueError("no text is named")
+        return text
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What ``text`` names, one or several."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+    def without_folders(self) -> CalibrationSpec:
+        """The same, with no folder of this machine in it."""
+        names = tuple(map(_last_part, self.texts))
+        return self.model_copy(update={"text": names[0] if isinstance(self.text, str) else names,
+                                       "avoid": tuple(map(_last_part, self.avoid))})
+
+
+def _last_part(text: str) -> str:
+    return text if text.startswith("hub:") else Path(text).expanduser().name or text
 
 
 class KVSpec(Frozen):
