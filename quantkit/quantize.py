@@ -19,6 +19,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.data import CalibrationData, load_calibration
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
@@ -191,12 +192,14 @@ class _Run:
         last = max(missing, default=-1)
         runner = None
         if self.tokens is not None and missing:
-            runner = LayerRunner(self.config, weights, self.tokens, self._importance(writer, weights))
+            importance = self._importance(writer, weights)
+            with self._tracing():
+                runner = LayerRunner(self.config, weights, self.tokens, importance)
         for index in range(total - 1):
             self.progress(Event(index, total, f"layer {index}"))
             packed = self._layer(writer, index, runner)
             if runner is not None and index < last:
-                with self._blaming_weights(index):
+                with self._tracing():
                     runner.advance(index, packed)
         self.progress(Event(total - 1, total, "embeddings and head"))
         if writer.has(REST):
@@ -222,7 +225,7 @@ class _Run:
 
         step()
         wanted = [row.name for row in self.plan.rows if self._needs(row)]
-        with self._blaming_weights():
+        with self._tracing():
             found = token_importance(self.config, weights, self.tokens, wanted, spec.seed,
                                      writer.states, step)
         writer.put(IMPORTANCE, found, [])
@@ -239,7 +242,7 @@ class _Run:
         wanted = [row.name for row in planned if self._needs(row)]
         stats: dict[str, LayerStats] = {}
         if runner is not None and wanted:
-            with self._blaming_weights(index):
+            with self._tracing():
                 stats = runner.measure(index, wanted)
         other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
         return self._store(writer, unit, planned, other, stats)
@@ -248,17 +251,24 @@ class _Run:
         return row.method is not None and bool(self.methods.get(row.method).needs)
 
     @contextmanager
-    def _blaming_weights(self, index: int | None = None) -> Iterator[None]:
-        """What computes NaN because a weight of its own is NaN (any, without an index): name that weight."""
+    def _tracing(self) -> Iterator[None]:
+        """Of a value that isn't finite, name the window it came from, and the weight that is to blame."""
         try:
             yield
-        except CalibrationError as error:
-            own = "" if index is None else f"{LAYERS}{index}."
+        except NonFiniteError as error:
+            window = ""
+            if self.data is not None and error.sample is not None:
+                window = f" in calibration window {error.sample} ({self.data.origins[error.sample]})"
+            own = f"{LAYERS}{error.layer}."
             for name in self.source.tensors():
-                if name.startswith(own) and not self.source.tensor(name).isfinite().all():
-                    raise CalibrationError(f"{name} holds a value that is NaN or infinite",
-                                           why=error.what, next="get the model's files again") from error
-            raise
+                if name.startswith(LAYERS) if error.layer is None else not name.startswith(own):
+                    continue
+                if bad := int((~self.source.tensor(name).isfinite()).sum()):
+                    raise CalibrationError(f"{name} holds {bad} values that are NaN or infinite",
+                                           why=f"{error.tensor}{window}",
+                                           next="get the model's files again") from error
+            raise CalibrationError(f"{error.tensor}{window}", next=error.next, why="; ".join(filter(None, (
+                error.why, "every weight there is finite: the values overflow")))) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                stats: Mapping[str, LayerStats]) -> dict[str, QuantizedTensor]:

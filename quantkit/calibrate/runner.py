@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 import torch
 import torch.nn.functional as F
 
-from quantkit.calibrate.stats import HessianObserver, require_finite_states
+from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.stats import HessianObserver
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots
@@ -47,11 +48,12 @@ class LayerRunner:
         self._layer: DecoderLayer | None = None
         self.next = 0
         samples, length = tokens.shape
-        batch = max(1, BATCH_TOKENS // length)
+        self._batch = max(1, BATCH_TOKENS // length)
         table = weights.tensor(EMBEDDING)
-        self._states = [F.embedding(part.to(table.device), table) for part in tokens.split(batch)]
-        self._positions = torch.arange(length, device=table.device).expand(min(batch, samples), length)
-        self._check("the embedding")
+        self._states = [F.embedding(part.to(table.device), table) for part in tokens.split(self._batch)]
+        self._positions = torch.arange(length, device=table.device).expand(min(self._batch, samples), length)
+        for i, states in enumerate(self._states):
+            require_finite_states(states, i * self._batch, "the embedding")
 
     @torch.no_grad()
     def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
@@ -64,7 +66,8 @@ class LayerRunner:
             wanted: full names of the layers that need statistics; all by default.
 
         Raises:
-            CalibrationError: an input isn't finite; the layer is named.
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+            CalibrationError: nothing reached a Linear, or its Hessian overflows.
         """
         layer = self._current(index)
         linears = layer.linears()
@@ -76,8 +79,11 @@ class LayerRunner:
                 observers[key[name]] = linears[name].observer = HessianObserver(
                     name, self._importance[name] if self._importance else None)
         try:
-            for states in self._states if observers else ():
-                self._forward(layer, states)
+            for i, states in enumerate(self._states if observers else ()):
+                try:
+                    self._forward(layer, states)
+                except NonFiniteError as error:
+                    raise self._traced(layer, i, error) from None
         finally:
             for linear in linears.values():
                 linear.observer = None
@@ -93,7 +99,7 @@ class LayerRunner:
             replaced: new weights ``[out, in]`` by the full name of their layer.
 
         Raises:
-            CalibrationError: a hidden state isn't finite; sample and layer are named.
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
         """
         layer = self._current(index)
         linears = layer.linears()
@@ -101,9 +107,13 @@ class LayerRunner:
             linears[name].weight = self._plain(weight)
         self._layer = None
         for i, states in enumerate(self._states):
-            self._states[i] = self._forward(layer, states)
+            left = self._forward(layer, states)
+            try:
+                require_finite_states(left, i * self._batch, f"model.layers.{index}", index)
+            except NonFiniteError as error:
+                raise self._traced(layer, i, error) from None
+            self._states[i] = left
         self.next += 1
-        self._check(f"model.layers.{index}")
 
     def _current(self, index: int) -> DecoderLayer:
         if index != self.next:
@@ -123,8 +133,8 @@ class LayerRunner:
             assert isinstance(weight, torch.Tensor)
         return weight.to(device=self._weights.device, dtype=self._weights.dtype)
 
-    def _check(self, where: str) -> None:
-        sample = 0
-        for states in self._states:
-            require_finite_states(states, sample, where)
-            sample += states.shape[0]
+    def _traced(self, layer: DecoderLayer, batch: int, error: NonFiniteError) -> NonFiniteError:
+        """The same with sample and tensor."""
+        found = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), self._states[batch],
+                                batch * self._batch, self.next)
+        return found or error

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.stats import HessianObserver
 from quantkit.errors import CalibrationError
 
@@ -44,6 +45,10 @@ def test_overflow_and_nothing_seen() -> None:
     with pytest.raises(CalibrationError, match="no calibration token reached x"):
         HessianObserver("x").result()
     observer = HessianObserver("x")
-    observer(torch.full((1, 2), 1e30))
+    with pytest.raises(NonFiniteError, match="input of x is too large") as caught:
+        observer(torch.full((1, 2), 1e30))
+    assert "1e+30" in str(caught.value.why)
+    for _ in range(500):
+        observer(torch.full((1, 2), 9e17))
     with pytest.raises(CalibrationError, match="overflows"):
         observer.result()
