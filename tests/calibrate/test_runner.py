@@ -145,7 +145,7 @@ def test_a_value_that_is_not_finite_names_sample_and_layer(model: Model) -> None
     tokens = TOKENS.clone()
     tokens[[0, 1, 2, 4]] = torch.where(others == word, (word + 1) % 50, others)
     model.tensors["model.embed_tokens.weight"][word, 5] = float("nan")
-    with pytest.raises(CalibrationError, match="after the embedding is NaN or infinite in .* window 3"):
+    with pytest.raises(CalibrationError, match=r"after the embedding is NaN or infinite in .* window 3"):
         LayerRunner(model.config, model.weights, tokens)
 
 
