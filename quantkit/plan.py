@@ -31,6 +31,8 @@ BACKWARD_TOKENS = 2048
 """Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
 BACKWARD_LOGITS = 1 << 23
 """Logits in memory at a time."""
+WRITTEN = 32
+"""Calibration windows that a model writes at a time, where it writes them itself."""
 STATES_IN_MEMORY = 1 << 30
 """Bytes of hidden states, of all layers together, above which they are on disk between two passes."""
 SHOWN = 5
@@ -148,7 +150,8 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
 
     Before that, where tokens get an importance, all layers' inputs are held (up to
     ``STATES_IN_MEMORY``, the rest on disk) beside a layer with all that its backward pass needs, or the
-    head with some of its logits; the larger of both peaks counts.
+    head with some of its logits; the larger of both peaks counts. A model that writes its calibration text
+    is whole in memory before all that.
 
     Raises:
         RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
@@ -359,7 +362,7 @@ def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | N
     embeddings = infos.get("model.embed_tokens.weight")
     between = 2 * calibration.samples * calibration.length * config.hidden_size * 4
     stored = embeddings.nbytes if embeddings else 0
-    solving = between + stored + largest
+    solving = max(between + stored + largest, _writing(rows, calibration, config))
     if not states:
         return RUNTIME_BYTES + solving
     weighing = 4 * calibration.samples * calibration.length * len(needs)
@@ -370,3 +373,12 @@ def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | N
     backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 6 * logits))
     return RUNTIME_BYTES + weighing + max(
         solving, between + stored + min(states, STATES_IN_MEMORY) + backward)
+
+
+def _writing(rows: list[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:
+    """While a model writes its calibration text: all of it in float32, and keys and values of the windows."""
+    if calibration.text != "self":
+        return 0
+    values = sum(row.shape[0] * row.shape[1] for row in rows) + 2 * config.vocab_size * config.hidden_size
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return 4 * (values + token * min(calibration.samples, WRITTEN) * calibration.length)

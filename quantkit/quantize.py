@@ -8,7 +8,6 @@ pushes the calibration text through them, and ends with the same bytes.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,14 +17,15 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.calibrate.data import CalibrationData, load_calibration
-from quantkit.calibrate.finite import NonFiniteError
+from quantkit.calibrate.data import CalibrationData
+from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import token_importance
+from quantkit.calibrate.prepare import own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
-from quantkit.errors import CalibrationError, QuantkitError, Stopped
+from quantkit.errors import QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
@@ -39,7 +39,7 @@ from quantkit.spec import CalibrationSpec
 
 LAYERS = "model.layers."
 REST = "rest"
-IMPORTANCE = f"{WORK}importance"
+IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
 EXPERT, FEW_TOKENS = ".experts.", 128
 """What the names of an expert's layers hold; of fewer tokens its Hessian says little."""
 
@@ -110,32 +110,8 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
     return result
 
 
-def calibration_data(plan: Plan, source: ModelSource, progress: Listener = silent) -> CalibrationData | None:
-    """What a run of ``plan`` calibrates on, with a warning of all that is bad about it; ``None`` if no
-    method needs any.
-
-    Args:
-        plan: for the model of ``source``.
-        source: gives tokenizer and chat template.
-        progress: told of downloads.
-
-    Raises:
-        CalibrationError: it can't be had, is malformed, or doesn't fit the model.
-    """
-    methods, spec = registry("methods"), plan.recipe.calibration
-    widths = [row.shape[1] for row in plan.rows if row.method and methods.get(row.method).needs]
-    if not widths:
-        return None
-    assert spec is not None  # make_plan fills it in
-    vocabulary = parse_config(source.config()).vocab_size
-    data = load_calibration(spec, source.side_files(), vocabulary, max(widths), progress)
-    for text in data.coverage.warnings(spec.length):
-        warnings.warn(text, stacklevel=2)
-    return data
-
-
 def calibration_facts(plan: Plan, data: CalibrationData | None) -> CalibrationFacts | None:
-    """The same for the manifest."""
+    """What a run calibrates on, for the manifest."""
     spec = plan.recipe.calibration
     if data is None or spec is None:
         return None
@@ -152,8 +128,7 @@ class _Run:
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
-        self.data = calibration_data(plan, source, progress)
-        self.tokens = None if self.data is None else self.data.tokens
+        self.data = prepare(plan, source, progress)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -163,7 +138,10 @@ class _Run:
             total = self.config.num_layers + 1
             try:
                 if not writer.finished:
+                    self._write_text(writer)
                     self._units(writer, total)
+                    facts = calibration_facts(self.plan, self.data)
+                    manifest = manifest.model_copy(update={"calibration": facts})
                 self.progress(Event(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
@@ -185,16 +163,28 @@ class _Run:
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
+    def _weights(self) -> Weights:
+        return Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+
+    def _write_text(self, writer: CheckpointWriter) -> None:
+        """Let the model write what it is calibrated on, if it shall; once a run."""
+        if not writes_itself(self.plan):
+            return
+        if not writer.has(OWN_TEXT):
+            tokens = write(self.plan, self.source, self._weights(), self.progress)
+            writer.put(OWN_TEXT, {"tokens": tokens}, [])
+        self.data = own(self.plan, self.source, writer.get(OWN_TEXT)[0]["tokens"])
+
     def _units(self, writer: CheckpointWriter, total: int) -> None:
-        weights = Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+        weights = self._weights()
         missing = [index for index in range(total - 1) if not writer.has(_unit(index))]
         # hidden states are wanted up to the last layer that is still to be measured, and no further
         last = max(missing, default=-1)
         runner = None
-        if self.tokens is not None and missing:
-            importance = self._importance(writer, weights)
+        if self.data is not None and missing:
+            importance = self._importance(writer, weights, self.data.tokens)
             with self._tracing():
-                runner = LayerRunner(self.config, weights, self.tokens, importance)
+                runner = LayerRunner(self.config, weights, self.data.tokens, importance)
         for index in range(total - 1):
             self.progress(Event(index, total, f"layer {index}"))
             packed = self._layer(writer, index, runner)
@@ -208,10 +198,11 @@ class _Run:
         self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
                     [n for n in self.plan.other if not n.startswith(LAYERS)], {})
 
-    def _importance(self, writer: CheckpointWriter, weights: Weights) -> dict[str, torch.Tensor] | None:
+    def _importance(self, writer: CheckpointWriter, weights: Weights,
+                    tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Of every token for every Linear, if the recipe asks for it; found once a run."""
         spec = self.plan.recipe.calibration
-        assert spec is not None and self.tokens is not None
+        assert spec is not None
         if spec.importance == "equal":
             return None
         if writer.has(IMPORTANCE):
@@ -226,7 +217,7 @@ class _Run:
         step()
         wanted = [row.name for row in self.plan.rows if self._needs(row)]
         with self._tracing():
-            found = token_importance(self.config, weights, self.tokens, wanted, spec.seed,
+            found = token_importance(self.config, weights, tokens, wanted, spec.seed,
                                      writer.states, step)
         writer.put(IMPORTANCE, found, [])
         return found
@@ -256,19 +247,7 @@ class _Run:
         try:
             yield
         except NonFiniteError as error:
-            window = ""
-            if self.data is not None and error.sample is not None:
-                window = f" in calibration window {error.sample} ({self.data.origins[error.sample]})"
-            own = f"{LAYERS}{error.layer}."
-            for name in self.source.tensors():
-                if name.startswith(LAYERS) if error.layer is None else not name.startswith(own):
-                    continue
-                if bad := int((~self.source.tensor(name).isfinite()).sum()):
-                    raise CalibrationError(f"{name} holds {bad} values that are NaN or infinite",
-                                           why=f"{error.tensor}{window}",
-                                           next="get the model's files again") from error
-            raise CalibrationError(f"{error.tensor}{window}", next=error.next, why="; ".join(filter(None, (
-                error.why, "every weight there is finite: the values overflow")))) from error
+            raise blame(error, self.source, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                stats: Mapping[str, LayerStats]) -> dict[str, QuantizedTensor]:

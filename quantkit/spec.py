@@ -93,7 +93,7 @@ class CalibrationSpec(Frozen):
         text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
             apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
             ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
-            several of these.
+            several of these. Or ``self``: the model writes it.
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.
@@ -118,6 +118,8 @@ class CalibrationSpec(Frozen):
     def _named(cls, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not text or ("" in text and not isinstance(text, str)):
             raise ValueError("no text is named")
+        if text != "self" and "self" in text and not isinstance(text, str):
+            raise ValueError("what a model writes itself can't be mixed with other texts")
         return text
 
     @property

@@ -342,7 +342,7 @@ def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
         layer.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1))
     source = open_source(str(llama))
     tokens = module._Run(source, make_plan(results["int4"].plan.recipe, source), tmp_path / "no", False,
-                         lambda event: None).tokens
+                         lambda event: None).data.tokens
     model(tokens)
     # q, k and v of layer 0: their inputs are exactly those that calibration saw
     for recipe, result in results.items():

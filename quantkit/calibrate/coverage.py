@@ -59,8 +59,8 @@ class Coverage(Frozen):
     documents: int
     chats: int = 0
     available: int
-    used: int
-    distinct: int
+    used: int = 0
+    distinct: int = 0
     vocabulary: int
     widest: int
     short: int = 0

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from quantkit.calibrate import hub
@@ -17,13 +17,13 @@ from quantkit.calibrate.docstrings import prose
 from quantkit.calibrate.files import DataFile, local_files, read_files
 from quantkit.calibrate.overlap import Passages, repeated
 from quantkit.calibrate.rows import Document
-from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, Windows, cut_windows
+from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, cut_windows
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.progress import Listener, silent
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
-BUILTIN = "builtin"
+BUILTIN, SELF = "builtin", "self"
 EVALUATION = "eval's built-in text"
 CHARACTERS_PER_TOKEN = 8
 """Of the built-in text, so much is collected for every token asked for: about twice what is needed."""
@@ -57,56 +57,80 @@ class CalibrationData:
         return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def load_calibration(spec: CalibrationSpec, files: Mapping[str, bytes], vocabulary: int, widest: int,
+def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
                      listen: Listener = silent) -> CalibrationData:
     """Find, encode and cut the text that ``spec`` names.
 
     Args:
         spec: which text, how many windows of which length.
-        files: the model's side files: its tokenizer and chat template.
+        tokenizer: the model's, with its chat template.
         vocabulary: tokens that the model knows.
         widest: inputs of the widest Linear that is calibrated, for the report.
         listen: told of downloads.
 
     Raises:
-        CalibrationError: the model has no tokenizer that fits, or the data can't be had, is malformed,
-            can't be rendered, or too little.
+        CalibrationError: the data can't be had, is malformed, can't be rendered, or too little, or the
+            tokenizer doesn't fit the model.
     """
-    tokenizer = _tokenizer(files)
     documents, read = _documents(spec, listen)
     packing = spec.packing
     if packing == "auto":
         packing = "documents" if any(one.is_chat for one in documents) else "stream"
     encoded = _encode(documents, tokenizer, packing)
-    avoid = [(Path(name).name, Passages(_text_to_avoid(name))) for name in spec.avoid]
-    shares = functools.partial(_share, tokenizer)
-    windows = cut_windows(spec, encoded, packing,
-                          lambda ids: any(shares(known, ids) >= SHARED for _, known in avoid))
+    exams = _Exams(spec, tokenizer)
+    windows = cut_windows(spec, encoded, packing, exams.hit)
     if (largest := int(windows.tokens.max())) >= vocabulary:
         raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
                                why="tokenizer.json and config.json are of different models",
                                next="replace tokenizer.json by the model's own")
-    overlaps = tuple(_overlap(name, [shares(known, ids) for ids in windows.tokens.tolist()])
-                     for name, known in [(EVALUATION, _evaluation_text()), *avoid])
-    coverage = _coverage(documents, encoded, windows, spec.length, vocabulary, widest, overlaps)
+    left_out = len(documents) - len(encoded)
+    coverage = exams.look(windows.tokens, Coverage(
+        documents=len(encoded), chats=sum(one.is_chat for one in documents) - left_out, left_out=left_out,
+        available=windows.available, vocabulary=vocabulary, widest=widest, avoided=windows.avoided,
+        short=sum(len(one.ids) < spec.length for one in encoded), cut=windows.cut, lost=windows.lost))
     return CalibrationData(windows.tokens, windows.origins, packing, read, coverage)
 
 
-def _coverage(documents: Sequence[Document], encoded: Sequence[Encoded], windows: Windows, length: int,
-              vocabulary: int, widest: int, overlaps: tuple[Overlap, ...]) -> Coverage:
-    same, similar = repeated(windows.tokens.numpy())
-    return Coverage(
-        documents=len(encoded), chats=sum(one.is_chat for one in documents) - (len(documents) - len(encoded)),
-        available=windows.available, used=windows.tokens.numel(),
-        distinct=int(np.unique(windows.tokens.numpy()).size), vocabulary=vocabulary, widest=widest,
-        short=sum(len(one.ids) < length for one in encoded), cut=windows.cut, lost=windows.lost,
-        left_out=len(documents) - len(encoded), avoided=windows.avoided, same=same, similar=similar,
-        overlaps=overlaps)
+def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
+                    widest: int) -> CalibrationData:
+    """The same of windows (int64 ``[samples, length]``) that the model has written itself."""
+    coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest)
+    return CalibrationData(tokens, tuple(f"{SELF}, window {i}" for i in range(len(tokens))), "documents", (),
+                           _Exams(spec, tokenizer).look(tokens, coverage))
 
 
-def _tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+class _Exams:
+    """The texts that models are evaluated on: by default, and those to avoid."""
+
+    def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._avoid = [(Path(name).name, Passages(_text_to_avoid(name))) for name in spec.avoid]
+
+    def hit(self, ids: Ids) -> bool:
+        """Whether a text to avoid has a fifth of this or more."""
+        if not self._avoid:
+            return False
+        text = self._tokenizer.decode(ids)
+        return any(known.share(text) >= SHARED for _, known in self._avoid)
+
+    def look(self, tokens: torch.Tensor, coverage: Coverage) -> Coverage:
+        """The report with what is known of the windows themselves."""
+        same, similar = repeated(tokens.numpy())
+        texts = [self._tokenizer.decode(ids) for ids in tokens.tolist()]
+        overlaps = []
+        for name, known in [(EVALUATION, _evaluation_text()), *self._avoid]:
+            shares = [known.share(text) for text in texts]
+            overlaps.append(Overlap(text=name, windows=sum(share >= SHARED for share in shares),
+                                    largest=round(max(shares), 4)))
+        return coverage.model_copy(update={
+            "used": tokens.numel(), "distinct": tokens.unique().numel(), "same": same, "similar": similar,
+            "overlaps": tuple(overlaps)})
+
+
+def model_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokenizer:
+    """Of a model's side files and ``config.json``. Raises CalibrationError if there is none."""
     try:
-        return Tokenizer(files, {})
+        return Tokenizer(files, config)
     except SourceError as error:
         raise CalibrationError(f"calibration needs the model's tokenizer: {error.what}", why=error.why,
                                next="add it to the model's folder, or use a data-free recipe: "
@@ -198,12 +222,3 @@ def _evaluation_text() -> Passages:
     from pydoc_data.topics import topics
 
     return Passages("\n".join(map(str, topics.values())))
-
-
-def _share(tokenizer: Tokenizer, known: Passages, ids: Ids) -> float:
-    return known.share(tokenizer.decode(ids))
-
-
-def _overlap(name: str, shares: Sequence[float]) -> Overlap:
-    return Overlap(text=name, windows=sum(share >= SHARED for share in shares),
-                   largest=round(max(shares), 4))

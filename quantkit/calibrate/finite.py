@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from quantkit.errors import CalibrationError
 from quantkit.models.linear import Linear
+from quantkit.sources.base import ModelSource
 
+LAYERS = "model.layers."
 LARGEST = 1e18
 """Of a Linear's inputs: the squares of larger ones, weighted and summed, are beyond float32."""
 NEXT = "use other calibration data, or check the model with quantkit eval"
@@ -98,3 +100,26 @@ def _output_watch(name: str) -> Callable[[torch.Tensor], None]:
                                  why=f"{bad} of {y.numel()} values")
 
     return watch
+
+
+def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) -> CalibrationError:
+    """The error in full: where the window came from, and the weight to blame if one isn't finite itself.
+
+    Args:
+        error: what was met.
+        source: of the model.
+        origins: of each calibration window.
+    """
+    window = ""
+    if error.sample is not None:
+        window = f" in calibration window {error.sample} ({origins[error.sample]})"
+    for name in source.tensors():
+        inside = name.startswith(LAYERS)
+        if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):
+            continue
+        if bad := int((~source.tensor(name).isfinite()).sum()):
+            return CalibrationError(f"{name} holds {bad} values that are NaN or infinite",
+                                    why=f"{error.tensor}{window}", next="get the model's files again")
+    finite = "every weight there is finite: the values overflow"
+    return CalibrationError(f"{error.tensor}{window}", why=f"{error.why}; {finite}" if error.why else finite,
+                            next=error.next)

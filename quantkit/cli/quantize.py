@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="What calibrated methods see: a text file, a folder of them, a .jsonl or .parquet file of "
-                   "texts or chats, hub:OWNER/NAME[:SPLIT][:FILE], or `builtin`. Can be given several times.")
+                   "texts or chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes "
+                   "it). Can be given several times.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Windows of that text.")
 @click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens a window.")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
@@ -85,8 +86,9 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
 
 def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None,
           quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
+    from quantkit.calibrate.prepare import prepare
     from quantkit.plan import make_plan, with_own_head
-    from quantkit.quantize import calibration_data, calibration_facts
+    from quantkit.quantize import calibration_facts
     from quantkit.sources.base import open_source
 
     if calibration is not None:
@@ -95,7 +97,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None, calibration: Calibr
     try:
         plan = make_plan(recipe, with_own_head(recipe, opened))
         with Progress("calibration data", quiet=quiet) as progress:
-            return plan, calibration_facts(plan, calibration_data(plan, opened, progress))
+            return plan, calibration_facts(plan, prepare(plan, opened, progress))
     finally:
         opened.close()
 
@@ -113,6 +115,10 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+    spec = plan.recipe.calibration
+    if facts is None and plan.calibrated and spec is not None:
+        windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
+        click.echo(wrapped("calibration", windows))
     if facts is not None:
         windows = f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
         click.echo(wrapped("calibration", windows))
