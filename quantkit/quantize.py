@@ -21,7 +21,7 @@ from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.prepare import own, prepare, write, writes_itself
-from quantkit.calibrate.runner import LayerRunner
+from quantkit.calibrate.runner import EXPERT, LayerRunner
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
@@ -40,8 +40,8 @@ from quantkit.spec import CalibrationSpec
 LAYERS = "model.layers."
 REST = "rest"
 IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
-EXPERT, FEW_TOKENS = ".experts.", 128
-"""What the names of an expert's layers hold; of fewer tokens its Hessian says little."""
+FEW_TOKENS = 128
+"""Of fewer an expert's Hessian says little."""
 
 
 @dataclass(frozen=True)

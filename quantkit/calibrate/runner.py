@@ -21,6 +21,8 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.linear import Weights
 
 EMBEDDING = "model.embed_tokens.weight"
+EXPERT = ".experts."
+"""What the names of an expert's layers hold."""
 BATCH_TOKENS = 4096
 """Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
 
@@ -77,7 +79,8 @@ class LayerRunner:
         for name in names:
             if key[name] not in observers:
                 observers[key[name]] = linears[name].observer = HessianObserver(
-                    name, self._importance[name] if self._importance else None)
+                    name, self._importance[name] if self._importance else None,
+                    linears[name].shape[1] if EXPERT in name else None)
         try:
             for i, states in enumerate(self._states if observers else ()):
                 try:

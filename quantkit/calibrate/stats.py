@@ -21,10 +21,11 @@ class HessianObserver:
     Args:
         name: the layer watched, for messages.
         importance: float32 ``[tokens]``, a weight on each of the tokens to come, 1 on average.
+        size: *in*, where it may be that no token comes, as with experts: the result is zeros then.
     """
 
-    def __init__(self, name: str, importance: torch.Tensor | None = None) -> None:
-        self.name, self.importance, self.tokens = name, importance, 0
+    def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None) -> None:
+        self.name, self.importance, self.tokens, self._size = name, importance, 0, size
         self._sum: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> None:
@@ -47,6 +48,8 @@ class HessianObserver:
         Raises:
             CalibrationError: nothing was seen, or a sum overflowed float32.
         """
+        if self._sum is None and self._size is not None:
+            return LayerStats(0, torch.zeros(self._size, self._size))
         if self._sum is None:
             raise CalibrationError(f"no calibration token reached {self.name}",
                                    next="give more or longer calibration samples")
