@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +168,11 @@ def _builtin(characters: int) -> str:
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
     """Tokens of each document; a conversation in which someone writes a special token is left out."""
     found = []
+    special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials))) or r"\b\B")  # or nothing
     for number, one in enumerate(documents, 1):
         if isinstance(one.content, str):
             text = one.content
-        elif any(token in turn["content"] for turn in one.content for token in tokenizer.specials):
+        elif any(special.search(turn["content"]) for turn in one.content):
             continue
         else:
             text = _rendered(one, tokenizer)

@@ -117,8 +117,9 @@ def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) ->
         inside = name.startswith(LAYERS)
         if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):
             continue
-        if bad := int((~source.tensor(name).isfinite()).sum()):
-            return CalibrationError(f"{name} holds {bad} values that are NaN or infinite",
+        tensor = source.tensor(name)
+        if bad := int((~tensor.isfinite()).sum()):
+            return CalibrationError(f"{name} holds NaN or infinite values ({bad} of {tensor.numel()})",
                                     why=f"{error.tensor}{window}", next="get the model's files again")
     finite = "every weight there is finite: the values overflow"
     return CalibrationError(f"{error.tensor}{window}", why=f"{error.why}; {finite}" if error.why else finite,

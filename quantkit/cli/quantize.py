@@ -62,6 +62,7 @@ def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revi
     spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
     if dry_run:
         plan, facts = _plan(source, recipe, revision, spec, quiet)
+        _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
             print_json({"source": source, **plan.to_dict(), "calibration": known})
@@ -127,6 +128,11 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_
     click.echo(f"{'next':<14}quantkit quantize {quote(source)} --recipe {quote(recipe_name)} --out OUT")
 
 
+def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:
+    if calibration is not None and not plan.calibrated:
+        show_warning(f"options of calibration have no effect: recipe {plan.recipe.name!r} calibrates nothing")
+
+
 def _label(row: PlanRow) -> str:
     return row.spec.label() if row.spec else row.dtype
 
@@ -138,6 +144,7 @@ def _run(source: str, recipe: str, out: Path, revision: str | None, calibration:
     with _terminate_is_interrupt(), Progress(f"{source} by {recipe}", quiet=quiet) as progress:
         result = quantize(source, recipe, out, revision=revision, calibration=calibration, strict=strict,
                           progress=progress)
+    _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:
         show_warning(text)
     if as_json:

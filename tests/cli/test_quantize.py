@@ -97,6 +97,13 @@ def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
     assert cli_json("quantize", tiny, "-r", "int8", "--dry-run")["calibration"] is None
 
 
+def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
+    for more in (("--dry-run",), ("-o", tmp_path / "OUT", "-q")):
+        result = cli("quantize", tiny, "-r", "int8", "--samples", 3, *more)
+        assert result.exit_code == 0
+        assert "warning: options of calibration have no effect: recipe 'int8'" in result.stderr
+
+
 def test_several_sources_of_calibration_text(cli_json, tiny, tmp_path):
     (tmp_path / "a.txt").write_text("Once upon a time. " * 50, encoding="utf-8")
     facts = cli_json("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", tmp_path / "a.txt",
