@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.calibrate.rows import Document, document, parse_row
+from quantkit.calibrate.rows import KEYS, Document, document, parse_row
 from quantkit.errors import CalibrationError
 
 ROWS = (".jsonl", ".ndjson", ".json")
@@ -167,8 +167,9 @@ def _parquet(file: DataFile, limit: int) -> Iterator[Document]:
 
     try:
         with pyarrow.parquet.ParquetFile(file.path) as opened:
-            number = 0
-            for batch in opened.iter_batches(batch_size=64):
+            number, names = 0, opened.schema_arrow.names
+            known = [name for name in names if name in KEYS]  # images and the like stay where they are
+            for batch in opened.iter_batches(batch_size=64, columns=known or names):
                 for row in batch.to_pylist():
                     number += 1
                     found = document({key: value for key, value in row.items() if value is not None},

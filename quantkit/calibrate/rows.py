@@ -13,6 +13,9 @@ _ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "a
           "model": "assistant"}
 """Who speaks, in ShareGPT's words and others, where it isn't called so already."""
 _ANSWERS = ("response", "completion", "output", "answer")
+KEYS = frozenset({"text", "messages", "conversations", "conversation", "prompt", "instruction", "question",
+                  "input", "context", *_ANSWERS})
+"""Of a row, what is looked at."""
 FORMS = ("text; messages [{role, content}]; conversations [{from, value}]; prompt with response or "
          "completion; instruction with output")
 

@@ -78,11 +78,18 @@ def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revi
 
 def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
     """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
+    from pydantic import ValidationError
+
     from quantkit.spec import CalibrationSpec
 
     if not changes:
         return None
-    return (recipe.calibration or CalibrationSpec()).model_copy(update=changes)
+    try:
+        return CalibrationSpec(**(recipe.calibration or CalibrationSpec()).model_dump() | changes)
+    except ValidationError as error:
+        why = error.errors()[-1]["msg"].removeprefix("Value error, ")
+        raise UsageError("these options of calibration can't be", why=why,
+                         next="quantkit quantize --help") from None
 
 
 def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None,

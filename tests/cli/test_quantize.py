@@ -199,6 +199,8 @@ def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
             "chats.jsonl line 1 is not JSON", "next: ")
     refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", "hub:owner"), 1,
             "next: hub:OWNER/NAME")
+    both = ("--calibration", "self", "--calibration", "builtin")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", *both), 2, "can't be mixed", "next: ")
     assert not (tmp_path / "OUT.partial").exists()
 
 
