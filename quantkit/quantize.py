@@ -89,6 +89,9 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
         strict: a fallback is an error.
         progress: called before each unit and once at the end.
 
+    Warns:
+        UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
+
     Raises:
         QuantkitError: whatever is wrong with model, recipe, options, disk or values; everything
             that can be known in advance is found before any work.

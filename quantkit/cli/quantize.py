@@ -128,11 +128,14 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_
         windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
         click.echo(wrapped("calibration", windows))
     if facts is not None:
-        windows = f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
-        click.echo(wrapped("calibration", windows))
+        click.echo(wrapped("calibration", _windows(facts)))
         for line in facts.coverage.lines() if facts.coverage else ():
             click.echo(wrapped("", line))
     click.echo(f"{'next':<14}quantkit quantize {quote(source)} --recipe {quote(recipe_name)} --out OUT")
+
+
+def _windows(facts: CalibrationFacts) -> str:
+    return f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
 
 
 def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:
@@ -163,6 +166,8 @@ def _run(source: str, recipe: str, out: Path, revision: str | None, calibration:
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
+    if result.calibration is not None:
+        click.echo(wrapped("calibration", _windows(result.calibration)))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}")

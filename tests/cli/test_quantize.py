@@ -70,6 +70,7 @@ def test_calibration_options_reach_the_manifest(cli, tiny, tmp_path):
         facts = made.manifest.calibration
     assert (facts.text, facts.samples, facts.length, facts.seed) == ("text.txt", 3, 40, 5)
     assert facts.packing == "stream" and facts.coverage.documents == 1
+    assert "calibration   3 windows of 40 tokens of text.txt" in result.stdout
     assert "warning: 120 calibration tokens are fewer than the 128 inputs" in result.stderr
     assert "120 calibration tokens are fewer" in (tmp_path / "OUT" / "README.md").read_text()
 
