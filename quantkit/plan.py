@@ -6,7 +6,6 @@ and for all layers at once. :func:`make_plan` reads no weight.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -19,20 +18,13 @@ from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.methods.base import Method
 from quantkit.models.architecture import LinearSlot, linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
+from quantkit.peak import STATES_IN_MEMORY, peak_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource, TensorInfo
 from quantkit.sources.untied import Untied
 from quantkit.spec import CalibrationSpec, QuantSpec
 
-RUNTIME_BYTES = 320 * 2**20
-"""Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
-BACKWARD_TOKENS = 2048
-"""Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
-BACKWARD_LOGITS = 1 << 23
-"""Logits in memory at a time."""
-STATES_IN_MEMORY = 1 << 30
-"""Bytes of hidden states, of all layers together, above which they are on disk between two passes."""
 SHOWN = 5
 
 
@@ -136,20 +128,6 @@ def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     """Resolve ``recipe`` against the model of ``source``.
 
-    Peak memory is predicted as ``RUNTIME + calibration + max(unit)``, in bytes:
-
-    - *calibration*, if a method needs it: the embeddings as they are stored, and
-      ``2 · samples · length · hidden · 4`` for the hidden states before and after a layer;
-    - *unit*, a decoder layer: 4 for every weight of its Linears (float32) plus the stored result,
-      and, where a method needs Hessians, ``4 · in²`` for each input that layers share (for each Linear,
-      where tokens have an importance), plus ``4 · (2 · out · in + 2 · in²)`` of working copies for
-      its largest Linear;
-    - *unit*, the rest: every other tensor as it is stored, and ``lm_head`` as a unit of its own.
-
-    Before that, where tokens get an importance, all layers' inputs are held (up to
-    ``STATES_IN_MEMORY``, the rest on disk) beside a layer with all that its backward pass needs, or the
-    head with some of its logits; the larger of both peaks counts.
-
     Raises:
         RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
             shown with their remedies, and the count.
@@ -183,7 +161,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     states = 0
     if calibration is not None and calibration.importance == "gradient":
         states = config.num_layers * calibration.samples * calibration.length * config.hidden_size * 4
-    peak = _peak(rows, needs, calibration, states, config, other, infos)
+    peak = peak_bytes(rows, needs, calibration, states, config, other, infos)
     return Plan(recipe, tuple(rows), other_bytes, peak, disk, states, other)
 
 
@@ -357,37 +335,3 @@ def _unfit(recipe: Recipe, uri: str, refused: list[tuple[str, str]], total: int)
                        why="\n".join(lines),
                        next="change the recipe as said, or keep such layers with a rule "
                             "{match: NAME, method: null} before the others")
-
-
-def _peak(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, states: int,
-          config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
-    """The formula of :func:`make_plan`."""
-    units: dict[int | None, list[PlanRow]] = defaultdict(list)
-    for row in rows:
-        units[row.layer].append(row)
-    largest = sum(infos[name].nbytes for name in other if not name.startswith("model.layers."))
-    for unit in units.values():
-        weights = sum(4 * row.shape[0] * row.shape[1] + row.bytes_after for row in unit)
-        solved = [row for row in unit if row.name in needs]
-        hessians = sum({row.name if states else row.shares: 4 * row.shape[1] ** 2 for row in solved}.values())
-        working = max((8 * (r.shape[0] + r.shape[1]) * r.shape[1] for r in solved), default=0)
-        largest = max(largest, weights + hessians + working)
-    if calibration is None:
-        return RUNTIME_BYTES + largest
-    embeddings = infos.get("model.embed_tokens.weight")
-    between = 2 * calibration.samples * calibration.length * config.hidden_size * 4
-    stored = embeddings.nbytes if embeddings else 0
-    solving = between + stored + largest
-    if not states:
-        return RUNTIME_BYTES + solving
-    weighing = 4 * calibration.samples * calibration.length * len(needs)
-    weights = max(sum(4 * row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
-    tokens = min(calibration.samples * calibration.length, max(BACKWARD_TOKENS, calibration.length))
-    wide = config.intermediate_size
-    if config.experts is not None:
-        wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
-    kept = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
-    logits = config.vocab_size * min(tokens, max(1, BACKWARD_LOGITS // config.vocab_size))
-    backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 6 * logits))
-    return RUNTIME_BYTES + weighing + max(
-        solving, between + stored + min(states, STATES_IN_MEMORY) + backward)

@@ -8,7 +8,6 @@ pushes the calibration text through them, and ends with the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from quantkit import __version__
+from quantkit.calibrate.data import CalibrationData
+from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import token_importance
-from quantkit.calibrate.runner import LayerRunner
-from quantkit.calibrate.text import calibration_tokens
+from quantkit.calibrate.prepare import own, prepare, write, writes_itself
+from quantkit.calibrate.runner import EXPERT, LayerRunner
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
-from quantkit.errors import CalibrationError, QuantkitError, Stopped
+from quantkit.errors import QuantkitError, Stopped
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
@@ -41,7 +41,9 @@ from quantkit.spec import CalibrationSpec
 
 LAYERS = "model.layers."
 REST = "rest"
-IMPORTANCE = f"{WORK}importance"
+IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
+FEW_TOKENS = 128
+"""Of fewer an expert's Hessian says little."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class QuantizeResult:
         fallbacks: every note of every row, with its layer's name.
         resumed: units that an earlier attempt had finished.
         seconds: of this attempt.
+        calibration: what the calibrated methods saw, if there were any.
     """
 
     out: Path
@@ -63,12 +66,14 @@ class QuantizeResult:
     fallbacks: tuple[str, ...]
     resumed: int
     seconds: float
+    calibration: CalibrationFacts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
+        facts = self.calibration.model_dump(mode="json") if self.calibration else None
         return {"out": str(self.out), "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "resumed_units": self.resumed,
-                "seconds": self.seconds, "fallbacks": list(self.fallbacks),
+                "seconds": self.seconds, "fallbacks": list(self.fallbacks), "calibration": facts,
                 "layers": [row.to_dict() for row in self.rows]}
 
 
@@ -85,6 +90,9 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
         calibration: instead of the recipe's.
         strict: a fallback is an error.
         progress: called before each unit and once at the end.
+
+    Warns:
+        UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
 
     Raises:
         QuantkitError: whatever is wrong with model, recipe, options, disk or values; everything
@@ -107,6 +115,17 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
     return result
 
 
+def calibration_facts(plan: Plan, data: CalibrationData | None) -> CalibrationFacts | None:
+    """What a run calibrates on, for the manifest."""
+    spec = plan.recipe.calibration
+    if data is None or spec is None:
+        return None
+    return CalibrationFacts(text=", ".join(spec.without_folders().texts), samples=spec.samples,
+                            length=spec.length, seed=spec.seed, importance=spec.importance,
+                            tokens=data.tokens.numel(), sha256=data.sha256, packing=data.packing,
+                            files=data.files, coverage=data.coverage)
+
+
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
                  progress: Listener) -> None:
@@ -114,29 +133,7 @@ class _Run:
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
-        self.tokens = self._tokens() if plan.calibrated else None
-
-    def _tokens(self) -> torch.Tensor:
-        spec = self.plan.recipe.calibration
-        assert spec is not None  # make_plan fills it in
-        data = self.source.side_files().get("tokenizer.json")
-        if data is None:
-            raise CalibrationError("calibration needs the model's tokenizer.json, which is not there",
-                                   next="add it to the model's folder, or use a data-free recipe: "
-                                        "quantkit recipes list")
-        try:
-            tokenizer = Tokenizer.from_str(data.decode())
-        except Exception as error:  # the tokenizers library raises no narrower one
-            raise CalibrationError("the model's tokenizer.json can't be read", why=str(error),
-                                   next="replace it by the model's own, or use a data-free recipe: "
-                                        "quantkit recipes list") from error
-        tokens = calibration_tokens(spec, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        if (largest := int(tokens.max())) >= self.config.vocab_size:
-            raise CalibrationError(f"the tokenizer yields token {largest}, the model knows "
-                                   f"{self.config.vocab_size}",
-                                   why="tokenizer.json and config.json are of different models",
-                                   next="replace tokenizer.json by the model's own")
-        return tokens
+        self.data = prepare(plan, source, progress)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -146,45 +143,58 @@ class _Run:
             total = self.config.num_layers + 1
             try:
                 if not writer.finished:
+                    self._write_text(writer)
                     self._units(writer, total)
+                    facts = calibration_facts(self.plan, self.data)
+                    manifest = manifest.model_copy(update={"calibration": facts})
                 self.progress(Event(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
-        rows = read_manifest(out).layers
-        notes = tuple(f"{row.name}: {note}" for row in rows for note in row.notes)
-        return QuantizeResult(out, self.plan, rows, notes, resumed, time.monotonic() - start)
+        made = read_manifest(out)
+        notes = tuple(f"{row.name}: {note}" for row in made.layers for note in row.notes)
+        return QuantizeResult(out, self.plan, made.layers, notes, resumed, time.monotonic() - start,
+                              made.calibration)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
-        facts = None
-        if self.tokens is not None and (spec := self.plan.recipe.calibration) is not None:
-            facts = CalibrationFacts(
-                text=spec.text if spec.text == "builtin" else Path(spec.text).name, samples=spec.samples,
-                length=spec.length, seed=spec.seed, importance=spec.importance, tokens=self.tokens.numel(),
-                sha256=hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest())
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
-                        source=SourceRecord.of(self.source.identity()), calibration=facts,
+                        source=SourceRecord.of(self.source.identity()),
+                        calibration=calibration_facts(self.plan, self.data),
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
+    def _weights(self) -> Weights:
+        return Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+
+    def _write_text(self, writer: CheckpointWriter) -> None:
+        """Let the model write what it is calibrated on, if it shall; once a run."""
+        if not writes_itself(self.plan):
+            return
+        if not writer.has(OWN_TEXT):
+            tokens = write(self.plan, self.source, self._weights(), self.progress)
+            writer.put(OWN_TEXT, {"tokens": tokens}, [])
+        self.data = own(self.plan, self.source, writer.get(OWN_TEXT)[0]["tokens"])
+
     def _units(self, writer: CheckpointWriter, total: int) -> None:
-        weights = Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+        weights = self._weights()
         missing = [index for index in range(total - 1) if not writer.has(_unit(index))]
         # hidden states are wanted up to the last layer that is still to be measured, and no further
         last = max(missing, default=-1)
         runner = None
-        if self.tokens is not None and missing:
-            runner = LayerRunner(self.config, weights, self.tokens, self._importance(writer, weights))
+        if self.data is not None and missing:
+            importance = self._importance(writer, weights, self.data.tokens)
+            with self._tracing():
+                runner = LayerRunner(self.config, weights, self.data.tokens, importance)
         for index in range(total - 1):
             self.progress(Event(index, total, f"layer {index}"))
             packed = self._layer(writer, index, runner)
             if runner is not None and index < last:
-                with self._blaming_weights(index):
+                with self._tracing():
                     runner.advance(index, packed)
         self.progress(Event(total - 1, total, "embeddings and head"))
         if writer.has(REST):
@@ -193,10 +203,11 @@ class _Run:
         self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
                     [n for n in self.plan.other if not n.startswith(LAYERS)], {})
 
-    def _importance(self, writer: CheckpointWriter, weights: Weights) -> dict[str, torch.Tensor] | None:
+    def _importance(self, writer: CheckpointWriter, weights: Weights,
+                    tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Of every token for every Linear, if the recipe asks for it; found once a run."""
         spec = self.plan.recipe.calibration
-        assert spec is not None and self.tokens is not None
+        assert spec is not None
         if spec.importance == "equal":
             return None
         if writer.has(IMPORTANCE):
@@ -210,8 +221,8 @@ class _Run:
 
         step()
         wanted = [row.name for row in self.plan.rows if self._needs(row)]
-        with self._blaming_weights():
-            found = token_importance(self.config, weights, self.tokens, wanted, spec.seed,
+        with self._tracing():
+            found = token_importance(self.config, weights, tokens, wanted, spec.seed,
                                      writer.states, step)
         writer.put(IMPORTANCE, found, [])
         return found
@@ -227,7 +238,7 @@ class _Run:
         wanted = [row.name for row in planned if self._needs(row)]
         stats: dict[str, LayerStats] = {}
         if runner is not None and wanted:
-            with self._blaming_weights(index):
+            with self._tracing():
                 stats = runner.measure(index, wanted)
         other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
         return self._store(writer, unit, planned, other, stats)
@@ -236,17 +247,12 @@ class _Run:
         return row.method is not None and bool(self.methods.get(row.method).needs)
 
     @contextmanager
-    def _blaming_weights(self, index: int | None = None) -> Iterator[None]:
-        """What computes NaN because a weight of its own is NaN (any, without an index): name that weight."""
+    def _tracing(self) -> Iterator[None]:
+        """Of a value that isn't finite, name the window it came from, and the weight that is to blame."""
         try:
             yield
-        except CalibrationError as error:
-            own = "" if index is None else f"{LAYERS}{index}."
-            for name in self.source.tensors():
-                if name.startswith(own) and not self.source.tensor(name).isfinite().all():
-                    raise CalibrationError(f"{name} holds a value that is NaN or infinite",
-                                           why=error.what, next="get the model's files again") from error
-            raise
+        except NonFiniteError as error:
+            raise blame(error, self.source, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                stats: Mapping[str, LayerStats]) -> dict[str, QuantizedTensor]:
@@ -284,7 +290,8 @@ class _Run:
         except QuantkitError as error:
             raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
         loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
-        row = LayerRow.of(plan, error=float(loss), notes=(stats.notes if stats else ()) + codes.notes)
+        tokens, notes = (None, ()) if stats is None else (stats.tokens, stats.notes + _few(plan.name, stats))
+        row = LayerRow.of(plan, error=float(loss), tokens=tokens, notes=notes + codes.notes)
         self._refuse_notes([row])
         return result, row
 
@@ -295,6 +302,13 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
+
+
+def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
+    """A note on an expert that the router hardly ever chose."""
+    if EXPERT not in name or stats.tokens >= FEW_TOKENS:
+        return ()
+    return (f"only {stats.tokens} calibration tokens reached this expert",)
 
 
 def _unit(index: int) -> str:

@@ -90,8 +90,8 @@ class Recipe(Frozen):
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
         data = self.model_dump(mode="json")
-        if data["calibration"] and data["calibration"]["text"] != "builtin":
-            data["calibration"]["text"] = Path(data["calibration"]["text"]).name
+        if self.calibration is not None:
+            data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
         return data
 
 

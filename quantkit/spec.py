@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -116,8 +118,8 @@ class QuantSpec(Frozen):
                 "block": (-(-rows * cols // (size or 1)),)}[self.granularity.strategy]
 
     def label(self) -> str:
-        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested`` or ``trellis3 channel w12 rot``; with ``a8``
-        where activations are rounded too."""
+        """A short name such as ``int4 g64 sym``, ``nf4 b64 nested``, ``fp8 channel a8`` (activations too) or
+        ``trellis3 channel w12 rot``."""
         tail = {"nf": "nested" if self.nested else "", "fp": "", "trellis": f"w{self.window}",
                 "int": "sym" if self.symmetric else "asym"}[self.kind]
         parts = (f"{self.kind}{self.bits}", str(self.granularity), tail, "rot" if self.rotation else "",
@@ -130,19 +132,51 @@ class CalibrationSpec(Frozen):
 
     Attributes:
         text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
-            apart from the default evaluation text) or a path to a UTF-8 text file.
+            apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
+            ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
+            several of these. Or ``self``: the model writes it.
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.
         importance: what a token's error counts for in a layer: ``gradient`` (how much the model's
             answer depends on that layer there) or ``equal``.
+        packing: how documents become windows: ``stream`` (one after another, cut anywhere),
+            ``documents`` (each window begins where a document does and is filled with the next ones);
+            ``auto``: ``documents`` where there are conversations.
+        avoid: texts that will be evaluated on: what shares passages with them is left out.
     """
 
-    text: str = "builtin"
+    text: str | Annotated[tuple[str, ...], Field(strict=False)] = "builtin"
     samples: int = Field(default=32, ge=1)
     length: int = Field(default=512, ge=8)
     seed: int = 0
     importance: Literal["gradient", "equal"] = "gradient"
+    packing: Literal["auto", "stream", "documents"] = "auto"
+    avoid: tuple[str, ...] = Field(default=(), strict=False)
+
+    @field_validator("text")
+    @classmethod
+    def _named(cls, text: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not text or ("" in text and not isinstance(text, str)):
+            raise ValueError("no text is named")
+        if text != "self" and "self" in text and not isinstance(text, str):
+            raise ValueError("what a model writes itself can't be mixed with other texts")
+        return text
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What ``text`` names, one or several."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+    def without_folders(self) -> CalibrationSpec:
+        """The same, with no folder of this machine in it."""
+        names = tuple(map(_last_part, self.texts))
+        return self.model_copy(update={"text": names[0] if isinstance(self.text, str) else names,
+                                       "avoid": tuple(map(_last_part, self.avoid))})
+
+
+def _last_part(text: str) -> str:
+    return text if text.startswith("hub:") else Path(text).expanduser().name or text
 
 
 class KVSpec(Frozen):

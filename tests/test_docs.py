@@ -146,3 +146,12 @@ def test_versions_are_constrained_and_users_are_not_pinned():
     assert names <= set(pinned), names - set(pinned)
     assert "+" not in pinned["torch"], "a local version would shut the CUDA build out"
     assert not [line for line in project["dependencies"] if "==" in line.split(";")[0]]
+
+
+def test_the_calibration_of_the_page_is_one_and_every_key_is_there(tmp_path):
+    (block,) = blocks("docs/calibration.md", "yaml")
+    rule = "rules:\n  - {match: '*', method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}\n"
+    (tmp_path / "mine.yaml").write_text(block + rule, encoding="utf-8")
+    spec = load_recipe(str(tmp_path / "mine.yaml")).calibration
+    assert spec.texts == ("manuals/", "chats.jsonl")
+    assert spec.model_fields_set == set(type(spec).model_fields)

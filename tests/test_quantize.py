@@ -259,7 +259,7 @@ def test_calibration_needs_a_tokenizer_that_fits(llama, gptq_recipe, tmp_path):
     with pytest.raises(CalibrationError, match=r"tokenizer\.json can't be read"):
         quantize(str(model), gptq_recipe, tmp_path / "out")
     (model / "tokenizer.json").unlink()
-    with pytest.raises(CalibrationError, match=r"tokenizer\.json, which is not there") as caught:
+    with pytest.raises(CalibrationError, match=r"the model has no tokenizer\.json") as caught:
         quantize(str(model), gptq_recipe, tmp_path / "out")
     assert "quantkit recipes list" in caught.value.next
     small = tiny_model(tmp_path / "small", vocab_size=40)
@@ -280,10 +280,52 @@ def test_a_weight_of_nan_is_named(llama, tmp_path, recipe):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_norm_of_nan_is_named_by_a_calibrated_run(llama, gptq_recipe, tmp_path):
-    name = "model.layers.0.post_attention_layernorm.weight"
-    with pytest.raises(CalibrationError, match=name):
-        quantize(str(with_nan(llama, tmp_path / "model", name)), gptq_recipe, tmp_path / "out")
+@pytest.mark.parametrize("importance", ["gradient", "equal"])
+@pytest.mark.parametrize(("name", "tensor"), [
+    ("model.layers.0.post_attention_layernorm.weight", "the input of model.layers.0.mlp.gate_proj"),
+    ("model.layers.1.input_layernorm.weight", "the input of model.layers.1.self_attn.q_proj"),
+    ("model.layers.1.mlp.up_proj.weight", "the output of model.layers.1.mlp.up_proj"),
+    ("model.embed_tokens.weight", "the hidden state after the embedding")])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_not_finite_is_named_with_tensor_and_window(llama, tmp_path, name, tensor, value, importance):
+    weight = load_file(llama / "model.safetensors")[name]
+    weight.view(-1)[weight.numel() // 2 + 3] = float(value)
+    if name.startswith("model.embed"):
+        weight[:, 3] = float(value)
+    model = changed(llama, tmp_path / "model", **{name.replace(".", "__"): weight})
+    (tmp_path / "recipe.yaml").write_text(GPTQ.replace("length: 32", f"length: 32, importance: {importance}"))
+    with pytest.raises(CalibrationError) as caught:
+        quantize(str(model), str(tmp_path / "recipe.yaml"), tmp_path / "out")
+    error = caught.value
+    assert error.what.startswith(f"{name} holds ") and "NaN or infinite" in error.what
+    assert error.why.startswith(f"{tensor} is NaN or infinite in calibration window 0 (builtin, from token ")
+    assert error.next and not (tmp_path / "out").exists()
+
+
+def test_a_window_whose_activations_overflow_is_named_with_its_line(llama, tmp_path):
+    """Weights are finite; a letter that one line of the data has is in a direction that overflows."""
+    original = load_file(llama / "model.safetensors")
+    letter = json.loads((llama / "tokenizer.json").read_text())["model"]["vocab"]["Z"]
+    table, out = original["model.embed_tokens.weight"], original["model.layers.0.self_attn.o_proj.weight"]
+    table[:, 7], out[7] = 0, 0
+    table[letter, 7] = 10
+    wide = {}
+    for part in ("gate_proj", "up_proj"):
+        weight = original[f"model.layers.0.mlp.{part}.weight"]
+        weight[:, 7] = 1e30
+        wide[f"model__layers__0__mlp__{part}__weight"] = weight
+    model = changed(llama, tmp_path / "model", model__embed_tokens__weight=table,
+                    model__layers__0__self_attn__o_proj__weight=out, **wide)
+    lines = [f"{'Z' if i == 4 else 'a'}bc def ghi jkl mno pqr stu vwx yz. " * 3 for i in range(8)]
+    data = tmp_path / "lines.jsonl"
+    data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    spec = SMALL.model_copy(update={"text": str(data), "samples": 8, "packing": "documents"})
+    for importance in ("gradient", "equal"):
+        with pytest.raises(CalibrationError, match=r"input of model\.layers\.0\.mlp\.down_proj") as caught:
+            quantize(str(model), "int4", tmp_path / importance,
+                     calibration=spec.model_copy(update={"importance": importance}))
+        assert "(lines.jsonl line 5)" in caught.value.what
+        assert "every weight there is finite" in caught.value.why and not (tmp_path / importance).exists()
 
 
 def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
@@ -300,7 +342,7 @@ def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
         layer.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1))
     source = open_source(str(llama))
     tokens = module._Run(source, make_plan(results["int4"].plan.recipe, source), tmp_path / "no", False,
-                         lambda event: None).tokens
+                         lambda event: None).data.tokens
     model(tokens)
     # q, k and v of layer 0: their inputs are exactly those that calibration saw
     for recipe, result in results.items():

@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.calibrate.runner import EMBEDDING
 from quantkit.calibrate.spill import Spill
-from quantkit.calibrate.stats import require_finite_states
 from quantkit.errors import CalibrationError
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
 from quantkit.ops.activation import softcapped
-from quantkit.plan import BACKWARD_LOGITS, BACKWARD_TOKENS
+from quantkit.peak import BACKWARD_LOGITS, BACKWARD_TOKENS
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""
@@ -55,7 +55,8 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
         follows it may be 0).
 
     Raises:
-        CalibrationError: a hidden state or a gradient isn't finite, or all gradients are 0.
+        NonFiniteError: a hidden state or a gradient isn't finite; sample, layer and tensor are named.
+        CalibrationError: all gradients are 0.
         QuantkitError: hidden states can't be written to ``folder``.
     """
     samples, length = tokens.shape
@@ -67,12 +68,13 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
             table = weights.tensor(EMBEDDING)
             now = [embedded(config, part.to(weights.device), table) for part in parts]
             del table
+            for i, x in enumerate(now):
+                require_finite_states(x, i * batch, "the embedding")
             for index in range(config.num_layers):
                 layer = DecoderLayer(config, index, weights)
                 for i, x in enumerate(now):
                     states.put(f"{index}.{i}", x)
-                    now[i] = layer(x, positions[:x.shape[0]], None)
-                    require_finite_states(now[i], i * batch, f"model.layers.{index}")
+                    now[i] = _forward(layer, index, x, positions, i * batch)
                 del layer  # before the next one is read
                 step()
             slopes = _head(config, weights, now, seed)
@@ -89,13 +91,24 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
     return found
 
 
+def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.Tensor,
+             first: int) -> torch.Tensor:
+    y = layer(x, positions[:x.shape[0]], None)
+    try:
+        require_finite_states(y, first, f"model.layers.{index}", index)
+    except NonFiniteError as error:
+        raise first_nonfinite(lambda one: layer(one, positions[:1], None), layer.linears(), x, first,
+                              index) or error from None
+    return y
+
+
 def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
           seed: int) -> list[torch.Tensor]:
     """At the last layer's end: the gradient of minus the log-likelihood of an answer drawn for each token."""
     norm = RMSNorm("model.norm", config.hidden_size, config, weights)
     head = weights.tensor(EMBEDDING if config.tie_word_embeddings else "lm_head.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
-    slopes, count = [], max(1, BACKWARD_LOGITS // head.shape[0])
+    slopes, count, sample = [], max(1, BACKWARD_LOGITS // head.shape[0]), 0
     for x in states:
         slope = torch.empty_like(x)
         flat, out = x.flatten(0, 1), slope.flatten(0, 1)
@@ -106,15 +119,17 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
                 normed = norm(entered)
             logits = softcapped((normed.detach() @ head.T).float(), config.logit_softcap)
             chances = F.softmax(logits, dim=-1)
-            if not bool(torch.isfinite(chances).all()):
-                raise CalibrationError("the model's output on the calibration text is NaN or infinite",
-                                       next="use another calibration text, or check the model's files")
+            odd = (~torch.isfinite(chances)).any(dim=-1).nonzero()
+            if odd.numel():
+                raise NonFiniteError("the model's output is NaN or infinite",
+                                     sample=sample + (start + int(odd[0])) // x.shape[1])
             drawn = torch.multinomial(chances, 1, generator=random)
             chances.scatter_add_(1, drawn, -torch.ones_like(chances[:, :1]))
             if config.logit_softcap is not None:  # its slope
                 chances *= 1 - (logits / config.logit_softcap).square()
             (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
         slopes.append(slope)
+        sample += x.shape[0]
     return slopes
 
 
@@ -134,7 +149,8 @@ def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], slopes: 
             y = layer(x, positions[:x.shape[0]], None)
         (slopes[i],) = torch.autograd.grad(y, x, slope)
         first += slope.shape[0] * slope.shape[1]
-    return {name: _balanced(name, found) for name, found in squares.items()}
+    length = positions.shape[1]
+    return {name: _balanced(name, index, found, length) for name, found in squares.items()}
 
 
 def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
@@ -150,15 +166,16 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     return watch
 
 
-def _balanced(name: str, squares: torch.Tensor) -> torch.Tensor:
+def _balanced(name: str, layer: int, squares: torch.Tensor, length: int) -> torch.Tensor:
     """1 on average over the tokens that reached the Linear; the largest are cut to :data:`MOST` times the
     mean before. Another token, which quantized layers may send to this expert, counts 1."""
     reached = squares != NEVER
     found = squares[reached]
     mean = found.mean() if found.numel() else torch.tensor(0.0)
     if not bool(torch.isfinite(mean)):
-        raise CalibrationError(f"the gradient at {name} is NaN or infinite",
-                               next="use another calibration text, or calibration: {importance: equal}")
+        worst = int(torch.nan_to_num(squares, nan=torch.inf).argmax())
+        raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=layer,
+                             sample=worst // length, why="calibration: {importance: equal} needs none")
     weights = torch.ones_like(squares)
     if float(mean) > 0:
         limited = (found / mean).clamp(max=MOST)

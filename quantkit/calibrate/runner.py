@@ -10,16 +10,20 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from quantkit.calibrate.stats import HessianObserver, require_finite_states
+from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.stats import HessianObserver
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import embedded
-from quantkit.models.linear import Linear, Weights
+from quantkit.models.linear import Weights
+from quantkit.ops.rotation import unrotate
 
 EMBEDDING = "model.embed_tokens.weight"
+EXPERT = ".experts."
+"""What the names of an expert's layers hold."""
 BATCH_TOKENS = 4096
 """Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
 
@@ -47,11 +51,12 @@ class LayerRunner:
         self._layer: DecoderLayer | None = None
         self.next = 0
         samples, length = tokens.shape
-        batch = max(1, BATCH_TOKENS // length)
+        self._batch = max(1, BATCH_TOKENS // length)
         table = weights.tensor(EMBEDDING)
-        self._states = [embedded(config, part.to(table.device), table) for part in tokens.split(batch)]
-        self._positions = torch.arange(length, device=table.device).expand(min(batch, samples), length)
-        self._check("the embedding")
+        self._states = [embedded(config, part.to(table.device), table) for part in tokens.split(self._batch)]
+        self._positions = torch.arange(length, device=table.device).expand(min(self._batch, samples), length)
+        for i, states in enumerate(self._states):
+            require_finite_states(states, i * self._batch, "the embedding")
 
     @torch.no_grad()
     def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
@@ -65,7 +70,8 @@ class LayerRunner:
             wanted: full names of the layers that need statistics; all by default.
 
         Raises:
-            CalibrationError: an input isn't finite; the layer is named.
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
+            CalibrationError: nothing reached a Linear, or its Hessian overflows.
         """
         layer = self._current(index)
         linears = layer.linears()
@@ -75,19 +81,22 @@ class LayerRunner:
         for name in names:
             if key[name] not in observers:
                 observers[key[name]] = linears[name].observer = HessianObserver(
-                    name, self._importance[name] if self._importance else None)
+                    name, self._importance[name] if self._importance else None,
+                    linears[name].shape[1] if EXPERT in name else None)
         try:
             first = 0
-            for states in self._states if observers else ():
+            for i, states in enumerate(self._states if observers else ()):
                 for observer in observers.values():
                     observer.first = first
-                self._forward(layer, states)
+                try:
+                    self._forward(layer, states)
+                except NonFiniteError as error:
+                    raise self._traced(layer, i, error) from None
                 first += states.shape[0] * states.shape[1]
         finally:
             for linear in linears.values():
                 linear.observer = None
-        found = {one: observer.result() if observer.tokens else _nothing(linears[observer.name])
-                 for one, observer in observers.items()}
+        found = {one: observer.result() for one, observer in observers.items()}
         return {name: found[key[name]] for name in names}
 
     @torch.no_grad()
@@ -99,7 +108,7 @@ class LayerRunner:
             replaced: new weights ``[out, in]`` by the full name of their layer.
 
         Raises:
-            CalibrationError: a hidden state isn't finite; sample and layer are named.
+            NonFiniteError: a value isn't finite; sample, layer and tensor are named.
         """
         layer = self._current(index)
         linears = layer.linears()
@@ -107,9 +116,13 @@ class LayerRunner:
             linears[name].weight = self._plain(weight)
         self._layer = None
         for i, states in enumerate(self._states):
-            self._states[i] = self._forward(layer, states)
+            left = self._forward(layer, states)
+            try:
+                require_finite_states(left, i * self._batch, f"model.layers.{index}", index)
+            except NonFiniteError as error:
+                raise self._traced(layer, i, error) from None
+            self._states[i] = left
         self.next += 1
-        self._check(f"model.layers.{index}")
 
     def _current(self, index: int) -> DecoderLayer:
         if index != self.next:
@@ -125,18 +138,14 @@ class LayerRunner:
         if isinstance(weight, QuantizedTensor):
             from quantkit.plugins import registry
 
+            rotated = weight.spec.rotation is not None
             weight = registry("formats").get(weight.format).dequantize(weight)
             assert isinstance(weight, torch.Tensor)
+            weight = unrotate(weight) if rotated else weight
         return weight.to(device=self._weights.device, dtype=self._weights.dtype)
 
-    def _check(self, where: str) -> None:
-        sample = 0
-        for states in self._states:
-            require_finite_states(states, sample, where)
-            sample += states.shape[0]
-
-
-def _nothing(linear: Linear) -> LayerStats:
-    """What is known of an expert to which no token was sent."""
-    size = linear.shape[1]
-    return LayerStats(0, torch.zeros(size, size))
+    def _traced(self, layer: DecoderLayer, batch: int, error: NonFiniteError) -> NonFiniteError:
+        """The same with sample and tensor."""
+        found = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), self._states[batch],
+                                batch * self._batch, self.next)
+        return found or error

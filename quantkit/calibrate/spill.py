@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.plan import STATES_IN_MEMORY
+from quantkit.peak import STATES_IN_MEMORY
 
 
 class Spill:

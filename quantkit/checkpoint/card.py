@@ -73,6 +73,9 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
         lines.append(f"- calibrated on: {facts.tokens:,} tokens of `{facts.text}` "
                      f"({facts.samples} windows of {facts.length}, seed {facts.seed}), "
                      f"sha256 of the token ids `{facts.sha256}`")
+        if facts.coverage is not None:
+            lines += [f"  - {line}" for line in facts.coverage.lines()]
+            lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.length)]
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from quantkit.calibrate.coverage import Coverage, SourceFile
 from quantkit.errors import CheckpointError
 from quantkit.kvspec import parse_kv
 from quantkit.plan import PlanRow
@@ -72,10 +73,13 @@ class CalibrationFacts(Frozen):
     """What calibrated methods saw.
 
     Attributes:
-        text: ``builtin`` or the file's base name.
+        text: ``builtin``, base names of files, names of data sets; with commas, if there are several.
         samples, length, seed, importance: as in the recipe.
+        packing: how documents became windows: ``stream`` or ``documents``.
         tokens: how many tokens went through the model.
         sha256: of the token ids as little-endian int64 ``[samples, length]``.
+        files: which files were read, as they were.
+        coverage: the report on the text.
     """
 
     text: str
@@ -85,6 +89,9 @@ class CalibrationFacts(Frozen):
     tokens: int
     sha256: str = Field(pattern=_SHA256)
     importance: str = "equal"
+    packing: str = "stream"
+    files: tuple[SourceFile, ...] = Field(default=(), strict=False)
+    coverage: Coverage | None = None
 
 
 class LayerRow(Frozen):
@@ -97,6 +104,7 @@ class LayerRow(Frozen):
         bits: stored bits a weight, scales and zero points included.
         bytes: of all tensors stored for it.
         error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius), of the weight as it is stored.
+        tokens: calibration tokens that reached it; ``None`` where its method needs none.
         notes: every fallback taken, a sentence each.
     """
 
@@ -110,14 +118,16 @@ class LayerRow(Frozen):
     bits: float = Field(allow_inf_nan=False)
     bytes: int = Field(ge=0)
     error: float | None = Field(default=None, allow_inf_nan=False)
+    tokens: int | None = Field(default=None, ge=0)
     notes: tuple[str, ...] = Field(default=(), strict=False)
 
     @classmethod
-    def of(cls, row: PlanRow, *, error: float | None = None, notes: tuple[str, ...] = ()) -> LayerRow:
+    def of(cls, row: PlanRow, *, error: float | None = None, tokens: int | None = None,
+           notes: tuple[str, ...] = ()) -> LayerRow:
         """The plan's row with what was measured."""
         return cls(name=row.name, shape=row.shape, dtype=row.dtype, method=row.method, format=row.format,
                    spec=row.spec, options=dict(row.options), bits=row.bits, bytes=row.bytes_after,
-                   error=error, notes=notes)
+                   error=error, tokens=tokens, notes=notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -215,8 +225,10 @@ class Manifest(Frozen):
             fault = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in fault["loc"])
             raise CheckpointError(f"{label} is damaged", why=f"{where}: {fault['msg']}", next=again) from None
-        # comparing bytes also catches a duplicate key and damage between the values
-        if manifest.to_bytes() != raw:
+        # comparing bytes also catches a duplicate key and damage between the values; what a later version
+        # added is not in it, so it is the JSON itself that is compared
+        digest = hashlib.sha256(_canonical(plain | {"digest": ""})).hexdigest()
+        if _canonical(plain) != raw or manifest.digest != digest:
             raise CheckpointError(f"{label} is damaged or was edited",
                                   why="it is not what its own digest says", next=again)
         return manifest

@@ -17,6 +17,7 @@ from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.plan import Plan, PlanRow
     from quantkit.recipe import Recipe
     from quantkit.spec import CalibrationSpec
@@ -31,17 +32,23 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, memory and disk included; do nothing.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
-@click.option("--calib-text", metavar="FILE",
-              help="UTF-8 text for methods that calibrate, or `builtin`: the standard library's docstrings.")
-@click.option("--calib-samples", type=click.IntRange(min=1), metavar="N", help="Windows of that text.")
-@click.option("--calib-length", type=click.IntRange(min=8), metavar="N", help="Tokens a window.")
+@click.option("--calibration", multiple=True, metavar="TEXT",
+              help="What calibrated methods see: a text file, a folder of them, a .jsonl or .parquet file of "
+                   "texts or chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes "
+                   "it). Can be given several times.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Windows of that text.")
+@click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens a window.")
+@click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
+              help="Cut windows anywhere, or let each begin with a document; by default that for chats only.")
+@click.option("--avoid", multiple=True, metavar="FILE",
+              help="A text that will be evaluated on: what shares passages with it isn't calibrated on.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Chooses the windows.")
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revision: str | None,
-            calib_text: str | None, calib_samples: int | None, calib_length: int | None, seed: int | None,
-            strict: bool, quiet: bool, as_json: bool) -> None:
+            calibration: tuple[str, ...], samples: int | None, length: int | None, packing: str | None,
+            avoid: tuple[str, ...], seed: int | None, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe into a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
@@ -50,48 +57,60 @@ def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revi
     from quantkit.recipe import load_recipe
 
     recipe = load_recipe(recipe_name)
-    changes = {"text": calib_text, "samples": calib_samples, "length": calib_length, "seed": seed}
-    calibration = _calibration(recipe, {k: v for k, v in changes.items() if v is not None})
+    changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
+               "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
+    spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
     if dry_run:
-        plan = _plan(source, recipe, revision, calibration)
+        plan, facts = _plan(source, recipe, revision, spec, quiet)
+        _warn_of_no_effect(plan, spec)
         if as_json:
-            print_json({"source": source, **plan.to_dict()})
+            known = facts.model_dump(mode="json") if facts else None
+            print_json({"source": source, **plan.to_dict(), "calibration": known})
         else:
-            _print_plan(plan, source, recipe_name)
+            _print_plan(plan, facts, source, recipe_name)
         return
     if out is None:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
                          next=f"quantkit quantize {quote(source)} --recipe {quote(recipe_name)} "
                               "--out OUT, or --dry-run instead")
-    _run(source, recipe_name, out, revision, calibration, strict, quiet, as_json)
+    _run(source, recipe_name, out, revision, spec, strict, quiet, as_json)
 
 
 def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
     """The recipe's calibration with what the command line changes; ``None`` when it changes nothing."""
+    from pydantic import ValidationError
+
     from quantkit.spec import CalibrationSpec
 
     if not changes:
         return None
-    text = changes.get("text", "builtin")
-    if text != "builtin" and not Path(text).is_file():
-        raise UsageError(f"--calib-text {text} is not a file", next="name a UTF-8 text file, or builtin")
-    return (recipe.calibration or CalibrationSpec()).model_copy(update=changes)
+    try:
+        return CalibrationSpec(**(recipe.calibration or CalibrationSpec()).model_dump() | changes)
+    except ValidationError as error:
+        why = error.errors()[-1]["msg"].removeprefix("Value error, ")
+        raise UsageError("these options of calibration can't be", why=why,
+                         next="quantkit quantize --help") from None
 
 
-def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None) -> Plan:
+def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None,
+          quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
+    from quantkit.calibrate.prepare import prepare
     from quantkit.plan import make_plan, with_own_head
+    from quantkit.quantize import calibration_facts
     from quantkit.sources.base import open_source
 
     if calibration is not None:
         recipe = recipe.model_copy(update={"calibration": calibration})
     opened = open_source(source, revision)
     try:
-        return make_plan(recipe, with_own_head(recipe, opened))
+        plan = make_plan(recipe, with_own_head(recipe, opened))
+        with Progress("calibration data", quiet=quiet) as progress:
+            return plan, calibration_facts(plan, prepare(plan, opened, progress))
     finally:
         opened.close()
 
 
-def _print_plan(plan: Plan, source: str, recipe_name: str) -> None:
+def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_name: str) -> None:
     rows = [[row.name.removeprefix("model.layers."), row.method or "kept", row.format or "-", _label(row),
              f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
             for row in plan.rows]
@@ -104,7 +123,24 @@ def _print_plan(plan: Plan, source: str, recipe_name: str) -> None:
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
     click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
                                       f"{human_bytes(plan.disk_bytes)} when done"))
+    spec = plan.recipe.calibration
+    if facts is None and plan.calibrated and spec is not None:
+        windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
+        click.echo(wrapped("calibration", windows))
+    if facts is not None:
+        click.echo(wrapped("calibration", _windows(facts)))
+        for line in facts.coverage.lines() if facts.coverage else ():
+            click.echo(wrapped("", line))
     click.echo(f"{'next':<14}quantkit quantize {quote(source)} --recipe {quote(recipe_name)} --out OUT")
+
+
+def _windows(facts: CalibrationFacts) -> str:
+    return f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
+
+
+def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:
+    if calibration is not None and not plan.calibrated:
+        show_warning(f"options of calibration have no effect: recipe {plan.recipe.name!r} calibrates nothing")
 
 
 def _label(row: PlanRow) -> str:
@@ -118,6 +154,7 @@ def _run(source: str, recipe: str, out: Path, revision: str | None, calibration:
     with _terminate_is_interrupt(), Progress(f"{source} by {recipe}", quiet=quiet) as progress:
         result = quantize(source, recipe, out, revision=revision, calibration=calibration, strict=strict,
                           progress=progress)
+    _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:
         show_warning(text)
     if as_json:
@@ -129,6 +166,8 @@ def _run(source: str, recipe: str, out: Path, revision: str | None, calibration:
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
     click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
+    if result.calibration is not None:
+        click.echo(wrapped("calibration", _windows(result.calibration)))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}")

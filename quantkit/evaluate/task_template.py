@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from quantkit.errors import UsageError
-from quantkit.runtime.sandbox import MAX_OUTPUT, Meter, MeteredSandbox, Overrun
+from quantkit.text.sandbox import MAX_OUTPUT, Meter, MeteredSandbox, Overrun
 
 _ERRORS = (jinja2.TemplateError, Overrun, ArithmeticError, AssertionError, AttributeError, LookupError,
            MemoryError, RecursionError, TypeError, ValueError, SyntaxError, re.error)

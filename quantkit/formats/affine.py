@@ -30,7 +30,8 @@ def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
     """Why the layout ``name``, with these granularities, can't hold such a weight; ``None`` if it can."""
     rows, cols = shape
     if spec.kind != "int":
-        return f"{name} holds integers, not {spec.kind}; use format bnb-nf4"
+        other = {"nf": "bnb-nf4", "fp": "float-quantized"}.get(spec.kind, spec.kind)
+        return f"{name} holds integers, not {spec.kind}; use format {other}"
     if rows < 1 or cols < 1:
         return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
     if spec.granularity.strategy not in strategies:

@@ -17,9 +17,19 @@ import torch
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x R`` along the last dimension, in float32, back in x's dtype; a row's result is its own."""
-    width = x.shape[-1]
-    ones, mix = (part.to(x.device) for part in factors(width))
-    turned = (x.float() * ones).reshape(*x.shape[:-1], mix.shape[0], -1)
+    signs, mix = (part.to(x.device) for part in factors(x.shape[-1]))
+    return _mixed(x.float() * signs, mix).to(x.dtype)
+
+
+def unrotate(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`rotate`: what is mixed is symmetric, and its own inverse."""
+    signs, mix = (part.to(x.device) for part in factors(x.shape[-1]))
+    return (_mixed(x.float(), mix) * signs).to(x.dtype)
+
+
+def _mixed(x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """float32 ``[…, n]`` times ``mix ⊗ Hadamard``."""
+    turned = x.reshape(*x.shape[:-1], mix.shape[0], -1)
     span = turned.shape[-1]
     step = 1
     while step < span:
@@ -33,7 +43,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         for i in range(1, len(mix)):
             total = total + parts[..., i, :] * mix[:, i:i + 1]
         turned = total
-    return (turned * (1 / math.sqrt(span))).reshape(x.shape).to(x.dtype)
+    return (turned * (1 / math.sqrt(span))).reshape(x.shape)
 
 
 def factors(width: int) -> tuple[torch.Tensor, torch.Tensor]:

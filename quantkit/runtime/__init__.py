@@ -1,1 +1,1 @@
-"""Running a model: loader, tokenizer, chat template, sampling, generation."""
+"""Running a model: loader, sampling, generation."""

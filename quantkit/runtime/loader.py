@@ -23,9 +23,9 @@ from quantkit.models.linear import Weights
 from quantkit.ops.cpu_linear import Packed
 from quantkit.runtime.fused import FusedModel, declines, pack
 from quantkit.runtime.memory import trim
-from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
+from quantkit.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quantkit.runtime.sequence import TokenInfo
-from quantkit.runtime.stream import StreamDecoder
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.text.stream import StreamDecoder
+from quantkit.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON doesn't have; as OpenAI does it."""

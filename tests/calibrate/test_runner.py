@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import runner as module
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.stats import HessianObserver
 from quantkit.errors import CalibrationError
@@ -144,7 +145,7 @@ def test_a_value_that_is_not_finite_names_sample_and_layer(model: Model) -> None
     tokens = TOKENS.clone()
     tokens[[0, 1, 2, 4]] = torch.where(others == word, (word + 1) % 50, others)
     model.tensors["model.embed_tokens.weight"][word, 5] = float("nan")
-    with pytest.raises(CalibrationError, match="calibration sample 3 is NaN or infinite after the embedding"):
+    with pytest.raises(CalibrationError, match=r"after the embedding is NaN or infinite in .* window 3"):
         LayerRunner(model.config, model.weights, tokens)
 
 
@@ -152,14 +153,36 @@ def test_a_layer_that_overflows_is_named(model: Model) -> None:
     model.tensors["model.layers.1.mlp.down_proj.weight"][:] = 3e38
     runner = model.runner()
     runner.advance(0, {})
-    with pytest.raises(CalibrationError, match=r"sample 0 is NaN or infinite after model\.layers\.1"):
+    with pytest.raises(CalibrationError, match=r"output of model\.layers\.1\.mlp\.down_proj .* window 0"):
         runner.advance(1, {})
 
 
-def test_an_input_that_is_not_finite_names_the_linear(model: Model) -> None:
+def test_the_first_tensor_that_is_not_finite_is_named(model: Model) -> None:
     model.tensors["model.layers.0.mlp.up_proj.weight"][:] = 3e38
-    with pytest.raises(CalibrationError, match=r"input of model\.layers\.0\.mlp\.down_proj"):
+    with pytest.raises(NonFiniteError, match=r"output of model\.layers\.0\.mlp\.up_proj") as caught:
         model.runner().measure(0)
+    assert (caught.value.sample, caught.value.layer) == (0, 0)
+    model.tensors["model.layers.0.post_attention_layernorm.weight"][3] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"input of model\.layers\.0\.mlp\.gate_proj") as caught:
+        model.runner().measure(0, ["model.layers.0.mlp.down_proj"])
+    assert caught.value.sample == 0
+
+
+def test_a_window_that_overflows_alone_is_named(model: Model) -> None:
+    """One token, which only the fourth window has, is in a direction that the first layer blows up."""
+    word = int(TOKENS[3, 5])
+    tokens = torch.where(word == TOKENS, (word + 1) % 50, TOKENS)
+    tokens[3, 5] = word
+    model.tensors["model.embed_tokens.weight"][:, 7] = 0
+    model.tensors["model.embed_tokens.weight"][word, 7] = 10
+    model.tensors["model.layers.0.self_attn.o_proj.weight"][7] = 0
+    for name in ("gate_proj", "up_proj"):
+        model.tensors[f"model.layers.0.mlp.{name}.weight"][:, 7] = 1e30
+    for measuring in (True, False):
+        runner = LayerRunner(model.config, model.weights, tokens)
+        with pytest.raises(NonFiniteError, match="in calibration window 3") as caught:
+            runner.measure(0) if measuring else runner.advance(0, {})
+        assert caught.value.tensor == "the input of model.layers.0.mlp.down_proj is NaN or infinite"
 
 
 def test_bfloat16_states() -> None:

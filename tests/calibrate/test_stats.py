@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.stats import HessianObserver
 from quantkit.errors import CalibrationError
+from quantkit.methods import gptq, rtn
+from quantkit.spec import Granularity, QuantSpec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,6 +47,20 @@ def test_overflow_and_nothing_seen() -> None:
     with pytest.raises(CalibrationError, match="no calibration token reached x"):
         HessianObserver("x").result()
     observer = HessianObserver("x")
-    observer(torch.full((1, 2), 1e30))
+    with pytest.raises(NonFiniteError, match="input of x is too large") as caught:
+        observer(torch.full((1, 2), 1e30))
+    assert "1e+30" in str(caught.value.why)
+    for _ in range(500):
+        observer(torch.full((1, 2), 9e17))
     with pytest.raises(CalibrationError, match="overflows"):
         observer.result()
+
+
+def test_an_expert_that_no_token_reached_is_rounded_with_a_note() -> None:
+    stats = HessianObserver("experts.3", size=64).result()
+    assert stats.tokens == 0 and stats.hessian is not None and not bool(stats.hessian.any())
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    spec = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="bfloat16")
+    solved = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
+    assert solved.notes == ("rounded to nearest in place of gptq: no calibration input reached it",)
+    assert torch.equal(solved.codes, rtn.METHOD.run(weight, None, spec, rtn.RtnOptions()).codes)

@@ -63,12 +63,53 @@ def test_quiet_says_nothing_on_stderr(cli, tiny, tmp_path):
 def test_calibration_options_reach_the_manifest(cli, tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 200, encoding="utf-8")
-    result = cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calib-text", text,
-                 "--calib-samples", 3, "--calib-length", 40, "--seed", 5)
+    result = cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", text,
+                 "--samples", 3, "--length", 40, "--seed", 5, "--packing", "stream", "-q")
     assert result.exit_code == 0, result.stderr
     with Checkpoint.open(tmp_path / "OUT") as made:
         facts = made.manifest.calibration
     assert (facts.text, facts.samples, facts.length, facts.seed) == ("text.txt", 3, 40, 5)
+    assert facts.packing == "stream" and facts.coverage.documents == 1
+    assert "calibration   3 windows of 40 tokens of text.txt" in result.stdout
+    assert "warning: 120 calibration tokens are fewer than the 128 inputs" in result.stderr
+    assert "120 calibration tokens are fewer" in (tmp_path / "OUT" / "README.md").read_text()
+
+
+def chats(path, *contents):
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n"
+                            for content in contents), encoding="utf-8")
+    return path
+
+
+def test_dry_run_reports_on_the_calibration_data(cli, cli_json, tiny, tmp_path):
+    data = chats(tmp_path / "chats.jsonl", *["What is the time, and where is it?"] * 30)
+    exam = tmp_path / "exam.txt"
+    exam.write_text("Whatever will be asked.", encoding="utf-8")
+    options = ("-r", "int4", "--dry-run", "--calibration", data, "--avoid", exam, "--samples", 4,
+               "--length", 64)
+    result = cli("quantize", tiny, *options)
+    assert result.exit_code == 0, result.stderr
+    assert "calibration   4 windows of 64 tokens of chats.jsonl" in result.stdout
+    assert "30 documents (30" in result.stdout and "exam.txt" in result.stdout
+    assert "3 are equal to an earlier one" in result.stderr
+    facts = cli_json("quantize", tiny, *options)["calibration"]
+    assert facts["packing"] == "documents" and facts["coverage"]["same"] == 3
+    assert [file["name"] for file in facts["files"]] == ["chats.jsonl"]
+    assert cli_json("quantize", tiny, "-r", "int8", "--dry-run")["calibration"] is None
+
+
+def test_calibration_without_a_method_that_calibrates(cli, tiny, tmp_path):
+    for more in (("--dry-run",), ("-o", tmp_path / "OUT", "-q")):
+        result = cli("quantize", tiny, "-r", "int8", "--samples", 3, *more)
+        assert result.exit_code == 0
+        assert "warning: options of calibration have no effect: recipe 'int8'" in result.stderr
+
+
+def test_several_sources_of_calibration_text(cli_json, tiny, tmp_path):
+    (tmp_path / "a.txt").write_text("Once upon a time. " * 50, encoding="utf-8")
+    facts = cli_json("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", tmp_path / "a.txt",
+                     "--calibration", "builtin", "--samples", 2, "--length", 32)["calibration"]
+    assert facts["text"] == "a.txt, builtin" and facts["coverage"]["documents"] == 2
 
 
 def refused(result, code, *said):
@@ -145,8 +186,23 @@ def test_a_truncated_gguf(cli, tmp_path):
 
 
 def test_calibration_text_that_is_not_there(cli, tiny):
-    result = cli("quantize", tiny, "-r", "int4", "--dry-run", "--calib-text", "/no/such.txt")
-    refused(result, 2, "/no/such.txt")
+    result = cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", "/no/such.txt")
+    refused(result, 1, "/no/such.txt", "No such file", "next: give a text file, a folder")
+
+
+def test_calibration_data_that_is_broken(cli, tiny, tmp_path):
+    data = chats(tmp_path / "chats.jsonl", "Hi?")
+    data.write_text(data.read_text() + '{"messages": [{"role": "assistant", "content": "Ho."}]}\n')
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", data), 1,
+            "chats.jsonl line 2", "without a user's turn", "next: ")
+    data.write_text("Once upon a time.")
+    refused(cli("quantize", tiny, "-r", "int4", "-o", tmp_path / "OUT", "--calibration", data), 1,
+            "chats.jsonl line 1 is not JSON", "next: ")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", "--calibration", "hub:owner"), 1,
+            "next: hub:OWNER/NAME")
+    both = ("--calibration", "self", "--calibration", "builtin")
+    refused(cli("quantize", tiny, "-r", "int4", "--dry-run", *both), 2, "can't be mixed", "next: ")
+    assert not (tmp_path / "OUT.partial").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.ops.rotation import factors, rotate, rotate_form
+from quantkit.ops.rotation import factors, rotate, rotate_form, unrotate
 
 WIDTHS = [1, 2, 3, 5, 12, 64, 100, 192, 576, 1000, 1536]
 
@@ -29,6 +29,12 @@ def test_the_matrix_of_its_definition(width):
     assert torch.equal(signs.abs(), torch.ones(width))
     if width >= 64:
         assert 0.3 < float((signs > 0).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_undone(width):
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    assert (unrotate(rotate(x)) - x).abs().max() < 1e-5
 
 
 def test_a_product_stays_what_it_was():

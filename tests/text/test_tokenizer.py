@@ -5,8 +5,8 @@ import json
 import pytest
 
 from quantkit.errors import SourceError
-from quantkit.runtime.tokenizer import Tokenizer
 from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
+from quantkit.text.tokenizer import Tokenizer
 
 BOS = 1
 
@@ -129,3 +129,15 @@ def test_truncation_in_the_file_is_not_obeyed():
     inner.enable_padding(length=64)
     tokenizer = make(**{"tokenizer.json": inner.to_str().encode()})
     assert tokenizer.decode(tokenizer.encode("a long sentence")) == "a long sentence"
+
+
+def test_a_conversation_that_is_whole_ends_without_the_beginning_of_an_answer():
+    tokenizer = make(settings={"chat_template": CHAT_TEMPLATE})
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    whole = tokenizer.chat_text(said, answer=False)
+    assert whole.endswith("ho<|im_end|>\n")
+    assert tokenizer.chat_text(said) == whole + "<|im_start|>assistant\n"
+
+
+def test_special_tokens_as_they_are_written():
+    assert make().specials == {"<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"}

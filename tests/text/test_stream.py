@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from quantkit.runtime.stream import MAX_HELD, StreamDecoder
 from quantkit.testing import VOCAB, tiny_tokenizer
+from quantkit.text.stream import MAX_HELD, StreamDecoder
 
 BYTES = tiny_tokenizer()
 

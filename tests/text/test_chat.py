@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quantkit.errors import SourceError
-from quantkit.runtime.chat import ChatTemplate
+from quantkit.text.chat import ChatTemplate
 
 CONVERSATION = [{"role": "system", "content": " You are <b>terse</b>.\n"},
                 {"role": "user", "content": "Hi 'é' ✓"},

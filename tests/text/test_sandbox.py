@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 
 from quantkit.errors import SourceError
-from quantkit.runtime import sandbox
-from quantkit.runtime.chat import ChatTemplate
+from quantkit.text import sandbox
+from quantkit.text.chat import ChatTemplate
 
 TEXT = "hi" * 100
 MESSAGES = [{"role": "user", "content": TEXT}]

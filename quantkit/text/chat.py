@@ -1,7 +1,7 @@
 """Chat templates: how a conversation is written for the model that answers.
 
 A template comes with the model, so from a stranger. It is found in the model's files only, never in
-a request, and rendered in :mod:`quantkit.runtime.sandbox`.
+a request, and rendered in :mod:`quantkit.text.sandbox`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from quantkit.errors import SourceError
-from quantkit.runtime.sandbox import MeteredSandbox, Overrun
+from quantkit.text.sandbox import MeteredSandbox, Overrun
 
 MAX_TEMPLATE = 128 * 2**10
 """Characters; the longest templates of real models have about 20,000."""
@@ -67,11 +67,12 @@ class ChatTemplate:
                                   next="name one of them 'default' in tokenizer_config.json")
         return cls(found) if isinstance(found, str) else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **tokens: str) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True, **tokens: str) -> str:
         """The conversation as text, up to where the assistant answers.
 
         Args:
             messages: ``role`` and ``content`` each.
+            answer: whether an answer is to follow; without, the conversation is whole as it is.
             tokens: what the template may call by name: ``bos_token``, ``eos_token``, ….
 
         Raises:
@@ -82,7 +83,7 @@ class ChatTemplate:
             sandbox = MeteredSandbox()
             template = jinja2.Template.from_code(sandbox, self._code, sandbox.globals)
             return "".join(template.generate(messages=[dict(m) for m in messages], tools=None,
-                                             documents=None, add_generation_prompt=True, **tokens))
+                                             documents=None, add_generation_prompt=answer, **tokens))
         except _OURS as error:
             raise SourceError("the chat template refused the conversation", why=_reason(error),
                               next="check the messages' roles and order, or leave out --chat") from None

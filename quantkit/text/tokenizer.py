@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 
 from quantkit.errors import SourceError
-from quantkit.runtime.chat import ChatTemplate
-from quantkit.runtime.stream import StreamDecoder
+from quantkit.text.chat import ChatTemplate
+from quantkit.text.stream import StreamDecoder
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
@@ -81,12 +81,19 @@ class Tokenizer:
         """
         return self.encode(self.chat_text(messages), special=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What :meth:`chat` encodes: the conversation as the chat template writes it."""
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
+        """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
+        the beginning of an ``answer``."""
         if self._template is None:
             raise SourceError("the model has no chat template", next="leave out --chat",
                               why="it is a base model, or its template was lost")
-        return self._template.render(messages, **self._special)
+        return self._template.render(messages, answer, **self._special)
+
+    @functools.cached_property
+    def specials(self) -> frozenset[str]:
+        """The tokens that mean something beside their text, as they are written out."""
+        added = self._inner.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @property
     def has_chat(self) -> bool:

@@ -1,0 +1,113 @@
+"""How well a calibration text covers a model, known before any work."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from quantkit.spec import Frozen
+
+FEWEST_DISTINCT = 0.01
+"""Of the vocabulary: a text with fewer different tokens says little about the rest."""
+SHARED = 0.2
+"""Of a window's 13-grams: from here on it counts as taken from the other text, as in Llama 2,
+https://arxiv.org/abs/2307.09288, appendix A.6."""
+
+
+class SourceFile(Frozen):
+    """A file that calibration text was read from, by a name without this machine's folders."""
+
+    name: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    revision: str | None = None
+
+
+class Overlap(Frozen):
+    """What the windows share with a text that models are evaluated on.
+
+    Attributes:
+        text: its name.
+        windows: so many have a fifth of their 13-grams in common with it, or more.
+        largest: the largest share of one window.
+    """
+
+    text: str
+    windows: int = Field(ge=0)
+    largest: float = Field(ge=0, le=1)
+
+
+class Coverage(Frozen):
+    """What a model gets to see.
+
+    Attributes:
+        documents: that the tokens were chosen from.
+        chats: how many of them are conversations.
+        available: tokens that there were.
+        used: tokens in the windows.
+        distinct: different tokens among those.
+        vocabulary: tokens that the model knows.
+        widest: inputs of the widest calibrated Linear.
+        short: documents of fewer tokens than a window.
+        cut: documents whose end had no room in their window.
+        lost: tokens of those ends.
+        left_out: conversations in which someone writes a special token of the model.
+        avoided: windows or documents left out for what they share with texts to avoid.
+        same: windows equal to an earlier one.
+        similar: other windows that repeat earlier ones by half.
+        overlaps: with texts that models are evaluated on.
+    """
+
+    documents: int
+    chats: int = 0
+    available: int
+    used: int = 0
+    distinct: int = 0
+    vocabulary: int
+    widest: int
+    short: int = 0
+    cut: int = 0
+    lost: int = 0
+    left_out: int = 0
+    avoided: int = 0
+    same: int = 0
+    similar: int = 0
+    overlaps: tuple[Overlap, ...] = Field(default=(), strict=False)
+
+    def lines(self) -> list[str]:
+        """The report, a sentence each."""
+        share = self.distinct / self.vocabulary
+        said = [f"{self.used:,} of {self.available:,} tokens, from {self.documents:,} "
+                + ("documents" if self.documents != 1 else "document")
+                + (f" ({self.chats:,} conversations)" if self.chats else ""),
+                f"{self.distinct:,} different tokens, {share:.1%} of the vocabulary",
+                f"{self.same:,} windows equal an earlier one, {self.similar:,} repeat earlier ones by half"]
+        if self.cut:
+            said.append(f"{self.cut:,} documents cut at a window's end, {self.lost:,} tokens of them lost")
+        if self.short:
+            said.append(f"{self.short:,} documents shorter than a window")
+        if self.left_out:
+            said.append(f"{self.left_out:,} conversations left out: a special token is written in them")
+        if self.avoided:
+            said.append(f"{self.avoided:,} left out for what they share with texts to avoid")
+        said += [f"up to {one.largest:.1%} of a window's 13-grams are in {one.text}" for one in self.overlaps]
+        return said
+
+    def warnings(self, length: int) -> list[str]:
+        """What is bad about it, a sentence each; ``length`` is that of a window."""
+        said = []
+        if self.used < self.widest:
+            said.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of the "
+                        "widest layer: its Hessian has no full rank, and damping decides the rest; "
+                        f"--samples {-(-self.widest // length)} would do")
+        if self.distinct < FEWEST_DISTINCT * self.vocabulary:
+            said.append(f"the calibration text has {self.distinct:,} different tokens, "
+                        f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
+        if self.same or self.similar:
+            said.append(f"of the calibration windows {self.same} are equal to an earlier one and "
+                        f"{self.similar} repeat earlier ones by half: such text counts twice")
+        if self.lost > self.used:
+            said.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the {self.used:,} "
+                        "that are used: a larger --length keeps more of each document")
+        return said + [
+            f"{one.windows} calibration windows share up to {one.largest:.0%} of their 13-grams with "
+            f"{one.text}: measured on that, the result looks better than it is"
+            for one in self.overlaps if one.windows]

@@ -1,0 +1,226 @@
+"""Calibration data: what the recipe names, found, rendered, encoded, cut into windows and looked at."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibrate import hub
+from quantkit.calibrate.coverage import SHARED, Coverage, Overlap, SourceFile
+from quantkit.calibrate.docstrings import prose
+from quantkit.calibrate.files import DataFile, local_files, read_files
+from quantkit.calibrate.overlap import Passages, repeated
+from quantkit.calibrate.rows import Document
+from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, cut_windows
+from quantkit.errors import CalibrationError, SourceError
+from quantkit.progress import Listener, silent
+from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
+
+BUILTIN, SELF = "builtin", "self"
+EVALUATION = "eval's built-in text"
+CHARACTERS_PER_TOKEN = 8
+"""Of the built-in text, so much is collected for every token asked for: about twice what is needed."""
+BYTES_PER_TOKEN = 64
+"""Of files, so many bytes are read for every token asked for: no tokenizer needs more."""
+LONGEST_TEXT = 256 * 2**20
+"""Bytes of a text to avoid."""
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """What calibrated methods see, and what is known of it.
+
+    Attributes:
+        tokens: int64 ``[samples, length]``.
+        origins: of each window, where it begins.
+        packing: ``stream`` or ``documents``.
+        files: what was read; none for the built-in text.
+        coverage: the report.
+    """
+
+    tokens: torch.Tensor
+    origins: tuple[str, ...]
+    packing: str
+    files: tuple[SourceFile, ...]
+    coverage: Coverage
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens as little-endian int64."""
+        return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: int, widest: int,
+                     listen: Listener = silent) -> CalibrationData:
+    """Find, encode and cut the text that ``spec`` names.
+
+    Args:
+        spec: which text, how many windows of which length.
+        tokenizer: the model's, with its chat template.
+        vocabulary: tokens that the model knows.
+        widest: inputs of the widest Linear that is calibrated, for the report.
+        listen: told of downloads.
+
+    Raises:
+        CalibrationError: the data can't be had, is malformed, can't be rendered, or too little, or the
+            tokenizer doesn't fit the model.
+    """
+    documents, read = _documents(spec, listen)
+    packing = spec.packing
+    if packing == "auto":
+        packing = "documents" if any(one.is_chat for one in documents) else "stream"
+    encoded = _encode(documents, tokenizer, packing)
+    exams = _Exams(spec, tokenizer)
+    windows = cut_windows(spec, encoded, packing, exams.hit)
+    if (largest := int(windows.tokens.max())) >= vocabulary:
+        raise CalibrationError(f"the tokenizer yields token {largest}, the model knows {vocabulary}",
+                               why="tokenizer.json and config.json are of different models",
+                               next="replace tokenizer.json by the model's own")
+    left_out = len(documents) - len(encoded)
+    coverage = exams.look(windows.tokens, Coverage(
+        documents=len(encoded), chats=sum(one.is_chat for one in documents) - left_out, left_out=left_out,
+        available=windows.available, vocabulary=vocabulary, widest=widest, avoided=windows.avoided,
+        short=sum(len(one.ids) < spec.length for one in encoded), cut=windows.cut, lost=windows.lost))
+    return CalibrationData(windows.tokens, windows.origins, packing, read, coverage)
+
+
+def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
+                    widest: int) -> CalibrationData:
+    """The same of windows (int64 ``[samples, length]``) that the model has written itself."""
+    coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest)
+    return CalibrationData(tokens, tuple(f"{SELF}, window {i}" for i in range(len(tokens))), "documents", (),
+                           _Exams(spec, tokenizer).look(tokens, coverage))
+
+
+class _Exams:
+    """The texts that models are evaluated on: by default, and those to avoid."""
+
+    def __init__(self, spec: CalibrationSpec, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._avoid = [(Path(name).name, Passages(_text_to_avoid(name))) for name in spec.avoid]
+
+    def hit(self, ids: Ids) -> bool:
+        """Whether a text to avoid has a fifth of this or more."""
+        if not self._avoid:
+            return False
+        text = self._tokenizer.decode(ids)
+        return any(known.share(text) >= SHARED for _, known in self._avoid)
+
+    def look(self, tokens: torch.Tensor, coverage: Coverage) -> Coverage:
+        """The report with what is known of the windows themselves."""
+        same, similar = repeated(tokens.numpy())
+        texts = [self._tokenizer.decode(ids) for ids in tokens.tolist()]
+        overlaps = []
+        for name, known in [(EVALUATION, _evaluation_text()), *self._avoid]:
+            shares = [known.share(text) for text in texts]
+            overlaps.append(Overlap(text=name, windows=sum(share >= SHARED for share in shares),
+                                    largest=round(max(shares), 4)))
+        return coverage.model_copy(update={
+            "used": tokens.numel(), "distinct": tokens.unique().numel(), "same": same, "similar": similar,
+            "overlaps": tuple(overlaps)})
+
+
+def model_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokenizer:
+    """Of a model's side files and ``config.json``. Raises CalibrationError if there is none."""
+    try:
+        return Tokenizer(files, config)
+    except SourceError as error:
+        raise CalibrationError(f"calibration needs the model's tokenizer: {error.what}", why=error.why,
+                               next="add it to the model's folder, or use a data-free recipe: "
+                                    "quantkit recipes list") from error
+
+
+def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
+    need = spec.samples * spec.length
+    found: list[DataFile | Document] = []
+    for name in spec.texts:
+        if name == BUILTIN:
+            found.append(Document(BUILTIN, _builtin(need * CHARACTERS_PER_TOKEN)))
+        elif name.startswith(hub.PREFIX):
+            found += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
+        else:
+            found += local_files(name)
+    read = read_files([one for one in found if isinstance(one, DataFile)], need * BYTES_PER_TOKEN)
+    by_file = dict(read)
+    documents = [document for one in found
+                 for document in (by_file[one] if isinstance(one, DataFile) else [one])]
+    return documents, tuple(SourceFile(name=file.name, sha256=file.sha256(), revision=file.revision)
+                            for file, _ in read)
+
+
+def _builtin(characters: int) -> str:
+    text = prose(characters=characters)
+    if not text.strip():
+        raise CalibrationError("the built-in calibration text is empty",
+                               why="this Python was installed without its standard library's sources",
+                               next="name a text: --calibration FILE, or calibration: {text: FILE}")
+    return text
+
+
+def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
+    """Tokens of each document; a conversation in which someone writes a special token is left out."""
+    found = []
+    special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials))) or r"\b\B")  # or nothing
+    for number, one in enumerate(documents, 1):
+        if isinstance(one.content, str):
+            text = one.content
+        elif any(special.search(turn["content"]) for turn in one.content):
+            continue
+        else:
+            text = _rendered(one, tokenizer)
+        if packing == "stream" and number < len(documents):
+            text += SEPARATOR
+        found.append(Encoded(one.where, tokenizer.encode(text, special=False)))
+    if not found:
+        raise CalibrationError("every conversation is left out: a special token is written in it",
+                               why=f"the model's: {', '.join(sorted(tokenizer.specials)[:8])}",
+                               next="give text as it is before a chat template, or under the key 'text'")
+    return found
+
+
+def _rendered(chat: Document, tokenizer: Tokenizer) -> str:
+    assert not isinstance(chat.content, str)
+    try:
+        return tokenizer.chat_text(chat.content, answer=False)
+    except SourceError as error:
+        what = error.what if tokenizer.has_chat else "the model has no chat template"
+        raise CalibrationError(f"{chat.where} can't be rendered: {what}", why=error.why,
+                               next="remove that line, or correct its roles" if tokenizer.has_chat else
+                                    "give plain text (key 'text'), or calibrate with 'builtin'") from None
+
+
+def _text_to_avoid(name: str) -> str:
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            raw = file.read(LONGEST_TEXT + 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"the text to avoid {name} can't be read",
+                               why=getattr(error, "strerror", None) or str(error),
+                               next="give the UTF-8 file that models will be evaluated on") from None
+    if len(raw) > LONGEST_TEXT:
+        raise CalibrationError(f"the text to avoid {name} is larger than {LONGEST_TEXT >> 20} MiB",
+                               next="give the part of it that models will be evaluated on")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"the text to avoid {name} is not UTF-8", next="convert it",
+                               why=f"byte {error.start}: {error.reason}") from None
+    if not text.strip():
+        raise CalibrationError(f"the text to avoid {name} is empty", next="leave it out")
+    return text
+
+
+@functools.cache
+def _evaluation_text() -> Passages:
+    """Of what ``quantkit eval`` reads when no text is named."""
+    from pydoc_data.topics import topics
+
+    return Passages("\n".join(map(str, topics.values())))

@@ -1,0 +1,184 @@
+"""Files of calibration data, read as far as they are needed: text, JSON lines, parquet."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.calibrate.rows import KEYS, Document, document, parse_row
+from quantkit.errors import CalibrationError
+
+ROWS = (".jsonl", ".ndjson", ".json")
+PARQUET = ".parquet"
+PROSE = (".txt", ".md")
+"""What is taken of a folder."""
+GET_PYARROW = "pip install pyarrow, or name a .jsonl file"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file on this machine.
+
+    Attributes:
+        name: how messages and the manifest call it: without this machine's folders.
+        path: where it is.
+        revision: the commit of the data set that it is of.
+    """
+
+    name: str
+    path: Path
+    revision: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes. Raises CalibrationError if it isn't there."""
+        try:
+            return self.path.stat().st_size
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise unreadable(self.name, error) from None
+
+    def sha256(self) -> str:
+        """Hex digest of the whole file. Raises CalibrationError if it can't be read."""
+        try:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable(self.name, error) from None
+
+
+def local_files(name: str) -> list[DataFile]:
+    """The file that ``name`` is the path of, or every ``.txt`` and ``.md`` below that folder, by path.
+
+    Raises:
+        CalibrationError: nothing is there, or no such file in the folder.
+    """
+    try:
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            if not path.exists():
+                raise FileNotFoundError(2, "No such file or directory")
+            return [DataFile(path.name, path)]
+        inside = sorted(file for file in path.rglob("*") if file.is_file() and not any(
+            part.startswith(".") for part in file.relative_to(path).parts))
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user's home
+        raise unreadable(name, error) from None
+    found = [DataFile(f"{path.name}/{file.relative_to(path).as_posix()}", file) for file in inside
+             if file.suffix.lower() in PROSE]
+    if not found:
+        rows = [file for file in inside if file.suffix.lower() in (*ROWS, PARQUET)]
+        raise CalibrationError(f"the folder {name} holds no {' or '.join(PROSE)} file",
+                               next=f"name a file of it: {rows[0]}" if rows else "give another folder")
+    return found
+
+
+def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, list[Document]]]:
+    """Every file and the documents at its beginning, ``limit`` bytes in all.
+
+    Raises:
+        CalibrationError: a file is unreadable, empty, not UTF-8, or a row of it is broken.
+    """
+    sizes = [file.size for file in files]
+    return [(file, read_file(file, room)) for file, room in zip(files, shares(sizes, limit), strict=True)]
+
+
+def shares(sizes: Sequence[int], limit: int) -> list[int]:
+    """``limit`` shared out evenly; what small files leave goes to the others."""
+    given, left = [0] * len(sizes), limit
+    for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        given[i] = min(sizes[i], left // (len(sizes) - done))
+        left -= given[i]
+    return given
+
+
+def read_file(file: DataFile, limit: int) -> list[Document]:
+    """The documents in the first ``limit`` bytes of a file; its suffix says what it is.
+
+    Raises:
+        CalibrationError: as :func:`read_files`.
+    """
+    suffix = file.path.suffix.lower()
+    if suffix == PARQUET:
+        found = list(_parquet(file, limit))
+    elif suffix in ROWS:
+        found = list(_lines(file, limit))
+    else:
+        found = _whole(file, limit)
+    if not found:
+        raise CalibrationError(f"the calibration data {file.name} is empty",
+                               next="give a file with text in it, or 'builtin'")
+    return found
+
+
+def has_pyarrow() -> bool:
+    """Whether parquet can be read."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def unreadable(name: str, error: Exception) -> CalibrationError:
+    """Why ``name`` can't be read, in words."""
+    return CalibrationError(f"the calibration data {name} can't be read",
+                            why=getattr(error, "strerror", None) or str(error),
+                            next="give a text file, a folder, a .jsonl or .parquet file, "
+                                 "hub:OWNER/NAME, or 'builtin'")
+
+
+def _bytes(file: DataFile, limit: int) -> tuple[bytes, bool]:
+    """The beginning, and whether that is all."""
+    try:
+        with file.path.open("rb") as opened:
+            data = opened.read(limit + 1)
+    except OSError as error:
+        raise unreadable(file.name, error) from None
+    return data[:limit], len(data) <= limit
+
+
+def _whole(file: DataFile, limit: int) -> list[Document]:
+    data, all_of_it = _bytes(file, limit)
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, all_of_it)
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"the calibration data {file.name} is not UTF-8",
+                               why=f"byte {error.start}: {error.reason}",
+                               next="convert it, or use 'builtin'") from None
+    return [Document(file.name, text)] if text.strip() else []
+
+
+def _lines(file: DataFile, limit: int) -> Iterator[Document]:
+    data, all_of_it = _bytes(file, limit)
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if not all_of_it and len(lines) == 1:
+        raise CalibrationError(f"the first line of {file.name} is longer than {limit:,} bytes",
+                               why="of a file only so much is read as the windows need",
+                               next="is it one object a line? If not: jq -c '.[]' FILE > FILE.jsonl")
+    for number, line in enumerate(lines if all_of_it else lines[:-1], 1):
+        if line.strip() and (found := parse_row(line, f"{file.name} line {number}")) is not None:
+            yield found
+
+
+def _parquet(file: DataFile, limit: int) -> Iterator[Document]:
+    if not has_pyarrow():
+        raise CalibrationError(f"{file.name} is a parquet file, which needs pyarrow", next=GET_PYARROW)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as opened:
+            number, names = 0, opened.schema_arrow.names
+            known = [name for name in names if name in KEYS]  # images and the like stay where they are
+            for batch in opened.iter_batches(batch_size=64, columns=known or names):
+                for row in batch.to_pylist():
+                    number += 1
+                    found = document({key: value for key, value in row.items() if value is not None},
+                                     f"{file.name} row {number}")
+                    if found is not None:
+                        yield found
+                limit -= batch.nbytes
+                if limit <= 0:
+                    return
+    except (pyarrow.ArrowException, OSError) as error:
+        raise CalibrationError(f"{file.name} can't be read as parquet", why=str(error).splitlines()[0][:200],
+                               next="get the file again") from None

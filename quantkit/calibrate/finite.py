@@ -1,0 +1,126 @@
+"""Values that are not finite, and where the first of them is: which window, which layer, which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from quantkit.errors import CalibrationError
+from quantkit.models.linear import Linear
+from quantkit.sources.base import ModelSource
+
+LAYERS = "model.layers."
+LARGEST = 1e18
+"""Of a Linear's inputs: the squares of larger ones, weighted and summed, are beyond float32."""
+NEXT = "use other calibration data, or check the model with quantkit eval"
+
+
+class NonFiniteError(CalibrationError):
+    """A value that calibration met is NaN, infinite, or too large to be squared.
+
+    Args:
+        tensor: which tensor, and what is wrong with it.
+        sample: the calibration window, if it is known.
+        layer: index of the decoder layer; ``None`` before and after them.
+        why: the numbers.
+    """
+
+    def __init__(self, tensor: str, *, sample: int | None = None, layer: int | None = None,
+                 why: str | None = None) -> None:
+        self.tensor, self.sample, self.layer = tensor, sample, layer
+        window = "" if sample is None else f" in calibration window {sample}"
+        super().__init__(tensor + window, why=why, next=NEXT)
+
+
+def require_finite_input(x: torch.Tensor, name: str) -> None:
+    """Raises NonFiniteError if a value of the Linear ``name``'s input is no number below :data:`LARGEST`."""
+    peak = float(x.abs().amax()) if x.numel() else 0.0
+    if peak < LARGEST:
+        return
+    bad = int((~torch.isfinite(x)).sum())
+    if bad:
+        raise NonFiniteError(f"the input of {name} is NaN or infinite", why=f"{bad} of {x.numel()} values")
+    raise NonFiniteError(f"the input of {name} is too large for float32 sums of squares",
+                         why=f"its largest value is {peak:.3g}")
+
+
+def require_finite_states(states: torch.Tensor, first: int, where: str, layer: int | None = None) -> None:
+    """Hidden states ``[B, T, hidden]`` of the samples from ``first`` on must be finite ``where`` they are.
+
+    Raises:
+        NonFiniteError: they aren't; sample and place are named.
+    """
+    if bool(torch.isfinite(states).all()):
+        return
+    for sample, one in enumerate(states, first):
+        if bad := int((~torch.isfinite(one)).sum()):
+            raise NonFiniteError(f"the hidden state after {where} is NaN or infinite", sample=sample,
+                                 layer=layer, why=f"{bad} of {one.numel()} values")
+
+
+def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mapping[str, Linear],
+                    states: torch.Tensor, first: int, layer: int) -> NonFiniteError | None:
+    """Run samples through a layer again, one at a time, and stop at the first tensor that isn't finite.
+
+    Args:
+        run: the layer, ``[1, T, hidden]`` → ``[1, T, hidden]``.
+        linears: the layer's, by full name; their observers are replaced meanwhile.
+        states: ``[B, T, hidden]`` that enter.
+        first: the first one's number.
+        layer: the layer's index.
+
+    Returns:
+        An error that names window, layer and tensor; ``None`` if all is finite.
+    """
+    before = {name: (one.observer, one.on_output) for name, one in linears.items()}
+    for name, linear in linears.items():
+        linear.observer = _input_watch(name)
+        linear.on_output = _output_watch(name)
+    try:
+        for sample, one in enumerate(states, first):
+            try:
+                require_finite_states(run(one[None]), sample, f"model.layers.{layer}")
+            except NonFiniteError as error:
+                return NonFiniteError(error.tensor, sample=sample, layer=layer, why=error.why)
+    finally:
+        for name, linear in linears.items():
+            linear.observer, linear.on_output = before[name]
+    return None
+
+
+def _input_watch(name: str) -> Callable[[torch.Tensor], None]:
+    return lambda x: require_finite_input(x, name)
+
+
+def _output_watch(name: str) -> Callable[[torch.Tensor], None]:
+    def watch(y: torch.Tensor) -> None:
+        if bad := int((~torch.isfinite(y)).sum()):
+            raise NonFiniteError(f"the output of {name} is NaN or infinite",
+                                 why=f"{bad} of {y.numel()} values")
+
+    return watch
+
+
+def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) -> CalibrationError:
+    """The error in full: where the window came from, and the weight to blame if one isn't finite itself.
+
+    Args:
+        error: what was met.
+        source: of the model.
+        origins: of each calibration window.
+    """
+    window = ""
+    if error.sample is not None:
+        window = f" in calibration window {error.sample} ({origins[error.sample]})"
+    for name in source.tensors():
+        inside = name.startswith(LAYERS)
+        if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):
+            continue
+        tensor = source.tensor(name)
+        if bad := int((~tensor.isfinite()).sum()):
+            return CalibrationError(f"{name} holds NaN or infinite values ({bad} of {tensor.numel()})",
+                                    why=f"{error.tensor}{window}", next="get the model's files again")
+    finite = "every weight there is finite: the values overflow"
+    return CalibrationError(f"{error.tensor}{window}", why=f"{error.why}; {finite}" if error.why else finite,
+                            next=error.next)

@@ -1,0 +1,159 @@
+"""Files of a data set on the Hugging Face hub: pinned to its commit, read as data, nothing of it run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from quantkit.calibrate.files import GET_PYARROW, PARQUET, ROWS, DataFile, has_pyarrow
+from quantkit.errors import CalibrationError, did_you_mean
+from quantkit.progress import Event, Listener, silent
+
+PREFIX = "hub:"
+EXAMPLE = "hub:OWNER/NAME[@REVISION][:SPLIT][:FILE]"
+SPLIT = "train"
+SUFFIXES = (PARQUET, *ROWS, ".txt")
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_FORM = re.compile(rf"hub:(?P<repo>{_PART}/{_PART})(@(?P<revision>[^:]+))?(?P<rest>(:[^:]+){{0,2}})")
+_SHA = re.compile(r"[0-9a-f]{40}")
+_SHOWN = 8
+CONVERTED = "refs/convert/parquet"
+"""Where the hub itself puts parquet files of what comes in other forms."""
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """``hub:OWNER/NAME[@REVISION][:SPLIT][:FILE]``, taken apart."""
+
+    repo: str
+    revision: str | None = None
+    split: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DatasetName:
+        """Raises CalibrationError for another form."""
+        match = _FORM.fullmatch(text)
+        rest = match["rest"].split(":")[1:] if match else []
+        # one part is a file if it looks like one
+        if len(rest) == 1:
+            rest = [None, rest[0]] if PurePosixPath(rest[0]).suffix in SUFFIXES else [rest[0], None]
+        split, file = rest or [None, None]
+        if match is None or (file is not None and not _is_inside(file)):
+            raise CalibrationError(f"{text[:200]!r} names no data set", next=EXAMPLE)
+        return cls(match["repo"], match["revision"], split, file)
+
+
+def dataset_files(text: str, limit: int, listen: Listener = silent) -> list[DataFile]:
+    """Download what ``text`` names: that file, or of the split as many files as ``limit`` bytes need.
+
+    Args:
+        text: ``hub:OWNER/NAME[@REVISION][:SPLIT][:FILE]``; the split ``train`` if none is named.
+        limit: bytes after which no further file of a split is wanted.
+        listen: told of each file.
+
+    Raises:
+        CalibrationError: it isn't there, can't be reached, or it isn't clear which file is meant.
+    """
+    from huggingface_hub import hf_hub_download
+
+    name = DatasetName.parse(text)
+    if name.file and name.revision and _SHA.fullmatch(name.revision):
+        chosen, commit = [name.file], name.revision  # all is known: the hub needn't be asked
+    else:
+        sizes, commit = _listing(name)
+        chosen = _choose(name, sizes, limit)
+        if commit != name.revision:
+            branch = name.revision or "its main branch"
+            warnings.warn(f"{PREFIX}{name.repo} is not pinned: {branch} may be other data tomorrow; "
+                          f"for these again: {PREFIX}{name.repo}@{commit}", stacklevel=2)
+    found = []
+    for done, file in enumerate(chosen):
+        listen(Event(done, len(chosen), f"downloading {file}"))
+        try:
+            path = Path(hf_hub_download(name.repo, file, repo_type="dataset", revision=commit))
+        except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes
+            raise _failed(name, error) from error
+        found.append(DataFile(f"{PREFIX}{name.repo}/{file}", path, commit))
+    return found
+
+
+def _listing(name: DatasetName) -> tuple[dict[str, int], str]:
+    """Every data file's size, and the commit."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(name.repo, revision=name.revision, files_metadata=True)
+    except Exception as error:
+        raise _failed(name, error) from error
+    return {one.rfilename: one.size or 0 for one in info.siblings or []
+            if PurePosixPath(one.rfilename).suffix in SUFFIXES and _is_inside(one.rfilename)}, str(info.sha)
+
+
+def _choose(name: DatasetName, sizes: Mapping[str, int], limit: int) -> list[str]:
+    if not sizes:
+        raise CalibrationError(f"{PREFIX}{name.repo} holds no {', '.join(SUFFIXES)} file",
+                               why="a script that makes a data set is never run",
+                               next=f"the hub may have converted it: {PREFIX}{name.repo}@{CONVERTED}")
+    if name.file is not None:
+        if name.file not in sizes:
+            raise CalibrationError(f"{PREFIX}{name.repo} has no file {name.file!r}",
+                                   why=did_you_mean(name.file, list(sizes)[:100]), next=EXAMPLE)
+        return [name.file]
+    split = re.compile(rf"(^|[/_.-]){re.escape(name.split or SPLIT)}([/_.-]|$)")
+    of_split = sorted(file for file in sizes if split.search(file))
+    if not of_split and name.split is None and len(sizes) == 1:
+        of_split = list(sizes)
+    readable = [file for file in of_split if has_pyarrow() or not file.endswith(PARQUET)]
+    if of_split and not readable:
+        raise CalibrationError(f"{PREFIX}{name.repo} is in parquet, which needs pyarrow", next=GET_PYARROW)
+    alike = {(PurePosixPath(file).parent, PurePosixPath(file).suffix) for file in readable}
+    if len(alike) != 1:
+        some = readable or sorted(sizes)
+        more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
+        raise CalibrationError(
+            f"{PREFIX}{name.repo} has {'several sets' if readable else 'no files'} of the split "
+            f"{name.split or SPLIT!r}", why=f"files: {', '.join(some[:_SHOWN])}{more}",
+            next=f"name one: {PREFIX}{name.repo}:{some[0]}")
+    taken: list[str] = []
+    room = limit
+    for file in readable:
+        if taken and room <= 0:
+            break
+        taken.append(file)
+        room -= sizes[file]
+    return taken
+
+
+def _is_inside(file: str) -> bool:
+    return not any(part in ("", ".", "..") for part in file.split("/")) and not {"\\", "\0"} & set(file)
+
+
+def _failed(name: DatasetName, error: Exception) -> CalibrationError:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    shown, why = f"{PREFIX}{name.repo}", (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    page = f"https://huggingface.co/datasets/{name.repo}"
+    if isinstance(error, GatedRepoError):
+        return CalibrationError(f"{shown} is gated", why="its owner asks for a licence to be accepted",
+                                next=f"accept it at {page}, then: hf auth login")
+    if isinstance(error, RevisionNotFoundError):
+        return CalibrationError(f"{shown} has no revision {name.revision!r}",
+                                next=f"take one from {page}/commits")
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        return CalibrationError(f"no data set {name.repo!r} on the hub", why="it is misspelled or private",
+                                next="check the name; for a private one: hf auth login")
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return CalibrationError(f"{shown} has no file {name.file!r}", next=f"take one from {page}/tree/main")
+    return CalibrationError(f"{shown} can't be downloaded", why=why,
+                            next="check the connection and run it again, or name a file of this machine")

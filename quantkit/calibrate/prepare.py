@@ -1,0 +1,81 @@
+"""What a plan calibrates on, found before any work, or written when the run begins."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from quantkit.calibrate.data import (
+    SELF,
+    CalibrationData,
+    load_calibration,
+    model_tokenizer,
+    own_calibration,
+)
+from quantkit.calibrate.written import Form, write_windows
+from quantkit.models.architecture import parse_config
+from quantkit.models.linear import Weights
+from quantkit.plan import Plan
+from quantkit.plugins import registry
+from quantkit.progress import Event, Listener, silent
+from quantkit.sources.base import ModelSource
+
+
+def prepare(plan: Plan, source: ModelSource, progress: Listener = silent) -> CalibrationData | None:
+    """What a run of ``plan`` calibrates on, with a warning of all that is bad about it.
+
+    Args:
+        plan: for the model of ``source``.
+        source: gives tokenizer and chat template.
+        progress: told of downloads.
+
+    Returns:
+        ``None`` if no method needs any, or the model has yet to write it.
+
+    Raises:
+        CalibrationError: it can't be had, is malformed, or doesn't fit the model.
+    """
+    spec, widest = plan.recipe.calibration, _widest(plan)
+    if not widest or spec is None:
+        return None
+    config = source.config()
+    tokenizer = model_tokenizer(source.side_files(), config)
+    if spec.text == SELF:
+        Form.of(tokenizer)  # raises where it can't
+        return None
+    return _warned(load_calibration(spec, tokenizer, parse_config(config).vocab_size, widest, progress))
+
+
+def writes_itself(plan: Plan) -> bool:
+    """Whether the model writes what it is calibrated on."""
+    return plan.recipe.calibration is not None and plan.recipe.calibration.text == SELF and plan.calibrated
+
+
+def write(plan: Plan, source: ModelSource, weights: Weights, progress: Listener) -> torch.Tensor:
+    """Let the model write the windows, int64 ``[samples, length]``. Raises CalibrationError."""
+    spec, config = plan.recipe.calibration, source.config()
+    assert spec is not None
+    tokenizer, total = model_tokenizer(source.side_files(), config), spec.samples * spec.length
+    return write_windows(parse_config(config), weights, tokenizer, spec,
+                         lambda done: progress(Event(done, total, "writing its calibration text")))
+
+
+def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationData:
+    """As :func:`prepare`, of what it has written."""
+    spec, config = plan.recipe.calibration, source.config()
+    assert spec is not None
+    tokenizer = model_tokenizer(source.side_files(), config)
+    return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, _widest(plan)))
+
+
+def _widest(plan: Plan) -> int:
+    """Inputs of the widest Linear that is calibrated; 0 if none is."""
+    methods = registry("methods")
+    return max((row.shape[1] for row in plan.rows if row.method and methods.get(row.method).needs), default=0)
+
+
+def _warned(data: CalibrationData) -> CalibrationData:
+    for text in data.coverage.warnings(data.tokens.shape[1]):
+        warnings.warn(text, stacklevel=3)
+    return data

@@ -1,0 +1,127 @@
+"""One row of a data set → a document: a text or a conversation, in the forms that data sets come in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import CalibrationError
+
+_ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+          "model": "assistant"}
+"""Who speaks, in ShareGPT's words and others, where it isn't called so already."""
+_ANSWERS = ("response", "completion", "output", "answer")
+KEYS = frozenset({"text", "messages", "conversations", "conversation", "prompt", "instruction", "question",
+                  "input", "context", *_ANSWERS})
+"""Of a row, what is looked at."""
+FORMS = ("text; messages [{role, content}]; conversations [{from, value}]; prompt with response or "
+         "completion; instruction with output")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or the messages (``role`` and ``content``) of a conversation, and where it was found."""
+
+    where: str
+    content: str | tuple[Mapping[str, str], ...]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a chat template has to write it."""
+        return not isinstance(self.content, str)
+
+
+def parse_row(line: bytes, where: str) -> Document | None:
+    """A line of a JSONL file, ``None`` if it holds an empty text.
+
+    Raises:
+        CalibrationError: it is no JSON object in UTF-8, or of no known form; ``where`` is named.
+    """
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{where} is not UTF-8", why=f"byte {error.start}: {error.reason}",
+                               next="convert the file") from None
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(f"{where} is not JSON", why=str(error)[:200],
+                               next="correct or remove that line") from None
+    if isinstance(row, list):
+        raise CalibrationError(f"{where} is a JSON array", why="a JSONL file holds one object a line",
+                               next="jq -c '.[]' FILE > FILE.jsonl")
+    if not isinstance(row, dict):
+        raise CalibrationError(f"{where} is a {type(row).__name__}, not a JSON object",
+                               next=f"known: {FORMS}")
+    return document(row, where)
+
+
+def document(row: Mapping[str, Any], where: str) -> Document | None:
+    """The document in a row, ``None`` if its text is empty.
+
+    Raises:
+        CalibrationError: the row is of no known form, a text isn't one, or nobody asks in the conversation.
+    """
+    found = _turns(row, where)
+    if found is None:
+        if "text" not in row:
+            raise CalibrationError(f"{where} is of no known form", next=f"known: {FORMS}",
+                                   why=f"its keys: {', '.join(map(repr, row))[:200] or 'none'}")
+        text = _text(row["text"], where, "text")
+        return Document(where, text) if text.strip() else None
+    turns = tuple({"role": role, "content": content} for role, content in found)
+    if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
+        raise CalibrationError(f"{where} is a conversation without a user's turn",
+                               why=f"roles: {', '.join(turn['role'] for turn in turns) or 'none'}",
+                               next="correct or remove that line; for plain text the key is 'text'")
+    return Document(where, turns)
+
+
+def _turns(row: Mapping[str, Any], where: str) -> list[tuple[str, str]] | None:
+    """Role and content of each turn; ``None`` where the row is no conversation."""
+    for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value"),
+                               ("conversation", "role", "content")):
+        if row.get(key) is not None:
+            return _listed(row[key], where, key, role, content)
+    asked = next((key for key in ("prompt", "instruction", "question") if row.get(key) is not None), None)
+    if asked is None:
+        return None
+    answer = next((key for key in _ANSWERS if row.get(key) is not None), None)
+    if isinstance(row[asked], list):  # a prompt may be a conversation itself, and so may its completion
+        turns = _listed(row[asked], where, asked, "role", "content")
+        if answer is not None and isinstance(row[answer], list):
+            return turns + _listed(row[answer], where, answer, "role", "content")
+    else:
+        more = [_text(row[key], where, key) for key in ("input", "context") if row.get(key)]
+        turns = [("user", "\n\n".join([_text(row[asked], where, asked), *filter(str.strip, more)]))]
+    return turns if answer is None else [*turns, ("assistant", _text(row[answer], where, answer))]
+
+
+def _listed(value: Any, where: str, key: str, role: str, content: str) -> list[tuple[str, str]]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise CalibrationError(f"{where}: {key!r} is not a list of turns", next=f"known: {FORMS}")
+    turns = []
+    for number, turn in enumerate(value, 1):
+        at = f"{where}, turn {number} of {key!r}"
+        if isinstance(turn, Mapping) and not {role, content} <= turn.keys():  # each is seen under both names
+            role, content = ("role", "content") if role == "from" else ("from", "value")
+        if not isinstance(turn, Mapping) or not {role, content} <= turn.keys():
+            raise CalibrationError(f"{at} has no {role!r} and {content!r}", next=f"known: {FORMS}")
+        who = _text(turn[role], at, role)
+        turns.append((_ROLES.get(who, who), _text(turn[content], at, content)))
+    return turns
+
+
+def _text(value: Any, where: str, key: str) -> str:
+    if isinstance(value, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str)
+                                       for part in value):
+        value = "".join(part["text"] for part in value)  # OpenAI's content parts
+    if not isinstance(value, str):
+        raise CalibrationError(f"{where}: {key!r} is not text but a {type(value).__name__}",
+                               next="correct or remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"{where}: {key!r} holds half a character", why=str(error)[:200],
+                               next="correct or remove it") from None
+    return value

@@ -1,0 +1,128 @@
+"""Documents → windows of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import CalibrationError
+from quantkit.spec import CalibrationSpec
+
+SEPARATOR = "\n\n"
+"""Between documents of a stream."""
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document's tokens; in a stream those of the separator behind it too."""
+
+    where: str
+    ids: Ids
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What calibrated methods see.
+
+    Attributes:
+        tokens: int64 ``[samples, length]``.
+        origins: of each window the document that it begins in, and the token there.
+        available: tokens that there were to choose from.
+        cut: documents whose end had no room in their window.
+        lost: how many tokens those ends had.
+        avoided: windows (of a stream) or documents left out for what they share with texts to avoid.
+    """
+
+    tokens: torch.Tensor
+    origins: tuple[str, ...]
+    available: int
+    cut: int = 0
+    lost: int = 0
+    avoided: int = 0
+
+
+def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: str,
+                avoid: Callable[[Ids], bool] = lambda ids: False) -> Windows:
+    """Windows that don't overlap; ``spec.seed`` chooses which.
+
+    A ``stream`` is cut wherever a window ends. Else a window begins with a document and goes on with the
+    next ones until it is full; what is left of the last one is lost. So no window holds padding.
+
+    Args:
+        spec: number and length of windows, seed, the text's name for messages.
+        documents: encoded.
+        packing: ``stream`` or ``documents``.
+        avoid: whether some tokens must be left out.
+
+    Raises:
+        CalibrationError: there are too few tokens.
+    """
+    available = sum(len(one.ids) for one in documents)
+    made = _stream if packing == "stream" else _documents
+    return made(spec, documents, available, avoid)
+
+
+def _stream(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
+            avoid: Callable[[Ids], bool]) -> Windows:
+    ids = [token for one in documents for token in one.ids]
+    pieces = [ids[i:i + spec.length] for i in range(0, len(ids) - spec.length + 1, spec.length)]
+    clean = [i for i, piece in enumerate(pieces) if not avoid(piece)]
+    if len(clean) < spec.samples:
+        raise too_short(spec, available, len(clean), len(pieces) - len(clean))
+    chosen = random.Random(spec.seed).sample(clean, spec.samples)
+    return Windows(torch.tensor([pieces[i] for i in chosen], dtype=torch.int64),
+                   tuple(_place(documents, i * spec.length) for i in chosen), available,
+                   avoided=len(pieces) - len(clean))
+
+
+def _place(documents: Sequence[Encoded], token: int) -> str:
+    for one in documents:
+        if token < len(one.ids):
+            return f"{one.where}, from token {token}"
+        token -= len(one.ids)
+    raise IndexError(token)
+
+
+def _documents(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
+               avoid: Callable[[Ids], bool]) -> Windows:
+    waiting = [one for one in documents if one.ids]
+    random.Random(spec.seed).shuffle(waiting)
+    rows: list[Ids] = []
+    origins: list[str] = []
+    row: Ids = []
+    cut = lost = avoided = 0
+    for one in waiting:
+        if len(rows) == spec.samples:
+            break
+        if avoid(one.ids):
+            avoided += 1
+            continue
+        if not row:
+            origins.append(one.where)
+        room = spec.length - len(row)
+        row = row + one.ids[:room]
+        if (left := len(one.ids) - room) > 0:
+            cut, lost = cut + 1, lost + left
+        if len(row) == spec.length:
+            rows.append(row)
+            row = []
+    if len(rows) < spec.samples:
+        raise too_short(spec, available, len(rows), avoided)
+    return Windows(torch.tensor(rows, dtype=torch.int64), tuple(origins), available, cut, lost, avoided)
+
+
+def too_short(spec: CalibrationSpec, available: int, windows: int, avoided: int) -> CalibrationError:
+    """There are ``windows`` only."""
+    name, need = ", ".join(spec.texts), spec.samples * spec.length
+    why = f"{windows} of {spec.samples} windows of {spec.length} tokens are filled"
+    if avoided:
+        why += f"; {avoided} were left out for what they share with {', '.join(spec.avoid)}"
+    return CalibrationError(
+        f"the calibration text {name} has {available} tokens, {need} are needed", why=why,
+        next=(f"--samples {windows}" if windows else f"--samples 1 --length {max(8, available)}")
+        + ", or give more text")

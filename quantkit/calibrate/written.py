@@ -1,0 +1,152 @@
+"""Calibration text that the model writes itself: what it knows best to say is what it will be asked to keep.
+
+A base model begins at its BOS token, as in Self-calibration, https://arxiv.org/abs/2410.17170; a chat model
+at a user's turn, and so makes up the question too, as in Magpie, https://arxiv.org/abs/2406.08464.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import CalibrationError, SourceError
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import CausalLM
+from quantkit.models.layers import Step
+from quantkit.models.linear import Weights
+from quantkit.ops.attention import Visibility, attention
+from quantkit.ops.rope import rotate
+from quantkit.peak import WRITTEN
+from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
+
+_ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
+
+Part = tuple[tuple[int, ...], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a text goes: what is put there for the model, and which tokens end what it writes behind it.
+
+    Attributes:
+        first: the beginning.
+        then: the parts that follow, again and again.
+    """
+
+    first: Part
+    then: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Form:
+        """Of conversations, where the template shows where turns begin and end; else of plain text.
+
+        Raises:
+            CalibrationError: the model has neither a chat template nor a BOS or EOS token.
+        """
+        text, turns = "", [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        with suppress(SourceError):  # no template, or one that can't be used
+            text = tokenizer.chat_text(turns, answer=False)
+        if text.count(_ASKED) == text.count(_ANSWERED) == 1 and text.index(_ASKED) < text.index(_ANSWERED):
+            before, rest = text.split(_ASKED)
+            between, after = (tuple(tokenizer.encode(one, special=False)) for one in rest.split(_ANSWERED))
+            opening = tuple(tokenizer.encode(before, special=False))
+            asked, answered = (tokenizer.eos_ids | frozenset(one[:1]) for one in (between, after))
+            if opening and between and answered:
+                return cls((opening, asked), ((between, answered), (after + opening, asked)))
+        begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if begin is None:
+            raise CalibrationError("the model can't write a calibration text", next="--calibration builtin",
+                                   why="it has neither a chat template nor a BOS or EOS token to begin with")
+        part = ((begin,), tokenizer.eos_ids)
+        return cls(part, (part,))
+
+
+class _Writer:
+    """One window: what it must say next, and what ends its part."""
+
+    def __init__(self, form: Form) -> None:
+        self._form, self._part = form, -1
+        self._waiting, self._ends = list(form.first[0]), form.first[1]
+
+    def next(self, drawn: int) -> int:
+        """The next token: one that must be there, or the one that was ``drawn``."""
+        if self._waiting:
+            return self._waiting.pop(0)
+        if drawn in self._ends:
+            self._part = (self._part + 1) % len(self._form.then)
+            said, self._ends = self._form.then[self._part]
+            self._waiting = list(said[1:] if said[:1] == (drawn,) else said)
+        return drawn
+
+
+class _Cache:
+    """Keys and values of windows that all have the same length."""
+
+    def __init__(self, config: ModelConfig, batch: int, length: int, like: torch.Tensor) -> None:
+        shape = (config.num_layers, 2, batch, config.num_kv_heads, length, config.head_dim)
+        self._config, self._length = config, length
+        self._held = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._keys = torch.arange(length, device=like.device).expand(batch, length)
+
+    def next_positions(self, count: int = 1) -> torch.Tensor:
+        """Positions are always given."""
+        raise NotImplementedError
+
+    def extents(self) -> torch.Tensor:
+        """All windows are written to their end."""
+        return torch.full((self._keys.shape[0],), self._length)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+               window: int | None) -> torch.Tensor:
+        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        at = int(step.positions[0, 0])
+        keys, values = self._held[layer]
+        cos, sin = step.rotation(window)
+        keys[:, :, at:at + 1], values[:, :, at:at + 1] = rotate(k, cos, sin), v
+        seen = Visibility(step.positions, self._keys[:, :at + 1], window)
+        return attention(rotate(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,
+                         self._config.attention_scale, self._config.attention_softcap)
+
+
+@torch.inference_mode()
+def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, spec: CalibrationSpec,
+                  step: Callable[[int], None] = lambda tokens: None) -> torch.Tensor:
+    """Sample ``spec.samples`` windows at temperature 1; the whole model is in memory meanwhile.
+
+    Args:
+        config: the model's.
+        weights: the original model's; computing happens in its dtype and on its device.
+        tokenizer: the model's.
+        spec: number and length of windows, seed.
+        step: called after every token of a batch of windows, with the tokens written so far.
+
+    Returns:
+        int64 ``[samples, length]``.
+
+    Raises:
+        CalibrationError: nothing says how a text begins, or the model's output isn't finite.
+    """
+    form, known = Form.of(tokenizer), min(tokenizer.vocab_size, config.vocab_size)
+    model = CausalLM(config, weights)
+    random = torch.Generator(model.device).manual_seed(spec.seed % 2**63)
+    tokens = torch.zeros(spec.samples, spec.length, dtype=torch.int64)
+    for first in range(0, spec.samples, WRITTEN):
+        part = tokens[first:first + WRITTEN]
+        writers = [_Writer(form) for _ in part]
+        cache = _Cache(config, len(part), spec.length, torch.empty(0, dtype=model.dtype, device=model.device))
+        drawn = [0] * len(part)  # nobody begins with it: something is always put there first
+        for at in range(spec.length):
+            part[:, at] = torch.tensor([one.next(token) for one, token in zip(writers, drawn, strict=True)])
+            if at + 1 < spec.length:
+                positions = torch.full((len(part), 1), at, device=model.device)
+                logits = model(part[:, at:at + 1].to(model.device), positions, cache)[:, 0, :known].float()
+                if not bool(torch.isfinite(logits).all()):
+                    raise CalibrationError("the model's output is NaN or infinite while it writes its "
+                                           "calibration text", next="check the model with quantkit eval")
+                drawn = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0].tolist()
+            step(first * spec.length + (at + 1) * len(part))
+    return tokens

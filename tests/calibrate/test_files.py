@@ -1,0 +1,127 @@
+"""Files as they are found and read: as much as is needed, and nothing that is broken."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from quantkit.calibrate import files as module
+from quantkit.calibrate.files import DataFile, local_files, read_file, read_files, shares
+from quantkit.errors import CalibrationError
+
+PLENTY = 1 << 20
+
+
+def written(path: Path, content: str | bytes) -> DataFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return DataFile(path.name, path)
+
+
+def texts(documents) -> list[str]:
+    return [one.content for one in documents]
+
+
+def test_a_file_of_any_name_is_text(tmp_path):
+    file = written(tmp_path / "wiki.valid.raw", "\ufeffOnce upon\n")
+    assert local_files(str(file.path)) == [file]
+    (found,) = read_file(file, PLENTY)
+    assert (found.content, found.where) == ("Once upon\n", "wiki.valid.raw")
+    assert file.sha256() == hashlib.sha256(file.path.read_bytes()).hexdigest()
+
+
+def test_a_folder_is_its_texts_in_order(tmp_path):
+    for name in ("b.md", "a.txt", "deep/c.txt", ".git/d.txt", "e.py", "f.jsonl"):
+        written(tmp_path / "book" / name, name)
+    found = local_files(str(tmp_path / "book"))
+    assert [one.name for one in found] == ["book/a.txt", "book/b.md", "book/deep/c.txt"]
+    assert [texts(documents) for _, documents in read_files(found, PLENTY)] == [["a.txt"], ["b.md"],
+                                                                              ["deep/c.txt"]]
+
+
+def test_a_folder_without_texts_says_what_is_there(tmp_path):
+    written(tmp_path / "chats.jsonl", "{}")
+    with pytest.raises(CalibrationError, match=r"holds no \.txt or \.md") as caught:
+        local_files(str(tmp_path))
+    assert "chats.jsonl" in caught.value.next
+
+
+@pytest.mark.parametrize("name", ["nope.txt", "no\0file", "~nobody-of-that-name/x", "x" * 5000])
+def test_what_is_not_there(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibrationError, match="can't be read") as caught:
+        local_files(name)
+    assert caught.value.why and "builtin" in caught.value.next
+
+
+def test_lines_are_numbered_and_empty_ones_passed_over(tmp_path):
+    lines = ["", json.dumps({"text": "one"}), "  ", json.dumps({"text": ""}), json.dumps({"text": "two"}), ""]
+    found = read_file(written(tmp_path / "a.jsonl", "\ufeff" + "\r\n".join(lines)), PLENTY)
+    assert [(one.where, one.content) for one in found] == [("a.jsonl line 2", "one"),
+                                                           ("a.jsonl line 5", "two")]
+
+
+def test_a_broken_line_is_named_by_file_and_number(tmp_path):
+    file = written(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"\n')
+    with pytest.raises(CalibrationError, match=r"a\.jsonl line 2 is not JSON"):
+        read_file(file, PLENTY)
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.txt", b"", "is empty"), ("a.txt", b" \n ", "is empty"), ("a.txt", b"caf\xe9 noir", "is not UTF-8"),
+    ("a.jsonl", b"", "is empty"), ("a.jsonl", b'{"text": ""}\n', "is empty"),
+    ("a.jsonl", b'{"text": "caf\xe9"}', "line 1 is not UTF-8"), ("a.parquet", b"PAR1", "as parquet")])
+def test_unusable_files(tmp_path, name, content, said):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(CalibrationError, match=said) as caught:
+        read_file(written(tmp_path / name, content), PLENTY)
+    assert name in caught.value.what and caught.value.next
+
+
+def test_a_large_text_is_read_in_part_even_inside_a_character(tmp_path):
+    file = written(tmp_path / "a.txt", "x" * 511 + "é" * 1000)
+    assert texts(read_file(file, 512)) == ["x" * 511]
+    assert texts(read_file(written(tmp_path / "b.txt", "x" * 511 + "é"), 512)) == ["x" * 511]
+    with pytest.raises(CalibrationError, match="is not UTF-8"):
+        read_file(written(tmp_path / "c.txt", b"x" * 5 + b"\xc3"), 512)
+
+
+def test_of_a_large_jsonl_whole_lines_are_read(tmp_path):
+    file = written(tmp_path / "a.jsonl", '{"text": "one"}\n' * 3 + '{"text": "' + "x" * 500)
+    assert texts(read_file(file, 60)) == ["one"] * 3
+    with pytest.raises(CalibrationError, match=r"first line of b\.jsonl is longer than 100 bytes"):
+        read_file(written(tmp_path / "b.jsonl", '{"text": "' + "x" * 500 + '"}\n'), 100)
+
+
+@pytest.mark.parametrize(("sizes", "limit", "expected"), [
+    ([10, 10], 100, [10, 10]), ([100, 10, 40], 90, [40, 10, 40]), ([100, 100], 51, [26, 25]), ([], 5, []),
+    ([7], 5, [5])])
+def test_what_small_files_leave_goes_to_the_others(sizes, limit, expected):
+    assert sorted(shares(sizes, limit)) == sorted(expected)
+    assert sum(shares(sizes, limit)) == min(sum(sizes), limit)
+    assert all(share <= size for share, size in zip(shares(sizes, limit), sizes, strict=True))
+
+
+def test_parquet_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chats = [[{"role": "user", "content": "Hi?"}], None]
+    table = pyarrow.table({"messages": chats, "text": [None, "plain"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    chat, text = read_file(DataFile("a.parquet", tmp_path / "a.parquet"), PLENTY)
+    assert list(chat.content) == chats[0] and chat.where == "a.parquet row 1"
+    assert text.content == "plain" and text.where == "a.parquet row 2"
+    parquet.write_table(pyarrow.table({"text": ["x" * 100] * 1000}), tmp_path / "long.parquet")
+    assert len(read_file(DataFile("long.parquet", tmp_path / "long.parquet"), 20_000)) == 256
+    parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "odd.parquet")
+    with pytest.raises(CalibrationError, match=r"odd\.parquet row 1 is of no known form"):
+        read_file(DataFile("odd.parquet", tmp_path / "odd.parquet"), PLENTY)
+
+
+def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "has_pyarrow", lambda: False)
+    with pytest.raises(CalibrationError, match="needs pyarrow") as caught:
+        read_file(written(tmp_path / "a.parquet", b"PAR1"), PLENTY)
+    assert "pip install pyarrow" in caught.value.next

@@ -1,0 +1,82 @@
+"""Rows in every form that data sets come in, and what is wrong with those that are in none."""
+
+import json
+
+import pytest
+
+from quantkit.calibrate.rows import parse_row
+from quantkit.errors import CalibrationError
+
+ASKED, ANSWERED = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
+CHAT = [ASKED, ANSWERED]
+
+
+def parse(row: object):
+    return parse_row(json.dumps(row).encode(), "chats.jsonl line 3")
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": CHAT, "source": "x"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"},
+                                               {"type": "text", "text": "i?"}]}, ANSWERED]},
+    {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]},
+    {"conversations": CHAT},
+    {"conversation": CHAT},
+    {"messages": [{"from": "user", "value": "Hi?"}, {"from": "assistant", "value": "Ho."}]},
+    {"prompt": "Hi?", "response": "Ho."},
+    {"prompt": "Hi?", "completion": "Ho."},
+    {"prompt": [ASKED], "completion": [ANSWERED]},
+    {"prompt": [ASKED], "response": "Ho."},
+    {"instruction": "Hi?", "input": "", "output": "Ho."},
+    {"instruction": "Hi?", "context": None, "response": "Ho.", "category": "x"},
+    {"question": "Hi?", "answer": "Ho."},
+])
+def test_every_form_of_a_conversation(row):
+    found = parse(row)
+    assert found.is_chat and list(found.content) == CHAT and found.where == "chats.jsonl line 3"
+
+
+def test_a_system_turn_stays_and_an_input_goes_below_its_instruction():
+    system = {"role": "system", "content": "Be brief."}
+    assert parse({"messages": [system, *CHAT]}).content[0] == system
+    added = parse({"instruction": "Add.", "input": "1, 2", "output": "3"})
+    assert added.content[0]["content"] == "Add.\n\n1, 2"
+    assert list(parse({"prompt": "Hi?"}).content) == [ASKED]
+
+
+def test_plain_text():
+    assert parse({"text": "Once.", "id": 1}).content == "Once." and not parse({"text": "Once."}).is_chat
+    assert parse({"text": " \n"}) is None
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({"title": "x", "body": "y"}, "of no known form"),
+    ({}, "of no known form"),
+    ([{"text": "x"}], "is a JSON array"),
+    ("x", "is a str"),
+    (3, "is a int"),
+    ({"text": 3}, "'text' is not text but a int"),
+    ({"text": None}, "'text' is not text but a NoneType"),
+    ({"text": "\ud800"}, "holds half a character"),
+    ({"messages": []}, "without a user's turn"),
+    ({"messages": [ANSWERED]}, "without a user's turn"),
+    ({"messages": [{"role": "user", "content": " "}]}, "without a user's turn"),
+    ({"messages": "Hi?"}, "not a list of turns"),
+    ({"messages": ["Hi?"]}, "turn 1 of 'messages' has no"),
+    ({"messages": [ASKED, {"role": "assistant"}]}, "turn 2 of 'messages' has no"),
+    ({"messages": [ASKED, {"role": "x", "content": None}]}, "turn 2 of 'messages': 'content' is not text"),
+    ({"prompt": "Hi?", "response": ["x"]}, "'response' is not text"),
+])
+def test_what_is_wrong_with_a_row(row, said):
+    with pytest.raises(CalibrationError, match=said) as caught:
+        parse(row)
+    assert "chats.jsonl line 3" in caught.value.what and caught.value.next
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    (b'{"text": "x"', "is not JSON"), (b"once upon", "is not JSON"), (b"[" * 100_000, "is not JSON"),
+    (b'{"text": "caf\xe9"}', "is not UTF-8")])
+def test_a_broken_line_is_named(line, said):
+    with pytest.raises(CalibrationError, match=said) as caught:
+        parse_row(line, "chats.jsonl line 3")
+    assert "chats.jsonl line 3" in caught.value.what and caught.value.next

@@ -1,0 +1,119 @@
+"""Text that a model writes itself: as its own forward pass would, in the form that its template shows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quantkit.calibrate import written
+from quantkit.calibrate.written import Form, write_windows
+from quantkit.errors import CalibrationError
+from quantkit.models.architecture import parse_config
+from quantkit.models.decoder import CausalLM
+from quantkit.models.linear import Weights
+from quantkit.sources.base import open_source
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+from quantkit.text.tokenizer import Tokenizer
+
+START, END = 2, 3  # <|im_start|>, <|im_end|>
+
+
+class Model:
+    def __init__(self, folder, family="qwen2", chat=True, **overrides) -> None:
+        source = open_source(str(tiny_model(folder, family, dtype="float32", **overrides)))
+        files, raw = dict(source.side_files()), source.config()
+        if not chat:
+            settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": None}
+            files["tokenizer_config.json"] = json.dumps(settings).encode()
+        self.config, self.tokenizer = parse_config(raw), Tokenizer(files, raw)
+        self.weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
+
+    def write(self, **fields) -> torch.Tensor:
+        spec = CalibrationSpec(text="self", **{"samples": 5, "length": 48, **fields})
+        return write_windows(self.config, self.weights, self.tokenizer, spec)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    return Model(tmp_path_factory.mktemp("models") / "model")
+
+
+def test_a_conversation_is_written_turn_by_turn(model):
+    tokens = model.write(samples=8, length=200)
+    assert tokens.dtype == torch.int64 and tokens.shape == (8, 200)
+    ask = model.tokenizer.encode("<|im_start|>user\n", special=False)
+    answer = model.tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", special=False)
+    again = model.tokenizer.encode("<|im_end|>\n<|im_start|>user\n", special=False)
+    ended = 0
+    for row in tokens.tolist():
+        assert row[:len(ask)] == ask
+        ends = [at for at, token in enumerate(row) if token in (END, 0) and at + len(answer) < len(row)]
+        # what ends a turn is followed by the other one's beginning; ends inside of that don't count
+        due, turn = len(ask), 0
+        for at in ends:
+            if at < due:
+                continue
+            expected = (answer, again)[turn % 2]
+            expected = expected[1:] if row[at] == END else expected
+            assert row[at + 1:at + 1 + len(expected)] == expected
+            due, turn, ended = at + 1 + len(expected), turn + 1, ended + 1
+    assert ended > 5
+
+
+@pytest.mark.parametrize(("family", "begin"), [("llama", 1), ("qwen2", 3)])
+def test_a_base_model_begins_with_bos_or_eos(tmp_path, family, begin):
+    model = Model(tmp_path, family, chat=False)
+    tokens = model.write()
+    assert (tokens[:, 0] == begin).all()
+    assert Form.of(model.tokenizer) == Form(((begin,), model.tokenizer.eos_ids),
+                                            (((begin,), model.tokenizer.eos_ids),))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"sliding_window": 16, "use_sliding_window": True,
+                                            "max_window_layers": 0}])
+def test_every_token_is_drawn_from_the_models_own_distribution(tmp_path, monkeypatch, overrides):
+    model, seen = Model(tmp_path, **overrides), []
+    draw = torch.multinomial
+
+    def watched(chances, count, generator=None):
+        seen.append(chances.clone())
+        return draw(chances, count, generator=generator)
+
+    monkeypatch.setattr(torch, "multinomial", watched)
+    tokens = model.write(samples=3, length=40)
+    whole = CausalLM(model.config, model.weights)(tokens)[:, :-1, :model.tokenizer.vocab_size]
+    torch.testing.assert_close(torch.stack(seen, 1), whole.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_the_seed_chooses_and_batches_are_whole(model, monkeypatch):
+    one, same, other = (model.write(seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert len({tuple(row) for row in one.tolist()}) == 5
+    monkeypatch.setattr(written, "WRITTEN", 2)
+    parts = model.write(seed=1)
+    assert parts.shape == (5, 48) and len({tuple(row) for row in parts.tolist()}) == 5
+
+
+def test_a_template_that_hides_what_is_said_is_not_used(tmp_path):
+    model = Model(tmp_path)
+    model.tokenizer._files = {"chat_template.jinja": b"{{ bos_token }}{{ messages | length }}"}
+    assert Form.of(model.tokenizer).first == ((END,), model.tokenizer.eos_ids)
+
+
+def test_nothing_to_begin_with(tmp_path):
+    model = Model(tmp_path, chat=False)
+    model.tokenizer.bos_id = model.tokenizer.eos_id = None
+    with pytest.raises(CalibrationError, match="can't write a calibration text") as caught:
+        model.write()
+    assert "builtin" in caught.value.next
+
+
+def test_an_output_that_is_not_finite(tmp_path):
+    model = Model(tmp_path)
+    tensor = model.weights._tensor
+    model.weights._tensor = lambda name: tensor(name) * (float("nan") if name == "model.norm.weight" else 1)
+    with pytest.raises(CalibrationError, match="while it writes its calibration text"):
+        model.write()
