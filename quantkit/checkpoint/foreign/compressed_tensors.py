@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.foreign.base import ORIGINAL, Found, Infos, Layers, Tensors, missing, unchanged
+from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.errors import CheckpointError
 from quantkit.formats import bits as stream
 from quantkit.formats.dtypes import FLOATS, dtype_name
@@ -93,10 +94,8 @@ def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise config.wrong(key, found, "it must be a list of names")
     for one in found:
-        try:
-            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
-        except re.error as error:
-            raise config.wrong(key, one, f"it is no regular expression: {error}") from None
+        if one.startswith("re:"):
+            compiled(config, key, one[3:])
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ from quantkit.checkpoint.foreign.base import (
     group_size,
     missing,
 )
+from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.formats.gptq import group_index
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
@@ -98,10 +99,7 @@ def _rules(config: ConfigReader) -> Rules:
         if not isinstance(change, dict) or (sign == "+:" and change.keys() - DYNAMIC):
             raise config.wrong("dynamic", {pattern: change},
                                f"a rule may change {', '.join(sorted(DYNAMIC))}")
-        try:
-            rules.append((sign, re.compile(text), change))
-        except re.error as error:
-            raise config.wrong("dynamic", pattern, f"it is no regular expression: {error}") from None
+        rules.append((sign, compiled(config, "dynamic", text), change))
     return rules
 
 
