@@ -186,13 +186,13 @@ def hopeless(model, tmp_path, monkeypatch):
 
 
 def no_better(model, tmp_path, monkeypatch):
-    loss, calls = gptq._loss, []
+    loss, calls = gptq.losses, []
 
     def worse(error, hessian):
         calls.append(1)
         return loss(error, hessian) + (1e9 if len(calls) == 15 else 0)
 
-    monkeypatch.setattr(gptq, "_loss", worse)
+    monkeypatch.setattr(gptq, "losses", worse)
 
 
 def few_tokens(model, tmp_path, monkeypatch):

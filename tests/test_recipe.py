@@ -30,6 +30,7 @@ SHIPPED = {"int8": "int8 channel sym", "int4": "int4 g64 sym", "int4-asym": "int
            "int8-head8": "int8 channel sym", "nf4-head8": "nf4 b64", "int3": "int3 g64 sym",
            "int2": "int2 g64 asym",
            "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
+           **{f"trellis{bits}": f"trellis{bits} channel w12 rot" for bits in (2, 3, 4)},
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
 
@@ -66,8 +67,8 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
     assert head.matches("lm_head")
     assert (head.method == "rtn") if "head" in name else (head.method is None and head.optional)
     assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name]
-    assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized"}.get(
-        name[:3], "pack-quantized")
+    assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized",
+                                "tre": "trellis"}.get(name[:3], "pack-quantized")
     assert (recipe.calibration is not None) == (rest.method == "gptq")
 
 
