@@ -88,13 +88,13 @@ class _Cache:
 
     def __init__(self, config: ModelConfig, batch: int, length: int, like: torch.Tensor) -> None:
         shape = (config.num_layers, 2, batch, config.num_kv_heads, length, config.head_dim)
-        self._config, self._length = config, length
+        self._config, self._length, self._seen = config, length, 0
         self._held = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._keys = torch.arange(length, device=like.device).expand(batch, length)
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
-        """Positions are always given."""
-        raise NotImplementedError
+        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        return self._keys[:, self._seen:self._seen + count]
 
     def extents(self) -> torch.Tensor:
         """All windows are written to their end."""
@@ -104,6 +104,7 @@ class _Cache:
                window: int | None) -> torch.Tensor:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
         at = int(step.positions[0, 0])
+        self._seen = at + 1
         keys, values = self._held[layer]
         cos, sin = step.rotation(window)
         keys[:, :, at:at + 1], values[:, :, at:at + 1] = rotate(k, cos, sin), v

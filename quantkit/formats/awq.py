@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats import bits as stream
 from quantkit.formats.affine import dequantize, fault
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
+from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -51,12 +51,7 @@ class Awq:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than float16."""
-        if (reason := self.refuses(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-        if resolve(spec, dtype, self).scale_dtype != self.scales:
-            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales",
-                            why="its readers take float16 scales",
-                            next="scale_dtype: float16, or leave it out")
+        require_fit(self, spec, shape, dtype)
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols, rows // 8)), "qzeros": (torch.int32, (groups, rows // 8)),
                 "scales": (torch.float16, (groups, rows))}

@@ -12,12 +12,14 @@ https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
+from quantkit.formats.dtypes import resolve
 from quantkit.formats.e4m3 import decode
+from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 
@@ -31,7 +33,7 @@ def levels(codes: Codes) -> torch.Tensor:
     return codes.codes.to(torch.float32) - 2 ** (codes.spec.bits - 1)
 
 
-class EightBit:
+class EightBit(ABC):
     """Base of the two layouts.
 
     Attributes:
@@ -62,11 +64,7 @@ class EightBit:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        if (reason := self.refuses(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-        if scale_dtype(spec, dtype) != dtype:
-            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales for {dtype_name(dtype)}",
-                            why="its readers take scales in the model's dtype", next="scale_dtype: model")
+        require_fit(self, spec, shape, dtype)
         scales = (1,) if spec.granularity.strategy == "tensor" else (shape[0], 1)
         return {"weight": (self.stored, shape), "weight_scale": (dtype, scales)}
 
@@ -90,6 +88,6 @@ class EightBit:
         codes = self.unpack(packed)
         return levels(codes).mul_(codes.scale)
 
+    @abstractmethod
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes ⇄ stored bytes, uint8; the way there is the way back."""
-        raise NotImplementedError

@@ -24,6 +24,7 @@ from quantkit.formats import bits as stream
 from quantkit.formats.affine import dequantize, fault, middle
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
+from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 BITS = (2, 3, 4, 8)
@@ -59,12 +60,7 @@ class Gptq:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than float16."""
-        if (reason := self.refuses(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-        if resolve(spec, dtype, self).scale_dtype != self.scales:
-            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales",
-                            why="its readers take float16 scales",
-                            next="scale_dtype: float16, or leave it out")
+        require_fit(self, spec, shape, dtype)
         (rows, cols), groups = shape, spec.scale_shape(shape)[1]
         return {"qweight": (torch.int32, (cols * spec.bits // 32, rows)),
                 "qzeros": (torch.int32, (groups, rows * spec.bits // 32)),

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.errors import SpecError
 from quantkit.formats import bits as stream
 from quantkit.formats import trellis_code
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.formats.dtypes import dtype_name, resolve, scale_dtype
+from quantkit.formats.dtypes import resolve
+from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 
@@ -44,11 +44,7 @@ class Trellis:
     def layout(self, spec: QuantSpec, shape: tuple[int, int],
                dtype: torch.dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Raises SpecError if it refuses the weight, or for scales of another dtype than the model's."""
-        if (reason := self.refuses(spec, shape)) is not None:
-            raise SpecError(f"{self.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-        if scale_dtype(spec, dtype) != dtype:
-            raise SpecError(f"{self.name} can't store {spec.scale_dtype} scales for {dtype_name(dtype)}",
-                            why="its scales are of the model's dtype", next="scale_dtype: model")
+        require_fit(self, spec, shape, dtype)
         rows, cols = shape
         ring = trellis_code.RING
         return {"weight_trellis": (torch.int32, (rows // ring, cols, stream.words(ring, spec.bits))),

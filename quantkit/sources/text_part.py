@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.base import ModelSource, TensorInfo
+from quantkit.sources.wrapper import Wrapper
 
 CLASSES = {"gemma3": "Gemma3ForCausalLM"}
 """By the outer ``model_type``, the text model's name in ``architectures``."""
@@ -27,7 +28,7 @@ def text_part(source: ModelSource) -> ModelSource:
     return TextPart(source) if source.config().get("model_type") in CLASSES else source
 
 
-class TextPart:
+class TextPart(Wrapper):
     """What isn't named here is the source's.
 
     Args:
@@ -38,7 +39,7 @@ class TextPart:
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self._source, self.uri = source, source.uri
+        super().__init__(source)
         outer = source.config()
         inner = outer.get("text_config")
         if not isinstance(inner, dict):
@@ -65,18 +66,6 @@ class TextPart:
         if name not in self._names:
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         return self._source.tensor(self._names[name])
-
-    def side_files(self) -> Mapping[str, bytes]:
-        """The source's."""
-        return self._source.side_files()
-
-    def identity(self) -> SourceIdentity:
-        """The source's."""
-        return self._source.identity()
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
 
 
 def _inner(name: str) -> str | None:

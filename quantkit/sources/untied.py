@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.base import TensorInfo
+from quantkit.sources.wrapper import Wrapper
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Untied:
+class Untied(Wrapper):
     """Everything but the config and the head's name is the source's.
 
     Args:
         source: of a model with tied embeddings.
     """
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source, self.uri = source, source.uri
 
     def config(self) -> dict[str, Any]:
         """The source's, with ``tie_word_embeddings`` false."""
@@ -40,15 +38,3 @@ class Untied:
     def tensor(self, name: str) -> torch.Tensor:
         """The source's; the head is the embedding."""
         return self._source.tensor(EMBEDDING if name == HEAD else name)
-
-    def side_files(self) -> Mapping[str, bytes]:
-        """The source's."""
-        return self._source.side_files()
-
-    def identity(self) -> SourceIdentity:
-        """The source's."""
-        return self._source.identity()
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()

@@ -186,8 +186,6 @@ def test_a_python_without_sources(files, monkeypatch):
 
 def test_real_chats(files, shared_data):
     path = shared_data / "calibration" / "dolly_hhrlhf_train_small.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
     found = load(files, path, samples=16, length=512)
     assert found.packing == "documents" and found.coverage.chats > 100 and found.coverage.left_out == 0
     assert (found.tokens[:, 0] == 2).all(), "each window begins with a turn"

@@ -1,0 +1,25 @@
+"""Whether a layout holds a weight: the question that all of them answer before they pack."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import SpecError
+from quantkit.formats.base import Format
+from quantkit.formats.dtypes import dtype_name, resolve
+from quantkit.spec import QuantSpec
+
+
+def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raises SpecError for a weight that ``form`` refuses, or for scales of another dtype than it stores:
+    its own (its attribute ``scales``), else that of the model, ``dtype``."""
+    if (reason := form.refuses(spec, shape)) is not None:
+        raise SpecError(f"{form.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
+    own: str | None = getattr(form, "scales", None)
+    asked = resolve(spec, dtype, form).scale_dtype
+    if own is not None and asked != own:
+        raise SpecError(f"{form.name} can't store {asked} scales", why=f"its readers take {own} scales",
+                        next=f"scale_dtype: {own}, or leave it out")
+    if own is None and asked != dtype_name(dtype):
+        raise SpecError(f"{form.name} can't store {asked} scales for {dtype_name(dtype)}",
+                        why="its readers take scales in the model's dtype", next="scale_dtype: model")
