@@ -28,6 +28,13 @@ def register_methods(register: Register) -> None:
     register("rtn", "quantkit.methods.rtn:METHOD")
     register("nf4", "quantkit.methods.nf4:METHOD")
     register("gptq", "quantkit.methods.gptq:METHOD")
+    register("autoround", "quantkit.methods.autoround:METHOD")
+
+
+@hookimpl
+def register_transforms(register: Register) -> None:
+    for name in ("awq", "rotate", "smoothquant"):
+        register(name, f"quantkit.transforms.{name}:TRANSFORM")
 
 
 @hookimpl

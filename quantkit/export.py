@@ -27,7 +27,7 @@ from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, 
 from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import linear_slots, parse_config
+from quantkit.models.architecture import EMBEDDING, all_slots, parse_config
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.spec import QuantSpec
@@ -87,7 +87,8 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
         rows = _rows(opened, form, to)
         manifest = _manifest(opened, to, _name(uri))
         needed = 2 * sum(info.nbytes for info in opened.infos.values())
-        with CheckpointWriter(out, manifest.model_dump(mode="json"), needed_bytes=needed) as writer:
+        identity = manifest.model_dump(mode="json") | {"format": to}
+        with CheckpointWriter(out, identity, needed_bytes=needed) as writer:
             done = _write(writer, opened, form, rows, manifest, progress)
         return ExportResult(done, to, read_manifest(done).layers, time.monotonic() - start)
     finally:
@@ -105,6 +106,8 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
         try:
             if (reason := form.refuses(spec, row.shape)) is not None:
                 raise SpecError(reason)
+            if row.name == EMBEDDING and not hasattr(form, "rows"):
+                raise SpecError(f"format {to} can't give single rows of an embedding")
             layout = form.layout(spec, row.shape, FLOATS[row.dtype])
         except QuantkitError as error:
             refused.append(f"{row.name}: {error.why or error.what}")
@@ -120,8 +123,11 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
         raise UsageError(f"no layer of {checkpoint.path} is quantized", next="quantkit inspect DIR")
     if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
         kinds = dict.fromkeys(row.spec.label() for row in rows if row.spec)
-        raise SpecError(f"no quantization_config can say this mix in format {to}", why=", ".join(kinds),
-                        next="--to pack-quantized can say a mix of integers")
+        table = [row.name for row in rows if row.name == EMBEDDING and row.spec]
+        raise SpecError(f"no quantization_config can say this mix in format {to}",
+                        why=", ".join([*kinds, *(f"and {name} is one of them" for name in table)]),
+                        next=f"quantize the original by a recipe that keeps {table[0]}" if table else
+                        "--to pack-quantized can say a mix of integers")
     return rows
 
 
@@ -183,7 +189,7 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
            manifest: Manifest, progress: Listener) -> Path:
     config = checkpoint.config()
     shape = parse_config(config)
-    where = {slot.name: slot.layer for slot in linear_slots(shape)}
+    where = {slot.name: slot.layer for slot in all_slots(shape)}
     units: dict[int | None, list[LayerRow]] = {index: [] for index in (*range(shape.num_layers), None)}
     for row in rows:
         units[where[row.name]].append(row)

@@ -34,6 +34,11 @@ def register_methods(register: Register) -> None:
 
 
 @hookspec
+def register_transforms(register: Register) -> None:
+    """Changes that keep a model's function. Target: a ``quantkit.transforms.base.Transform``."""
+
+
+@hookspec
 def register_formats(register: Register) -> None:
     """Layouts of quantized weights. Target: a ``quantkit.formats.base.Format``."""
 

@@ -6,15 +6,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from quantkit.methods.gptq import TOGETHER
+from quantkit.methods.parts import rows_at_once
+from quantkit.models.architecture import EMBEDDING
 from quantkit.models.config import ModelConfig
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import CalibrationSpec
 
 if TYPE_CHECKING:
-    from quantkit.plan import PlanRow
+    from quantkit.rows import PlanRow
 
 RUNTIME_BYTES = 320 * 2**20
 """Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
+BATCH_TOKENS = 4096
+"""Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
 BACKWARD_TOKENS = 2048
 """Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
 BACKWARD_LOGITS = 1 << 23
@@ -26,23 +31,29 @@ STATES_IN_MEMORY = 1 << 30
 
 
 def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, states: int,
-               config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> int:
+               config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
+               changed: bool = False) -> int:
     """What :func:`~quantkit.plan.make_plan` predicts.
 
-    ``RUNTIME + calibration + max(unit)``, in bytes:
+    ``RUNTIME + hidden states + the most of what happens``, in bytes. Hidden states, if a method needs
+    calibration, are ``samples · length · hidden · 4``, up to ``STATES_IN_MEMORY``. What happens:
 
-    - *calibration*, if a method needs it: the embeddings as they are stored, and
-      ``2 · samples · length · hidden · 4`` for the hidden states before and after a layer;
-    - *unit*, a decoder layer: 4 for every weight of its Linears (float32) plus the stored result,
-      and, where a method needs Hessians, ``4 · in²`` for each input that layers share (for each Linear,
-      where tokens have an importance), plus ``4 · (2 · out · in + 2 · in²)`` of working copies for
-      its largest Linear;
-    - *unit*, the rest: every other tensor as it is stored, and ``lm_head`` as a unit of its own.
+    - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
+      where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
+      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Beside that are its unit's
+      stored results, and ``4 · in²`` for each input that layers share (for each Linear,
+      where tokens have an importance) and that this or a later one needs;
+    - a *layer is measured*: 4 for every weight of its Linears (float32), those Hessians, and the
+      activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
+      A transform that changes layers holds one in float32, beside that;
+    - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
+      for a layer's Linear what a part of its rows takes (:mod:`~quantkit.methods.parts`);
+    - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
+    - where tokens get an importance, all layers' inputs are held (up to ``STATES_IN_MEMORY``, the rest on
+      disk) beside a layer with all that its backward pass needs, or the head with some of its logits;
+    - a model that writes its calibration text is whole in memory before all that.
 
-    Before that, where tokens get an importance, all layers' inputs are held (up to
-    ``STATES_IN_MEMORY``, the rest on disk) beside a layer with all that its backward pass needs, or the
-    head with some of its logits; the larger of both peaks counts. A model that writes its calibration text
-    is whole in memory before all that.
+    Where tensors are views of files, what the system keeps of these in its cache isn't counted.
 
     Args:
         rows: the plan's.
@@ -52,36 +63,78 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         config: the model's.
         other: names of the other stored tensors.
         infos: of all tensors.
+        changed: a transform changes layers after their inputs were measured.
     """
     units: dict[int | None, list[PlanRow]] = defaultdict(list)
     for row in rows:
         units[row.layer].append(row)
-    largest = sum(infos[name].nbytes for name in other if not name.startswith("model.layers."))
+    kept = [f"{row.name}.weight" for row in rows if row.method is None]
+    largest = max((infos[name].nbytes for name in (*other, *kept)), default=0)
+    largest += max(sum(row.bytes_after for row in unit if row.method) for unit in units.values())
+    outside = units.pop(None, [])
+    for row in outside:
+        if row.spec is not None:
+            largest = max(largest, _outside(row, row.name in needs))
     for unit in units.values():
-        weights = sum(4 * row.shape[0] * row.shape[1] + row.bytes_after for row in unit)
-        solved = [row for row in unit if row.name in needs]
-        hessians = sum({row.name if states else row.shares: 4 * row.shape[1] ** 2 for row in solved}.values())
-        working = max((8 * (r.shape[0] + r.shape[1]) * r.shape[1] for r in solved), default=0)
-        largest = max(largest, weights + hessians + working)
+        whole = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
+        largest = max(largest, whole + _solving(unit, needs, bool(states)))
     if calibration is None:
         return RUNTIME_BYTES + largest
-    embeddings = infos.get("model.embed_tokens.weight")
-    between = 2 * calibration.samples * calibration.length * config.hidden_size * 4
-    stored = embeddings.nbytes if embeddings else 0
-    solving = max(between + stored + largest, _writing(rows, calibration, config))
-    if not states:
-        return RUNTIME_BYTES + solving
-    weighing = 4 * calibration.samples * calibration.length * len(needs)
-    weights = max(sum(4 * row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
-    tokens = min(calibration.samples * calibration.length, max(BACKWARD_TOKENS, calibration.length))
+    tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
+    between = min(4 * tokens * config.hidden_size, STATES_IN_MEMORY)
     wide = config.intermediate_size
     if config.experts is not None:
         wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
-    kept = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
-    logits = config.vocab_size * min(tokens, max(1, BACKWARD_LOGITS // config.vocab_size))
-    backward = max(weights + 4 * kept * tokens, 4 * (config.vocab_size * config.hidden_size + 6 * logits))
-    return RUNTIME_BYTES + weighing + max(
-        solving, between + stored + min(states, STATES_IN_MEMORY) + backward)
+    batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.length)) * (6 * config.hidden_size + 4 * wide)
+    largest = max(largest, table + 4 * min(tokens, config.vocab_size) * config.hidden_size)
+    for unit in units.values():
+        if not needs.isdisjoint(row.name for row in unit):
+            weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
+            packed = sum(row.bytes_after for row in unit)
+            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs, bool(states))))
+    solving = max(between + largest, _writing(rows, calibration, config))
+    if not states:
+        return RUNTIME_BYTES + solving
+    weighing = 4 * tokens * len(needs)
+    weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
+    batch = min(tokens, max(BACKWARD_TOKENS, calibration.length))
+    activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
+    logits = config.vocab_size * min(batch, max(1, BACKWARD_LOGITS // config.vocab_size))
+    head = config.vocab_size * config.hidden_size
+    backward = max(weights + 4 * activations * batch, 4 * head + max(table, 24 * logits))
+    return RUNTIME_BYTES + weighing + max(solving, min(states + between, STATES_IN_MEMORY) + backward)
+
+
+def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
+    """While a unit's Linears are solved, one after another."""
+    most = packed = 0
+    for place, row in enumerate(unit):
+        if row.method is None:
+            continue
+        weights, form = row.shape[0] * row.shape[1], row.shape[1] ** 2
+        packed += row.bytes_after
+        working = 11 * weights
+        if row.name in needs:
+            working = max(working, 4 * form + 9 * weights + 32 * min(weights, TOGETHER))
+        if row.spec and row.spec.rotation:
+            working += 4 * weights + (8 * form if row.name in needs else 0)
+        most = max(most, packed + working + _hessians(unit[place:], needs, apart))
+    return most
+
+
+def _hessians(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
+    """Of those layers of a unit that need one; each its own or shared."""
+    return sum({row.name if apart else row.shares: 4 * row.shape[1] ** 2
+                for row in unit if row.name in needs}.values())
+
+
+def _outside(row: PlanRow, calibrated: bool) -> int:
+    """The embedding or the head while it is solved: rows are, a part at a time."""
+    assert row.spec is not None
+    rows, columns = row.shape
+    part = rows_at_once(row.spec, row.shape)
+    hessian = 4 * columns**2 + 8 * (part + columns) * columns if calibrated else 0
+    return row.bytes_before + row.bytes_after + rows * columns + 12 * part * columns + hessian
 
 
 def _writing(rows: list[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:

@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "sources": ("source", "quantkit.sources.base:SourceKind"),
     "architectures": ("architecture", "quantkit.models.architecture:Architecture"),
     "methods": ("method", "quantkit.methods.base:Method"),
+    "transforms": ("transform", "quantkit.transforms.base:Transform"),
     "formats": ("format", "quantkit.formats.base:Format"),
     "kernels": ("kernel", "quantkit.ops.dispatch:Kernel"),
     "kv_policies": ("KV policy", None),

@@ -9,41 +9,47 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit import __version__
-from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import token_importance
 from quantkit.calibrate.prepare import own, prepare, write, writes_itself
-from quantkit.calibrate.runner import EXPERT, LayerRunner
+from quantkit.calibrate.runner import LayerRunner
+from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
+from quantkit.checkpoint.shards import Unread
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.errors import QuantkitError, Stopped
+from quantkit.executor.base import Executor, Item, make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
-from quantkit.models.architecture import parse_config
+from quantkit.models.architecture import EMBEDDING, parse_config
 from quantkit.models.linear import Weights
-from quantkit.ops.rotation import rotate, rotate_form
-from quantkit.plan import Plan, PlanRow, make_plan, with_own_head
+from quantkit.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
-from quantkit.recipe import load_recipe
-from quantkit.sources.base import ModelSource, open_source
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.rows import PlanRow
+from quantkit.solve import Origin, solve, solve_data_free
+from quantkit.sources.base import ModelSource, prefetch, release
 from quantkit.spec import CalibrationSpec
+from quantkit.transforms.apply import resolve
+from quantkit.transforms.base import LayerTensors
 
 LAYERS = "model.layers."
-REST = "rest"
+TABLE, REST = "embedding", "rest"
+"""Units outside of the layers, in the checkpoint's order."""
 IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
-FEW_TOKENS = 128
-"""Of fewer an expert's Hessian says little."""
+Solved = tuple[QuantizedTensor, LayerRow]
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,20 @@ class QuantizeResult:
                 "layers": [row.to_dict() for row in self.rows]}
 
 
-def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = None,
+def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
              calibration: CalibrationSpec | None = None, strict: bool = False,
-             progress: Listener = silent) -> QuantizeResult:
+             progress: Listener = silent, executor: str | Executor = "local") -> QuantizeResult:
     """Quantize a model into a checkpoint folder.
 
     Args:
         uri: where the model is: folder, hub name, ``.gguf`` file, ``pkg:NAME``, ``synthetic:NAME``.
-        recipe: a recipe's name, or a YAML file.
+        recipe: a recipe's name, a YAML file, or what one of them was loaded as.
         out: the folder to make; nothing may be there.
         revision: commit or tag, for a hub model.
         calibration: instead of the recipe's.
         strict: a fallback is an error.
         progress: called before each unit and once at the end.
+        executor: where Linears are solved: ``local``, ``ray``, or one that stays open.
 
     Warns:
         UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
@@ -101,38 +108,29 @@ def quantize(uri: str, recipe: str, out: str | Path, *, revision: str | None = N
     """
     start = time.monotonic()
     refuse_existing(out)
-    source = open_source(uri, revision)
-    try:
-        loaded = load_recipe(recipe)
-        if calibration is not None:
-            loaded = loaded.model_copy(update={"calibration": calibration})
-        source = with_own_head(loaded, source)
-        run = _Run(source, make_plan(loaded, source), Path(out), strict, progress)
-        result = run(start)
-    finally:
-        source.close()
+    loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    if calibration is not None:
+        loaded = loaded.model_copy(update={"calibration": calibration})
+    origin = Origin(uri, revision, loaded)
+    with ExitStack() as ends:
+        source = ends.enter_context(closing(origin.open()))
+        plan = make_plan(loaded, source)
+        if isinstance(executor, str):
+            executor = ends.enter_context(closing(make_executor(executor)))
+        result = _Run(source, plan, Path(out), strict, progress, origin, executor)(start)
     current().notify("on_run_finished", kind="quantize", summary=result.to_dict())
     return result
 
 
-def calibration_facts(plan: Plan, data: CalibrationData | None) -> CalibrationFacts | None:
-    """What a run calibrates on, for the manifest."""
-    spec = plan.recipe.calibration
-    if data is None or spec is None:
-        return None
-    return CalibrationFacts(text=", ".join(spec.without_folders().texts), samples=spec.samples,
-                            length=spec.length, seed=spec.seed, importance=spec.importance,
-                            tokens=data.tokens.numel(), sha256=data.sha256, packing=data.packing,
-                            files=data.files, coverage=data.coverage)
-
-
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
-                 progress: Listener) -> None:
+                 progress: Listener, origin: Origin, executor: Executor) -> None:
         self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
+        self.origin, self.executor = origin, executor
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
+        self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
         self.data = prepare(plan, source, progress)
 
     def __call__(self, start: float) -> QuantizeResult:
@@ -140,12 +138,12 @@ class _Run:
         identity = manifest.model_dump(mode="json")
         with CheckpointWriter(self.out, identity, needed_bytes=self.plan.needed_disk_bytes) as writer:
             resumed = len(writer.units())
-            total = self.config.num_layers + 1
+            total = self.config.num_layers + 1 + bool(self._outside(TABLE))
             try:
                 if not writer.finished:
                     self._write_text(writer)
                     self._units(writer, total)
-                    facts = calibration_facts(self.plan, self.data)
+                    facts = CalibrationFacts.of(self.plan.recipe.calibration, self.data)
                     manifest = manifest.model_copy(update={"calibration": facts})
                 self.progress(Event(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
@@ -160,16 +158,25 @@ class _Run:
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
+        identity = self.source.identity()
+        if identity.kind == "hub":  # the commit that was found, for whoever opens it again
+            self.origin = dataclasses.replace(self.origin, revision=identity.revision)
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
+        owners |= {registry("transforms").entry(one.name).owner for one in self.plan.recipe.transforms}
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
-                        source=SourceRecord.of(self.source.identity()),
-                        calibration=calibration_facts(self.plan, self.data),
+                        source=SourceRecord.of(identity),
+                        calibration=CalibrationFacts.of(self.plan.recipe.calibration, self.data),
                         plugins={p.distribution: p.version for p in current().plugins
                                  if p.distribution in owners})
 
     def _weights(self) -> Weights:
-        return Weights(self.source.tensor, self.source.tensors().__contains__, torch.float32)
+        return Weights(self._tensor, self.source.tensors().__contains__, torch.float32)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """The source's; what was read of its files before is let go."""
+        release(self.source)
+        return self.source.tensor(name)
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""
@@ -181,38 +188,83 @@ class _Run:
         self.data = own(self.plan, self.source, writer.get(OWN_TEXT)[0]["tokens"])
 
     def _units(self, writer: CheckpointWriter, total: int) -> None:
-        weights = self._weights()
-        missing = [index for index in range(total - 1) if not writer.has(_unit(index))]
-        # hidden states are wanted up to the last layer that is still to be measured, and no further
-        last = max(missing, default=-1)
-        runner = None
-        if self.data is not None and missing:
-            importance = self._importance(writer, weights, self.data.tokens)
-            with self._tracing():
-                runner = LayerRunner(self.config, weights, self.data.tokens, importance)
-        for index in range(total - 1):
-            self.progress(Event(index, total, f"layer {index}"))
-            packed = self._layer(writer, index, runner)
-            if runner is not None and index < last:
+        weights, layers = self._weights(), self.config.num_layers
+        outside = [unit for unit in (TABLE, REST) if unit == REST or self._outside(unit)]
+        # layers are calibrated behind an embedding that is rounded without them
+        first = any(row.name not in self.measured for row in self._outside(TABLE))
+        missing = [index for index in range(layers) if not writer.has(_unit(index))]
+        with ExitStack() as ends:
+            elsewhere = None
+            if self.executor.remote and self.data is None:
+                work = [(f"layer {index}", self._inside(index)) for index in missing]
+                before, after = ([(unit, self._outside(unit))] if wanted and not writer.has(unit) else []
+                                 for unit, wanted in ((TABLE, first), (REST, True)))
+                elsewhere = ends.enter_context(closing(self._elsewhere([*before, *work, *after])))
+            table, done = None, 0
+            if first:
+                self.progress(Event(0, total, TABLE))
+                table, done = self._whole(writer, outside.pop(0), {}, elsewhere)[EMBEDDING], 1
+            head = next((row.name for unit in outside if not writer.has(unit) for row in self._outside(unit)
+                         if row.name in self.measured), None)
+            # hidden states are wanted up to the last layer that is still to be measured, and no further
+            last = max(missing, default=-1) if head is None else layers
+            runner = None
+            if self.data is not None and last >= 0:
+                importance = self._importance(writer, weights, self.data.tokens)
+                states = ends.enter_context(Spill(writer.states))
                 with self._tracing():
-                    runner.advance(index, packed)
-        self.progress(Event(total - 1, total, "embeddings and head"))
-        if writer.has(REST):
-            self._refuse_notes(LayerRow.model_validate(row) for row in writer.get(REST)[1])
-            return
-        self._store(writer, REST, [r for r in self.plan.rows if r.layer is None],
-                    [n for n in self.plan.other if not n.startswith(LAYERS)], {})
+                    runner = LayerRunner(self.config, weights, self.data.tokens, importance, states, table)
+            for index in range(layers):
+                self.progress(Event(done + index, total, f"layer {index}"))
+                packed, changed = self._layer(writer, index, runner, elsewhere)
+                if runner is not None and index < last:
+                    with self._tracing():
+                        runner.advance(index, packed, changed)
+                del packed, changed
+            stats: dict[str, LayerStats] = {}
+            if runner is not None and head is not None:
+                with self._tracing():
+                    stats[head] = runner.measure_head(head)
+            del runner
+            for left, unit in zip(range(len(outside), 0, -1), outside, strict=True):
+                self.progress(Event(total - left, total, TABLE if unit == TABLE else "embeddings and head"))
+                self._whole(writer, unit, stats, elsewhere)
+
+    def _elsewhere(self, units: Iterable[tuple[str, list[PlanRow]]]) -> Generator[list[Solved], None, None]:
+        """Units that depend on nothing, solved by processes that open the model themselves."""
+        return self.executor.map(solve_data_free, (
+            (label, (self.origin, tuple(row for row in rows if row.method))) for label, rows in units))
+
+    def _inside(self, index: int) -> list[PlanRow]:
+        return [row for row in self.plan.rows if row.layer == index]
+
+    def _outside(self, unit: str) -> list[PlanRow]:
+        """What is in no decoder layer: the embedding, if it is quantized, or the rest."""
+        return [r for r in self.plan.rows if r.layer is None and (r.name == EMBEDDING) == (unit == TABLE)]
+
+    def _whole(self, writer: CheckpointWriter, unit: str, stats: dict[str, LayerStats],
+               elsewhere: Iterator[list[Solved]] | None) -> dict[str, QuantizedTensor]:
+        """A unit outside of the layers, made now or by an earlier attempt."""
+        planned = self._outside(unit)
+        if writer.has(unit):
+            tensors, rows = writer.get(unit)
+            self._refuse_notes(LayerRow.model_validate(row) for row in rows)
+            return {row.name: _stored(row, tensors) for row in planned if row.method}
+        other = [] if unit == TABLE else [n for n in self.plan.other if not n.startswith(LAYERS)]
+        return self._store(writer, unit, planned, other, self._tensors(planned, stats), elsewhere)
 
     def _importance(self, writer: CheckpointWriter, weights: Weights,
                     tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Of every token for every Linear, if the recipe asks for it; found once a run."""
         spec = self.plan.recipe.calibration
         assert spec is not None
-        if spec.importance == "equal":
+        if not self.plan.weighed:
             return None
         if writer.has(IMPORTANCE):
             return writer.get(IMPORTANCE)[0]
-        done, total = -1, 2 * self.config.num_layers
+        wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
+        backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
+        done, total = -1, (1 + backward) * self.config.num_layers
 
         def step() -> None:
             nonlocal done
@@ -220,31 +272,51 @@ class _Run:
             self.progress(Event(done, total, "what each token matters"))
 
         step()
-        wanted = [row.name for row in self.plan.rows if self._needs(row)]
         with self._tracing():
             found = token_importance(self.config, weights, tokens, wanted, spec.seed,
                                      writer.states, step)
         writer.put(IMPORTANCE, found, [])
         return found
 
-    def _layer(self, writer: CheckpointWriter, index: int,
-               runner: LayerRunner | None) -> dict[str, QuantizedTensor]:
+    def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None,
+               elsewhere: Iterator[list[Solved]] | None) -> tuple[dict[str, QuantizedTensor],
+                                                                  dict[str, torch.Tensor]]:
+        """Its quantized weights, and what else the transforms have changed: from disk if it is there."""
         unit = _unit(index)
-        planned = [row for row in self.plan.rows if row.layer == index]
+        planned = self._inside(index)
         if writer.has(unit):
             tensors, rows = writer.get(unit)
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
-            return {row.name: _stored(row, tensors) for row in planned if row.method}
-        wanted = [row.name for row in planned if self._needs(row)]
+            packed = {row.name: _stored(row, tensors) for row in planned if row.method}
+            return packed, {name: tensors[name] for name in self._may_change(index, tensors)}
+        wanted = {row.name: self.measured[row.name] for row in planned if row.name in self.measured}
         stats: dict[str, LayerStats] = {}
         if runner is not None and wanted:
             with self._tracing():
                 stats = runner.measure(index, wanted)
+            runner.forget([row.name for row in planned if row.method])
         other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
-        return self._store(writer, unit, planned, other, stats)
+        if elsewhere is None:
+            following = f"{LAYERS}{index + 1}."
+            prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
+        layer = self._tensors(planned, stats)
+        for transform, options in self.transforms if stats else ():
+            if transform.layer is not None:
+                transform.layer(self.config, index, layer, options)
+        packed = self._store(writer, unit, planned, other, layer, elsewhere)
+        return packed, {name: layer.stored(name) for name in self._may_change(index, layer.changed)}
 
-    def _needs(self, row: PlanRow) -> bool:
-        return row.method is not None and bool(self.methods.get(row.method).needs)
+    def _tensors(self, planned: list[PlanRow], stats: dict[str, LayerStats]) -> LayerTensors:
+        return LayerTensors(self._tensor, self.source.tensors().__contains__,
+                            {row.name: row.spec for row in planned if row.spec}, stats,
+                            self.config.offset_norms)
+
+    def _may_change(self, index: int, names: Collection[str]) -> list[str]:
+        """Those of a layer's tensors that aren't quantized, if there are transforms that change layers."""
+        if not any(transform.layer for transform, _ in self.transforms):
+            return []
+        kept = {f"{row.name}.weight" for row in self.plan.rows if row.layer == index and row.method is None}
+        return [name for name in (*self.plan.other, *kept) if name in names]
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -255,45 +327,46 @@ class _Run:
             raise blame(error, self.source, self.data.origins if self.data else ()) from error
 
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
-               stats: Mapping[str, LayerStats]) -> dict[str, QuantizedTensor]:
-        tensors: dict[str, torch.Tensor] = {}
+               layer: LayerTensors, elsewhere: Iterator[list[Solved]] | None) -> dict[str, QuantizedTensor]:
+        solved = self._solved(planned, layer, elsewhere)
+        tensors: dict[str, torch.Tensor | Unread] = {}
         rows: list[LayerRow] = []
         packed: dict[str, QuantizedTensor] = {}
         for plan in planned:
-            weight = self.source.tensor(f"{plan.name}.weight")
             if plan.method is None:
-                tensors[f"{plan.name}.weight"] = weight
+                other = [*other, f"{plan.name}.weight"]
                 rows.append(LayerRow.of(plan))
                 continue
-            result, row = self._solve(plan, weight, stats.get(plan.name))
+            result, row = next(solved)
+            self._refuse_notes([row])
             packed[plan.name] = result
             tensors |= {f"{plan.name}.{suffix}": t for suffix, t in result.tensors.items()}
             rows.append(row)
-        tensors |= {name: self.source.tensor(name) for name in other}
+        infos = self.source.tensors()
+        tensors |= {name: layer.stored(name) if name in layer.changed else
+                    Unread(infos[name], partial(self._tensor, name)) for name in other}
         writer.put(unit, tensors, [row.to_dict() for row in rows])
+        release(self.source)
         for row in rows:
             current().notify("on_layer_quantized", name=row.name, row=row.to_dict())
         return packed
 
-    def _solve(self, plan: PlanRow, weight: torch.Tensor,
-               stats: LayerStats | None) -> tuple[QuantizedTensor, LayerRow]:
-        assert plan.method and plan.format and plan.spec
-        method, form = self.methods.get(plan.method), self.formats.get(plan.format)
-        exact = weight.float()
-        if plan.spec.rotation:
-            exact = rotate(exact)
-            if stats is not None and stats.hessian is not None:
-                stats = dataclasses.replace(stats, hessian=rotate_form(stats.hessian))
-        try:
-            codes = method.run(exact, stats, plan.spec, method.options(**plan.options))
-            result = form.pack(codes, weight.dtype)
-        except QuantkitError as error:
-            raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
-        loss = (form.dequantize(result) - exact).norm() / exact.norm().clamp(min=1e-30)
-        tokens, notes = (None, ()) if stats is None else (stats.tokens, stats.notes + _few(plan.name, stats))
-        row = LayerRow.of(plan, error=float(loss), tokens=tokens, notes=notes + codes.notes)
-        self._refuse_notes([row])
-        return result, row
+    def _solved(self, planned: list[PlanRow], layer: LayerTensors,
+                elsewhere: Iterator[list[Solved]] | None) -> Iterator[Solved]:
+        """A unit's Linears in order; statistics are taken out of ``layer`` and go with their last user."""
+        if elsewhere is not None:
+            return iter(next(elsewhere))
+        return self.executor.map(solve, self._unsolved(planned, layer))
+
+    def _unsolved(self, planned: list[PlanRow], layer: LayerTensors) -> Iterator[Item]:
+        last, given = None, None
+        for plan in planned:
+            if plan.method is None:
+                continue
+            own = layer.stats.pop(plan.name, None)
+            if own is not last:  # Linears that share statistics follow each other
+                last, given = own, None if own is None else self.executor.put(own)
+            yield plan.name, (plan, *layer.weight(f"{plan.name}.weight"), given)
 
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
         """Of layers made now, and of those that an earlier, less strict attempt has left."""
@@ -302,13 +375,6 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
-
-
-def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
-    """A note on an expert that the router hardly ever chose."""
-    if EXPERT not in name or stats.tokens >= FEW_TOKENS:
-        return ()
-    return (f"only {stats.tokens} calibration tokens reached this expert",)
 
 
 def _unit(index: int) -> str:

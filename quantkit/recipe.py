@@ -6,15 +6,16 @@ import fnmatch
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quantkit.errors import RecipeError, UsageError, did_you_mean
 from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import EMBEDDING
 from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
-from quantkit.spec import CalibrationSpec, Frozen, QuantSpec
+from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
 
 MAX_EXTENDS = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -28,57 +29,80 @@ def default_format(spec: QuantSpec) -> str:
             "trellis": "trellis"}[spec.kind]
 
 
-class Rule(Frozen):
-    """What happens to the layers whose name matches.
+class Candidate(Frozen):
+    """One way to store a layer.
 
     Attributes:
-        match: a glob on the layer's full name (``*.down_proj``), or ``re:`` and a regular
-            expression that must match the whole of it.
         method: a registered method; ``null`` keeps the layer as it is.
         spec: how the weight is represented; needed with a method.
         options: the method's own, checked against its model when a plan is made.
         format: a registered format; by default the standard one of the spec.
-        optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
-            only in models whose embeddings aren't tied).
     """
 
-    match: str = Field(min_length=1, max_length=512)
     method: str | None = None
     spec: QuantSpec | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     format: str | None = None
-    optional: bool = False
 
     @model_validator(mode="after")
-    def _coherent(self) -> Rule:
-        if self.match.startswith("re:"):
-            try:
-                re.compile(self.match[3:])
-            except re.error as error:
-                raise ValueError(f"match {self.match!r} is no regular expression: {error}") from None
+    def _coherent(self) -> Self:
         if self.method is None and (self.spec or self.options or self.format):
-            raise ValueError("a rule without a method keeps the layer as it is: "
+            raise ValueError(f"a {type(self).__name__.lower()} without a method keeps the layer as it is: "
                              "it takes no spec, options or format")
         if self.method is not None and self.spec is None:
             raise ValueError(f"method {self.method!r} needs a spec")
         return self
-
-    def matches(self, layer: str) -> bool:
-        """Whether this rule speaks of ``layer`` (a full name without ``.weight``)."""
-        if self.match.startswith("re:"):
-            return re.fullmatch(self.match[3:], layer) is not None
-        return fnmatch.fnmatchcase(layer, self.match)
 
     @property
     def format_name(self) -> str | None:
         """The format, with the spec's default filled in."""
         return self.format or (default_format(self.spec) if self.spec else None)
 
+    def label(self) -> str:
+        """``int4 g64 sym``, and the format where it isn't the standard one; ``kept``."""
+        if self.spec is None:
+            return "kept"
+        return " ".join(filter(None, (self.spec.label(), self.format)))
+
+
+class Rule(Candidate):
+    """What happens to the layers whose name matches.
+
+    Attributes:
+        match: a glob on the layer's full name (``*.down_proj``), or ``re:`` and a regular
+            expression that must match the whole of it.
+        optional: a rule that matches no layer is an error unless this is true (``lm_head`` exists
+            only in models whose embeddings aren't tied).
+    """
+
+    match: str = Field(min_length=1, max_length=512)
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        if self.match.startswith("re:"):
+            try:
+                re.compile(self.match[3:])
+            except re.error as error:
+                raise ValueError(f"match {self.match!r} is no regular expression: {error}") from None
+        return self
+
+    def matches(self, layer: str) -> bool:
+        """Whether this rule speaks of ``layer`` (a full name without ``.weight``). Of the embedding speaks
+        only one that spells ``embed_tokens`` out: it is no Linear, and ``*`` doesn't mean it."""
+        if layer == EMBEDDING and "embed_tokens" not in self.match:
+            return False
+        if self.match.startswith("re:"):
+            return re.fullmatch(self.match[3:], layer) is not None
+        return fnmatch.fnmatchcase(layer, self.match)
+
 
 class Recipe(Frozen):
     """Ordered rules; the first that matches a layer decides. See ``docs/architecture.md``.
 
-    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does.
+    ``kv`` says how keys and values are kept when the checkpoint runs, as ``--kv`` does; ``transforms``
+    change the model first, in their order, written as names or as ``{name, options}``. ``candidates`` are
+    what a budget chooses from for the layers that no rule takes (:mod:`quantkit.budget`).
     """
 
     name: str = Field(min_length=1, max_length=64)
@@ -86,12 +110,25 @@ class Recipe(Frozen):
     calibration: CalibrationSpec | None = None
     rules: tuple[Rule, ...] = Field(default=(), strict=False, max_length=256)
     kv: str | None = Field(default=None, max_length=256)
+    candidates: tuple[Candidate, ...] = Field(default=(), strict=False, max_length=32)
+    transforms: tuple[TransformSpec, ...] = Field(default=(), strict=False, max_length=16)
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        return [{"name": one} if isinstance(one, str) else one for one in given]
 
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
         data = self.model_dump(mode="json")
+        if not self.candidates:
+            del data["candidates"]  # older manifests stay what they are
         if self.calibration is not None:
             data["calibration"] = self.calibration.without_folders().model_dump(mode="json")
+        if not self.transforms:
+            del data["transforms"]  # recipes from before there was such a key stay what they are
         return data
 
 
@@ -167,7 +204,7 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
                           next=f"write 'name: {path.stem}' on line {document.line(('name',))}")
     if parent is not None:
         recipe = _extend(recipe, _load_parent(parent, document, chain))
-    if not recipe.rules:
+    if not (recipe.rules or recipe.candidates):
         raise RecipeError(f"{path} has no rules", why="a recipe without rules does nothing",
                           next="quantkit recipes show int8")
     return recipe

@@ -127,6 +127,18 @@ class QuantSpec(Frozen):
         return " ".join(filter(None, parts))
 
 
+class TransformSpec(Frozen):
+    """A change to the model that keeps its function, made before weights are quantized.
+
+    Attributes:
+        name: a registered transform.
+        options: its own, checked when a plan is made.
+    """
+
+    name: str = Field(min_length=1, max_length=64)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class CalibrationSpec(Frozen):
     """Which text a calibrated method sees.
 

@@ -8,6 +8,7 @@ import torch
 
 from quantkit.errors import CalibrationError
 from quantkit.models.linear import Linear
+from quantkit.ops.finite import all_finite
 from quantkit.sources.base import ModelSource
 
 LAYERS = "model.layers."
@@ -35,7 +36,7 @@ class NonFiniteError(CalibrationError):
 
 def require_finite_input(x: torch.Tensor, name: str) -> None:
     """Raises NonFiniteError if a value of the Linear ``name``'s input is no number below :data:`LARGEST`."""
-    peak = float(x.abs().amax()) if x.numel() else 0.0
+    peak = float(torch.maximum(-x.amin(), x.amax())) if x.numel() else 0.0
     if peak < LARGEST:
         return
     bad = int((~torch.isfinite(x)).sum())
@@ -51,7 +52,7 @@ def require_finite_states(states: torch.Tensor, first: int, where: str, layer: i
     Raises:
         NonFiniteError: they aren't; sample and place are named.
     """
-    if bool(torch.isfinite(states).all()):
+    if all_finite(states):
         return
     for sample, one in enumerate(states, first):
         if bad := int((~torch.isfinite(one)).sum()):

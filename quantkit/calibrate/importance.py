@@ -6,24 +6,28 @@ strongly (the first ones of a text above all, on which attention rests). The div
 gradient of the log-likelihood of answers drawn from the model itself. Its mean over a Linear's outputs
 weighs that token in the layer's Hessian, as in GuidedQuant, https://arxiv.org/abs/2505.07004.
 
+At the logits themselves no answer need be drawn: with chances ``p`` the mean over all answers of the squared
+gradient is ``1 − Σ p²``. What the head computes for a token matters as far as the model isn't sure of itself.
+
 The model is read twice, a layer at a time: forward, keeping what enters each layer, then backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
-from quantkit.calibrate.runner import EMBEDDING
+from quantkit.calibrate.runner import embeddings
 from quantkit.calibrate.spill import Spill
 from quantkit.errors import CalibrationError
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.layers import RMSNorm, embedded
+from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.ops.activation import softcapped
 from quantkit.peak import BACKWARD_LOGITS, BACKWARD_TOKENS
@@ -34,25 +38,44 @@ NEVER = -1.0
 """Stands for the square of a gradient where a token didn't reach an expert."""
 
 
-@torch.inference_mode(False)
 def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
                      seed: int, folder: Path,
                      step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
-    """A weight on every token, for every Linear that wants one.
-
-    Args:
-        config: the model's.
-        weights: the original model's; computing happens in its dtype and on its device.
-        tokens: int64 ``[samples, length]``.
-        wanted: full names of Linears of the decoder layers.
-        seed: of the answers that are drawn.
-        folder: where hidden states go that memory has no room for; removed when done.
-        step: called after each layer, twice: forward and backward.
+    """A weight on every token, for every Linear that wants one: what :func:`token_gradients` gives, in units
+    of its mean.
 
     Returns:
         By full name, float32 ``[samples · length]`` on the CPU, 1 on average over the tokens that reach
         the Linear (an expert is reached by some); 1 everywhere for one on which no answer depends (what
         follows it may be 0).
+
+    Raises:
+        As :func:`token_gradients`.
+    """
+    found = token_gradients(config, weights, tokens, wanted, seed, folder, step)
+    return {name: balanced(squares) for name, squares in found.items()}
+
+
+@torch.inference_mode(False)
+def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
+                    seed: int, folder: Path,
+                    step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
+    """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
+
+    Args:
+        config: the model's.
+        weights: the original model's; computing happens in its dtype and on its device.
+        tokens: int64 ``[samples, length]``.
+        wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
+            embedding is the head).
+        seed: of the answers that are drawn.
+        folder: where hidden states go that memory has no room for; removed when done.
+        step: called after each layer, twice: forward and backward.
+
+    Returns:
+        By full name, float32 ``[samples · length]`` on the CPU: the squared gradient of the log-likelihood
+        of all answers in the token's window, a mean over the Linear's outputs; :data:`NEVER` for tokens
+        that didn't reach it (an expert is reached by some).
 
     Raises:
         NonFiniteError: a hidden state or a gradient isn't finite; sample, layer and tensor are named.
@@ -61,31 +84,28 @@ def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor
     """
     samples, length = tokens.shape
     batch = max(1, BACKWARD_TOKENS // length)
-    parts = list(tokens.split(batch))
+    batches = -(-samples // batch)
     positions = torch.arange(length, device=weights.device).expand(min(batch, samples), length)
+    inside = [name for name in wanted if name not in (EMBEDDING, HEAD)]
     with Spill(folder) as states:
         with torch.no_grad():
-            table = weights.tensor(EMBEDDING)
-            now = [embedded(config, part.to(weights.device), table) for part in parts]
-            del table
-            for i, x in enumerate(now):
-                require_finite_states(x, i * batch, "the embedding")
+            for i, x in enumerate(embeddings(config, weights, tokens, batch)):
+                states.put(f"0.{i}", x)
             for index in range(config.num_layers):
                 layer = DecoderLayer(config, index, weights)
-                for i, x in enumerate(now):
-                    states.put(f"{index}.{i}", x)
-                    now[i] = _forward(layer, index, x, positions, i * batch)
-                del layer  # before the next one is read
+                for i in range(batches):
+                    x = (states.get if inside else states.take)(f"{index}.{i}").to(weights.device)
+                    states.put(f"{index + 1}.{i}", _forward(layer, index, x, positions, i * batch))
+                del layer, x  # before the next one is read
                 step()
-            slopes = _head(config, weights, now, seed)
-        del now
-        found: dict[str, torch.Tensor] = {}
-        for index in reversed(range(config.num_layers)):
+            squares = _head(config, weights, states, batches, seed)
+        found = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
+        for index in reversed(range(config.num_layers)) if inside else ():
             layer = DecoderLayer(config, index, weights)
-            found |= _backward(layer, index, wanted, slopes, states, positions)
+            found |= _backward(layer, index, wanted, states, tokens.numel(), batches, positions)
             del layer
             step()
-    if wanted and all(bool((one == 1).all()) for one in found.values()):
+    if inside and not any(bool((found[name] > 0).any()) for name in inside):
         raise CalibrationError("the model's answers depend on none of its layers",
                                why="every gradient is 0", next="calibration: {importance: equal}")
     return found
@@ -102,14 +122,17 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
     return y
 
 
-def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
-          seed: int) -> list[torch.Tensor]:
-    """At the last layer's end: the gradient of minus the log-likelihood of an answer drawn for each token."""
+def _head(config: ModelConfig, weights: Weights, states: Spill, batches: int, seed: int) -> torch.Tensor:
+    """In place of what the last layer leaves: there, the gradient of minus the log-likelihood of an answer
+    drawn for each token. Behind the head: its square, float32 ``[tokens]``, a mean over logits and over all
+    answers."""
     norm = RMSNorm("model.norm", config.hidden_size, config, weights)
-    head = weights.tensor(EMBEDDING if config.tie_word_embeddings else "lm_head.weight")
+    head = weights.tensor(f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
-    slopes, count, sample = [], max(1, BACKWARD_LOGITS // head.shape[0]), 0
-    for x in states:
+    count, sample = max(1, BACKWARD_LOGITS // head.shape[0]), 0
+    squares = []
+    for i in range(batches):
+        x = states.take(f"{config.num_layers}.{i}").to(head.device)
         slope = torch.empty_like(x)
         flat, out = x.flatten(0, 1), slope.flatten(0, 1)
         for start in range(0, flat.shape[0], count):
@@ -124,33 +147,44 @@ def _head(config: ModelConfig, weights: Weights, states: Sequence[torch.Tensor],
                 raise NonFiniteError("the model's output is NaN or infinite",
                                      sample=sample + (start + int(odd[0])) // x.shape[1])
             drawn = torch.multinomial(chances, 1, generator=random)
+            spread = chances - chances.square()
             chances.scatter_add_(1, drawn, -torch.ones_like(chances[:, :1]))
             if config.logit_softcap is not None:  # its slope
-                chances *= 1 - (logits / config.logit_softcap).square()
+                slant = 1 - (logits / config.logit_softcap).square()
+                chances *= slant
+                spread *= slant.square()
+            squares.append(spread.mean(-1).cpu())
             (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
-        slopes.append(slope)
+        states.put(f"{config.num_layers}.{i}", slope)
         sample += x.shape[0]
-    return slopes
+    return torch.cat(squares)
 
 
-def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], slopes: list[torch.Tensor],
-              states: Spill, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each Linear's importance; ``slopes`` go from the layer's end to its beginning."""
+def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], states: Spill, count: int,
+              batches: int, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Each Linear's importance for ``count`` tokens; gradients are taken at the layer's end and left at its
+    beginning."""
     squares: dict[str, torch.Tensor] = {}
-    count, first = sum(slope.shape[0] * slope.shape[1] for slope in slopes), 0
+    first = 0
     watched = {name: one for name, one in layer.linears().items() if name in wanted}
     for name in watched:
         squares[name] = torch.full((count,), NEVER)
-    for i, slope in enumerate(slopes):
+    for i in range(batches):
         for name, linear in watched.items():
             linear.on_output = _watch(squares[name], first)
         with torch.enable_grad():
-            x = states.take(f"{index}.{i}").to(slope.device).requires_grad_(True)
+            x = states.take(f"{index}.{i}").to(positions.device).requires_grad_(True)
             y = layer(x, positions[:x.shape[0]], None)
-        (slopes[i],) = torch.autograd.grad(y, x, slope)
-        first += slope.shape[0] * slope.shape[1]
-    length = positions.shape[1]
-    return {name: _balanced(name, index, found, length) for name, found in squares.items()}
+        slope = states.take(f"{index + 1}.{i}").to(positions.device)
+        states.put(f"{index}.{i}", torch.autograd.grad(y, x, slope)[0])
+        first += x.shape[0] * x.shape[1]
+    for name, found in squares.items():
+        if not bool(torch.isfinite(found.sum())):
+            worst = int(torch.nan_to_num(found, nan=torch.inf).argmax())
+            raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=index,
+                                 sample=worst // positions.shape[1],
+                                 why="calibration: {importance: equal} needs none")
+    return squares
 
 
 def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
@@ -166,18 +200,14 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     return watch
 
 
-def _balanced(name: str, layer: int, squares: torch.Tensor, length: int) -> torch.Tensor:
-    """1 on average over the tokens that reached the Linear; the largest are cut to :data:`MOST` times the
-    mean before. Another token, which quantized layers may send to this expert, counts 1."""
+def balanced(squares: torch.Tensor) -> torch.Tensor:
+    """What :func:`token_gradients` found of a Linear, 1 on average over the tokens that reached it; the
+    largest are cut to :data:`MOST` times the mean before. Another token, which quantized layers may send
+    to this expert, counts 1."""
     reached = squares != NEVER
     found = squares[reached]
-    mean = found.mean() if found.numel() else torch.tensor(0.0)
-    if not bool(torch.isfinite(mean)):
-        worst = int(torch.nan_to_num(squares, nan=torch.inf).argmax())
-        raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=layer,
-                             sample=worst // length, why="calibration: {importance: equal} needs none")
     weights = torch.ones_like(squares)
-    if float(mean) > 0:
+    if found.numel() and float(mean := found.mean()) > 0:
         limited = (found / mean).clamp(max=MOST)
         weights[reached] = limited / limited.mean()
     return weights

@@ -17,9 +17,9 @@ from quantkit.calibrate.written import Form, write_windows
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.plan import Plan
-from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.sources.base import ModelSource
+from quantkit.spec import CalibrationSpec
 
 
 def prepare(plan: Plan, source: ModelSource, progress: Listener = silent) -> CalibrationData | None:
@@ -39,6 +39,12 @@ def prepare(plan: Plan, source: ModelSource, progress: Listener = silent) -> Cal
     spec, widest = plan.recipe.calibration, _widest(plan)
     if not widest or spec is None:
         return None
+    return read(spec, source, widest, progress)
+
+
+def read(spec: CalibrationSpec, source: ModelSource, widest: int,
+         progress: Listener = silent) -> CalibrationData | None:
+    """As :func:`prepare`, where the widest Linear that is calibrated has ``widest`` inputs."""
     config = source.config()
     tokenizer = model_tokenizer(source.side_files(), config)
     if spec.text == SELF:
@@ -71,8 +77,7 @@ def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationDat
 
 def _widest(plan: Plan) -> int:
     """Inputs of the widest Linear that is calibrated; 0 if none is."""
-    methods = registry("methods")
-    return max((row.shape[1] for row in plan.rows if row.method and methods.get(row.method).needs), default=0)
+    return max((row.shape[1] for row in plan.rows if row.name in plan.measured), default=0)
 
 
 def _warned(data: CalibrationData) -> CalibrationData:

@@ -1,31 +1,31 @@
 """Pushes calibration tokens through a model, one decoder layer at a time.
 
 Each layer sees what the *quantized* layers before it produce, so that it can answer for their
-errors, as in GPTQ, https://arxiv.org/abs/2210.17323. In memory are one layer and the hidden states.
+errors, as in GPTQ, https://arxiv.org/abs/2210.17323. In memory are one layer and the hidden states; these
+are on disk where memory has no room for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.spill import Spill
 from quantkit.calibrate.stats import HessianObserver
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
-from quantkit.models.architecture import linear_slots
+from quantkit.models.architecture import EMBEDDING, linear_slots
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.layers import embedded
+from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
 from quantkit.ops.rotation import unrotate
+from quantkit.peak import BATCH_TOKENS
 
-EMBEDDING = "model.embed_tokens.weight"
 EXPERT = ".experts."
 """What the names of an expert's layers hold."""
-BATCH_TOKENS = 4096
-"""Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
 
 
 class LayerRunner:
@@ -39,27 +39,31 @@ class LayerRunner:
         tokens: int64 ``[samples, length]``.
         importance: of each token for each Linear, float32 ``[samples · length]`` by full name;
             ``None``: all tokens count the same.
+        states: where hidden states are kept; in memory by default.
+        table: the embedding, if it is quantized already.
 
     Attributes:
         next: index of the layer that the hidden states are the input of.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
-                 importance: Mapping[str, torch.Tensor] | None = None) -> None:
+                 importance: Mapping[str, torch.Tensor] | None = None, states: Spill | None = None,
+                 table: QuantizedTensor | None = None) -> None:
         self._config, self._weights, self._importance = config, weights, importance
         self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
         self._layer: DecoderLayer | None = None
         self.next = 0
         samples, length = tokens.shape
         self._batch = max(1, BATCH_TOKENS // length)
-        table = weights.tensor(EMBEDDING)
-        self._states = [embedded(config, part.to(table.device), table) for part in tokens.split(self._batch)]
-        self._positions = torch.arange(length, device=table.device).expand(min(self._batch, samples), length)
-        for i, states in enumerate(self._states):
-            require_finite_states(states, i * self._batch, "the embedding")
+        self._states, self._batches = states or Spill(None), -(-samples // self._batch)
+        positions = torch.arange(length, device=weights.device)
+        self._positions = positions.expand(min(self._batch, samples), length)
+        for i, x in enumerate(embeddings(config, weights, tokens, self._batch, table)):
+            self._states.put(str(i), x)
 
     @torch.no_grad()
-    def measure(self, index: int, wanted: Collection[str] | None = None) -> dict[str, LayerStats]:
+    def measure(self, index: int,
+                wanted: Mapping[str, Collection[str]] | None = None) -> dict[str, LayerStats]:
         """Statistics of the inputs of layer ``index``, by the full name of the Linear that they enter.
 
         Linears that share an input share its statistics too, unless tokens have an importance. An expert's
@@ -67,7 +71,8 @@ class LayerRunner:
 
         Args:
             index: must be :attr:`next`.
-            wanted: full names of the layers that need statistics; all by default.
+            wanted: full names of the layers that need statistics, and which; all of all by default. Who needs
+                no ``"hessian"`` isn't given one, unless it shares its input with one who does.
 
         Raises:
             NonFiniteError: a value isn't finite; sample, layer and tensor are named.
@@ -77,52 +82,90 @@ class LayerRunner:
         linears = layer.linears()
         names = [name for name in linears if wanted is None or name in wanted]
         key = {name: name if self._importance else self._shares[name] for name in names}
+        formed = {key[name] for name in names if wanted is None or "hessian" in wanted[name]}
         observers: dict[str, HessianObserver] = {}
         for name in names:
             if key[name] not in observers:
                 observers[key[name]] = linears[name].observer = HessianObserver(
-                    name, self._importance[name] if self._importance else None,
-                    linears[name].shape[1] if EXPERT in name else None)
+                    name, self._importance.get(name) if self._importance else None,
+                    linears[name].shape[1] if EXPERT in name else None, key[name] in formed)
         try:
             first = 0
-            for i, states in enumerate(self._states if observers else ()):
+            for i in range(self._batches if observers else 0):
+                x = self._states.get(str(i)).to(self._positions.device)
                 for observer in observers.values():
                     observer.first = first
                 try:
-                    self._forward(layer, states)
+                    self._forward(layer, x)
                 except NonFiniteError as error:
-                    raise self._traced(layer, i, error) from None
-                first += states.shape[0] * states.shape[1]
+                    raise self._traced(layer, i, x, error) from None
+                first += x.shape[0] * x.shape[1]
         finally:
             for linear in linears.values():
                 linear.observer = None
         found = {one: observer.result() for one, observer in observers.items()}
         return {name: found[key[name]] for name in names}
 
+    def forget(self, names: Collection[str]) -> None:
+        """Let go of weights of the layer that was measured, which :meth:`advance` will be given anew."""
+        if self._layer is not None:
+            for name, linear in self._layer.linears().items():
+                if name in names:
+                    linear.weight = torch.empty(0, 0)
+
     @torch.no_grad()
-    def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor]) -> None:
+    def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor],
+                changed: Mapping[str, torch.Tensor] | None = None) -> None:
         """Push the hidden states through layer ``index`` with some weights replaced, and drop it.
 
         Args:
             index: must be :attr:`next`.
             replaced: new weights ``[out, in]`` by the full name of their layer.
+            changed: other new tensors of the layer (norms, biases, a router's, a kept weight), by full name.
 
         Raises:
             NonFiniteError: a value isn't finite; sample, layer and tensor are named.
         """
-        layer = self._current(index)
+        layer = self._current(index) if not changed else DecoderLayer(
+            self._config, index, self._weights.with_changed(changed))
         linears = layer.linears()
         for name, weight in replaced.items():
             linears[name].weight = self._plain(weight)
         self._layer = None
-        for i, states in enumerate(self._states):
-            left = self._forward(layer, states)
+        for i in range(self._batches):
+            x = self._states.take(str(i)).to(self._positions.device)
+            left = self._forward(layer, x)
             try:
                 require_finite_states(left, i * self._batch, f"model.layers.{index}", index)
             except NonFiniteError as error:
-                raise self._traced(layer, i, error) from None
-            self._states[i] = left
+                raise self._traced(layer, i, x, error) from None
+            self._states.put(str(i), left)
         self.next += 1
+
+    @torch.no_grad()
+    def measure_head(self, name: str) -> LayerStats:
+        """Statistics of what the head multiplies: what the last layer leaves, normalized. All layers must
+        have been advanced through.
+
+        Args:
+            name: of the head, ``model.embed_tokens`` where it is that.
+
+        Raises:
+            NonFiniteError: a value isn't finite; sample and tensor are named.
+            CalibrationError: its Hessian overflows.
+        """
+        if self.next != self._config.num_layers:
+            raise ValueError(f"the head was asked for, the hidden states are at {self.next}")
+        norm = RMSNorm("model.norm", self._config.hidden_size, self._config, self._weights)
+        observer = HessianObserver(name, self._importance.get(name) if self._importance else None)
+        samples = (one for i in range(self._batches) for one in self._states.get(str(i)))
+        for sample, x in enumerate(samples):
+            observer.first = sample * x.shape[0]
+            try:
+                observer(norm(x.to(self._positions.device)))
+            except NonFiniteError as error:
+                raise NonFiniteError(error.tensor, sample=sample, why=error.why) from None
+        return observer.result()
 
     def _current(self, index: int) -> DecoderLayer:
         if index != self.next:
@@ -144,8 +187,25 @@ class LayerRunner:
             weight = unrotate(weight) if rotated else weight
         return weight.to(device=self._weights.device, dtype=self._weights.dtype)
 
-    def _traced(self, layer: DecoderLayer, batch: int, error: NonFiniteError) -> NonFiniteError:
+    def _traced(self, layer: DecoderLayer, batch: int, entered: torch.Tensor,
+                error: NonFiniteError) -> NonFiniteError:
         """The same with sample and tensor."""
-        found = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), self._states[batch],
+        found = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), entered,
                                 batch * self._batch, self.next)
         return found or error
+
+
+def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batch: int,
+               table: QuantizedTensor | None = None) -> Iterator[torch.Tensor]:
+    """What enters the first layer, ``[batch, length, hidden]`` at a time; of the table only the rows of these
+    tokens are in memory, unless it is given, quantized. Raises NonFiniteError for one that isn't finite."""
+    found: torch.Tensor | QuantizedTensor
+    if table is None:
+        used, places = tokens.unique(return_inverse=True)
+        found = weights.rows(f"{EMBEDDING}.weight", used)
+    else:
+        found, places = table, tokens
+    for i, part in enumerate(places.split(batch)):
+        x = embedded(config, part.to(weights.device), found, weights.dtype)
+        require_finite_states(x, i * batch, "the embedding")
+        yield x

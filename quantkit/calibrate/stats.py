@@ -7,12 +7,15 @@ import torch
 from quantkit.calibrate.finite import NEXT, require_finite_input
 from quantkit.errors import CalibrationError
 from quantkit.methods.base import LayerStats
+from quantkit.methods.hessian import symmetric_
+from quantkit.ops.finite import all_finite
 
 _BLOCK = 384  # columns a multiply: the sum is symmetric, so only blocks on and below the diagonal are made
 
 
 class HessianObserver:
-    """Sums ``x xᵀ`` over every token that enters a layer. Assign it to ``Linear.observer``.
+    """Sums ``x xᵀ`` over every token that enters a layer, and keeps the largest ``|x|``. Assign it to
+    ``Linear.observer``.
 
     One observer stands for all layers that share an input, unless tokens have an importance, which is
     each layer's own. Sums are float32: with 10⁵ tokens the
@@ -22,15 +25,19 @@ class HessianObserver:
         name: the layer watched, for messages.
         importance: float32 ``[tokens]``, a weight on each of all tokens, 1 on average.
         size: *in*, where it may be that no token comes, as with experts: the result is zeros then.
+        form: whether the sum of ``x xᵀ`` is wanted.
 
     Attributes:
         tokens: how many entered the layer so far.
         first: number of the first token of the forward pass that is under way.
     """
 
-    def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None) -> None:
+    def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None,
+                 form: bool = True) -> None:
         self.name, self.importance, self.tokens, self.first, self._size = name, importance, 0, 0, size
+        self._form = form
         self._sum: torch.Tensor | None = None
+        self._largest: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         """Take ``x [..., in]``, any floating dtype. Raises NonFiniteError if a value isn't finite.
@@ -41,6 +48,13 @@ class HessianObserver:
         """
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
         require_finite_input(rows, self.name)
+        if not rows.shape[0]:
+            return
+        self.tokens += rows.shape[0]
+        largest = rows.abs().amax(dim=0)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        if not self._form:
+            return
         if self._sum is None:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
         weighted = rows
@@ -52,26 +66,28 @@ class HessianObserver:
         for start in range(0, rows.shape[1], _BLOCK):
             stop = start + _BLOCK
             self._sum[start:stop, :stop].addmm_(weighted[:, start:stop].T, rows[:, :stop])
-        self.tokens += rows.shape[0]
 
     def result(self) -> LayerStats:
-        """The mean over the tokens seen.
+        """The mean over the tokens seen; once.
 
         Raises:
             CalibrationError: nothing was seen, or a sum overflowed float32.
         """
-        if self._sum is None and self._size is not None:
-            return LayerStats(0, torch.zeros(self._size, self._size))
-        if self._sum is None:
+        if self._largest is None and self._size is not None:
+            form = torch.zeros(self._size, self._size) if self._form else None
+            return LayerStats(0, form, torch.zeros(self._size))
+        if self._largest is None:
             raise CalibrationError(f"no calibration token reached {self.name}",
                                    next="give more or longer calibration samples")
-        hessian = self._sum.tril() + self._sum.tril(-1).T
+        if self._sum is None:
+            return LayerStats(self.tokens, None, self._largest)
+        hessian, self._sum = symmetric_(self._sum), None  # in place: a copy may be as large as all the rest
         hessian /= self.tokens
-        if not bool(torch.isfinite(hessian).all()):
+        if not all_finite(hessian):
             raise CalibrationError(f"the Hessian of {self.name} overflows float32",
                                    why="its inputs are large throughout; the model itself may be damaged",
                                    next=NEXT)
         notes: tuple[str, ...] = ()
         if self.importance is not None and bool((self.importance == 1).all()):
             notes = ("all calibration tokens count the same: no answer of the model depends on it",)
-        return LayerStats(self.tokens, hessian, notes)
+        return LayerStats(self.tokens, hessian, self._largest, notes)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.manifest import Manifest
+from quantkit.models.architecture import EMBEDDING
 
 _TRANSFORMERS = """### transformers
 
@@ -76,6 +77,8 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
         if facts.coverage is not None:
             lines += [f"  - {line}" for line in facts.coverage.lines()]
             lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.length)]
+    if (table := next((row for row in manifest.layers if row.name == EMBEDDING), None)) and table.spec:
+        lines.append(f"- the embedding: {table.method}, {table.spec.label()}, {table.format}")
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
@@ -86,11 +89,12 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
 
 
 def _table(manifest: Manifest) -> list[str]:
+    rows = [row for row in manifest.layers if row.name != EMBEDDING]
     kinds = [(row.method or "kept", row.spec.label() if row.spec else row.dtype, row.format or "–")
-             for row in manifest.layers]
+             for row in rows]
     lines = []
     for kind, count in Counter(kinds).items():
-        errors = [row.error for row, k in zip(manifest.layers, kinds, strict=True)
+        errors = [row.error for row, k in zip(rows, kinds, strict=True)
                   if k == kind and row.error is not None]
         mean = f"{sum(errors) / len(errors):.4f}" if errors else "–"
         lines.append(f"| {count} | {' | '.join(kind)} | {mean} |")

@@ -23,6 +23,7 @@ def value_faults(checkpoint: Checkpoint) -> Iterator[str]:
             fault = packed_fault(packed) if packed is not None else None
         except QuantkitError as error:
             fault = " ".join(filter(None, (error.what, error.why)))
+        checkpoint.release()
         if fault is not None:
             yield f"{row.name}: {fault}"
 

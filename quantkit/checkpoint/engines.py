@@ -15,11 +15,13 @@ from quantkit.checkpoint.manifest import LayerRow
 from quantkit.checkpoint.open import AnyCheckpoint
 from quantkit.checkpoint.verify import Check
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.models.architecture import linear_slots, parse_config
+from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
 
 DEVICES = ("cuda", "cpu")
 MARLIN_GROUPS = (-1, 32, 64, 128)
 TRITON_GROUPS = (*MARLIN_GROUPS, 256)
+BYTES = ("int-quantized", "float-quantized")
+"""Layouts of a byte a weight, which have kernels of their own."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Subject:
         quantization: ``quantization_config``.
         rows: every Linear.
         packed: those that are quantized.
+        embedding: if it is quantized.
+        tied: whether it is the head too.
         shares: name → layers of equal value see the same input.
         device: ``cuda`` or ``cpu``.
         dtype: of the model.
@@ -40,6 +44,8 @@ class Subject:
     quantization: Mapping[str, Any]
     rows: tuple[LayerRow, ...]
     packed: tuple[LayerRow, ...]
+    embedding: LayerRow | None
+    tied: bool
     shares: Mapping[str, str]
     device: str
     dtype: str
@@ -83,10 +89,13 @@ def check_engine(engine: str, checkpoint: AnyCheckpoint, device: str = "cuda") -
             raise UsageError(f"no {what} is called {name!r}", why=did_you_mean(name, known))
     config = checkpoint.config()
     quantization = config.get("quantization_config") or {}
-    slots = linear_slots(parse_config(config))
-    subject = Subject(quantization.get("quant_method"), quantization, tuple(checkpoint.layers),
-                      tuple(row for row in checkpoint.layers if row.spec), {s.name: s.shares for s in slots},
-                      device, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+    shape = parse_config(config)
+    rows = tuple(row for row in checkpoint.layers if row.name != EMBEDDING)
+    subject = Subject(quantization.get("quant_method"), quantization, rows,
+                      tuple(row for row in rows if row.spec),
+                      next((row for row in checkpoint.layers if row.name == EMBEDDING and row.spec), None),
+                      shape.tie_word_embeddings, {s.name: s.shares for s in linear_slots(shape)}, device,
+                      str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
     if subject.method is None:
         return (Check("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]
@@ -141,23 +150,25 @@ def same_scheme(subject: Subject) -> Iterator[Check]:
 def grouped_or_channel(subject: Subject) -> Iterator[Check]:
     """One scale a tensor has no kernel."""
     yield from _told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
-                                  for row in subject.packed
-                                  if row.spec and row.spec.granularity.strategy == "tensor"],
+                                  for row in subject.packed if row.format not in BYTES
+                                  and row.spec and row.spec.granularity.strategy == "tensor"],
                      "channel or group")
 
 
 def vllm_kernel(subject: Subject) -> Iterator[Check]:
-    """Which of vLLM's weight-only kernels takes each weight on this device."""
+    """Which of vLLM's kernels takes each weight on this device."""
     refuses = _vllm_cpu if subject.device == "cpu" else _vllm_cuda
     faults = [(name, reason) for name, (row, out) in subject.weights().items()
               if (reason := refuses(row, out)) is not None]
     yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
-    if subject.device == "cpu" and not faults:
+    if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
         yield Check("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
+    if row.format in BYTES:
+        return None
     bits, symmetric, size = row.spec.bits, row.spec.symmetric, _size(row)
     if (bits, symmetric) not in ((4, True), (4, False), (8, True)):
         return (f"{row.spec.label()}: its kernels multiply 4 bits, and 8 bits symmetric (others only with "
@@ -170,6 +181,8 @@ def _vllm_cuda(row: LayerRow, out: int) -> str | None:
 
 def _vllm_cpu(row: LayerRow, out: int) -> str | None:
     assert row.spec is not None
+    if row.format in BYTES:
+        return None if row.spec.activations else "fp8 weights without fp8 activations have no kernel on CPUs"
     if row.spec.bits != 4:
         return f"{row.spec.bits} bits: its CPU kernel multiplies 4-bit weights only"
     if (size := _size(row)) != -1 and size % 2:
@@ -224,6 +237,39 @@ def zero_points(subject: Subject) -> Iterator[Check]:
     yield from _told("zero points", faults, "none")
 
 
+def dequantized_embedding(subject: Subject) -> Iterator[Check]:
+    """transformers initializes every embedding before it reads one, and stumbles over one without weight."""
+    if (row := subject.embedding) is None:
+        return
+    one = all((other.spec, other.format) == (row.spec, row.format) for other in subject.packed)
+    yield Check("embedding", "failed", f"{row.name} is quantized, which " + (
+        "loads only with quantization_config=CompressedTensorsConfig(dequantize=True)" if one else
+        "loads only dequantized, and that only where all layers are of one scheme"))
+
+
+def vllm_embedding(subject: Subject) -> Iterator[Check]:
+    """Rows of packed integers are looked up by a Triton kernel, which the head can't share."""
+    if (row := subject.embedding) is None:
+        return
+    assert row.spec is not None
+    fault = None
+    if subject.tied:
+        fault = "is the head too, and only a plain one can be tied; give lm_head a rule of its own"
+    elif row.format != "pack-quantized" or not row.spec.symmetric or row.spec.bits not in (2, 4, 8) or (
+            row.spec.granularity.strategy == "tensor"):
+        fault = (f"is {_label(row)}: symmetric integers of 2, 4 or 8 bits are taken, in groups or with a "
+                 "scale a row")
+    elif subject.device == "cpu":
+        fault = "is quantized: the kernel that looks its rows up is for GPUs"
+    yield from _told("embedding", [] if fault is None else [(row.name, fault)], "rows are decoded as needed")
+
+
+def plain_embedding(subject: Subject) -> Iterator[Check]:
+    """SGLang quantizes Linears."""
+    if subject.embedding is not None:
+        yield Check("embedding", "failed", f"{subject.embedding.name} is quantized: it takes plain ones only")
+
+
 def needs(packages: str) -> Rule:
     """What must be installed beside the engine."""
     def rule(subject: Subject) -> Iterator[Check]:
@@ -242,6 +288,8 @@ def sglang_wna16(subject: Subject) -> Iterator[Check]:
     faults = []
     for name, (row, out) in subject.weights().items():
         assert row.spec is not None
+        if row.format in BYTES:
+            continue
         if (row.spec.bits, row.spec.symmetric) not in ((4, True), (4, False), (8, True)):
             faults.append((name, f"{row.spec.label()}: 4 bits, or 8 bits symmetric, are taken"))
         elif _size(row) not in MARLIN_GROUPS:
@@ -270,17 +318,18 @@ def sglang_gptq(subject: Subject) -> Iterator[Check]:
 
 ENGINES: dict[str, dict[str, tuple[Rule, ...]]] = {
     "vllm": {
-        "compressed-tensors": (layouts("pack-quantized"), grouped_or_channel, same_scheme, vllm_kernel),
+        "compressed-tensors": (layouts("pack-quantized", *BYTES), grouped_or_channel, same_scheme,
+                               vllm_kernel, vllm_embedding),
         "gptq": (no_order, gptq_types, same_scheme, vllm_kernel, half_scales),
         "awq": (same_scheme, vllm_kernel, half_scales)},
     "sglang": {
-        "compressed-tensors": (layouts("pack-quantized"), sglang_gpu, grouped_or_channel, same_scheme,
-                               sglang_wna16),
+        "compressed-tensors": (layouts("pack-quantized", *BYTES), sglang_gpu, grouped_or_channel,
+                               same_scheme, sglang_wna16, plain_embedding),
         "gptq": (sglang_gpu, sglang_gptq, same_scheme, half_scales),
         "awq": (same_scheme, sglang_wna16, half_scales),
         "bitsandbytes": (sglang_gpu, needs("bitsandbytes"))},
     "transformers": {
-        "compressed-tensors": (layouts("pack-quantized"), zero_points,
+        "compressed-tensors": (layouts("pack-quantized", *BYTES), zero_points, dequantized_embedding,
                                needs("compressed-tensors accelerate")),
         "gptq": (gptq_kept, needs("optimum gptqmodel")),
         "awq": (needs("gptqmodel accelerate"),),

@@ -10,16 +10,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
 from quantkit.calibrate.coverage import Coverage, SourceFile
 from quantkit.errors import CheckpointError
 from quantkit.kvspec import parse_kv
-from quantkit.plan import PlanRow
+from quantkit.models.architecture import EMBEDDING
+from quantkit.rows import PlanRow
 from quantkit.sources.base import SourceIdentity
-from quantkit.spec import Frozen, KVSpec, QuantSpec
+from quantkit.spec import CalibrationSpec, Frozen, KVSpec, QuantSpec
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.data import CalibrationData
 
 MANIFEST = "quantkit.json"
 SCHEMA_VERSION = 1
@@ -93,6 +97,15 @@ class CalibrationFacts(Frozen):
     files: tuple[SourceFile, ...] = Field(default=(), strict=False)
     coverage: Coverage | None = None
 
+    @classmethod
+    def of(cls, spec: CalibrationSpec | None, data: CalibrationData | None) -> CalibrationFacts | None:
+        """What a run calibrates on; ``None`` if it doesn't, or has yet to write it."""
+        if data is None or spec is None:
+            return None
+        return cls(text=", ".join(spec.without_folders().texts), samples=spec.samples, length=spec.length,
+                   seed=spec.seed, importance=spec.importance, tokens=data.tokens.numel(), sha256=data.sha256,
+                   packing=data.packing, files=data.files, coverage=data.coverage)
+
 
 class LayerRow(Frozen):
     """What became of one Linear; a kept layer has no method, format, spec or error.
@@ -135,7 +148,8 @@ class LayerRow(Frozen):
 
 
 def bits_per_weight(rows: Sequence[LayerRow]) -> float:
-    """Stored bits of these Linears over their parameters."""
+    """Stored bits of these Linears over their parameters; the embedding isn't counted, quantized or not."""
+    rows = [row for row in rows if row.name != EMBEDDING]
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     return 8 * sum(row.bytes for row in rows) / weights if weights else 0.0
 

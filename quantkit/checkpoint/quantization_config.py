@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quantkit import __version__
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.spec import QuantSpec
 
 _TYPES = {"int": "int", "fp": "float"}
@@ -40,7 +41,8 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
     """The value for ``config.json``; ``None`` if no layer is quantized.
 
     Args:
-        rows: every Linear of the model, kept ones too. ``lm_head`` may be missing (tied embeddings).
+        rows: every Linear of the model, kept ones too, and the embedding if it is quantized. ``lm_head`` may
+            be missing (tied embeddings).
         version: of the quantkit that wrote them; GPTQ's standard has a place for it.
     """
     packed = [row for row in rows if row.spec is not None]
@@ -50,10 +52,13 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
     kept = [row.name for row in rows if row.spec is None]
     # the router beside experts is never quantized; other engines have a Linear there too
     kept += dict.fromkeys(f"{match[1]}.gate" for row in rows if (match := _EXPERT.match(row.name)))
-    if all(row.name != "lm_head" for row in rows):
-        kept.append("lm_head")  # with tied embeddings other engines still have a Linear of that name
+    tied = all(row.name != HEAD for row in rows)
+    if tied:
+        kept.append(HEAD)  # with tied embeddings other engines still have a Linear of that name
     if any(row.spec.rotation for row in packed if row.spec):
         return dict(OWN)  # another engine would not rotate the inputs
+    if any(row.name == EMBEDDING for row in packed) and not _says_embeddings(packed, tied):
+        return dict(OWN)
     if formats <= COMPRESSED and all(_model_scales(row) for row in packed):
         return _compressed_tensors(packed, kept)
     if formats == {"bnb-nf4"} and len({_bnb_key(row) for row in packed}) == 1:
@@ -66,6 +71,13 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
         if formats == {"awq"}:
             return _awq(packed[0], kept)
     return dict(OWN)
+
+
+def _says_embeddings(packed: Sequence[Row], tied: bool) -> bool:
+    """Of the standards only compressed-tensors knows quantized embeddings. One that is the head too is read
+    only by who dequantizes all of the file by one scheme."""
+    schemes = {(row.spec, row.format, row.dtype) for row in packed}
+    return {row.format for row in packed} <= COMPRESSED and not (tied and len(schemes) > 1)
 
 
 def _model_scales(row: Row) -> bool:
@@ -98,7 +110,15 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
         scheme = {"format": _format(row), "weights": _weights(row.spec),
                   "input_activations": _inputs(row.spec), "output_activations": None}
         groups.setdefault(str(scheme), (scheme, []))[1].append(row.name)
-    single, layouts = len(groups) == 1, {scheme["format"] for scheme, _ in groups.values()}
+    single = sum(names != [EMBEDDING] for _, names in groups.values()) == 1
+
+    def targets(names: list[str]) -> list[str]:
+        """By class or name: vLLM's head is no Linear, and its embedding has no name."""
+        linears = [name for name in names if name != EMBEDDING]
+        named = [f"re:^{re.escape(name)}$" for name in linears if not single or name == HEAD]
+        return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)
+
+    layouts = {scheme["format"] for scheme, _ in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
@@ -106,7 +126,7 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
         "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "ignore": kept,
         "config_groups": {
             f"group_{index}": {
-                "targets": ["Linear"] if single else [f"re:^{re.escape(name)}$" for name in names], **scheme}
+                "targets": targets(names), **scheme}
             for index, (scheme, names) in enumerate(groups.values())}}
 
 

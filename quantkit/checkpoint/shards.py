@@ -10,7 +10,8 @@ that map the file need.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import CheckpointError
+from quantkit.sources.base import TensorInfo
 
 SHARD_BYTES = 5 * 10**9
 CHUNK = 2**22
@@ -40,7 +42,31 @@ class Stored:
     offset: int
 
 
-def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+@dataclass(frozen=True)
+class Unread:
+    """A tensor that is read when it is written, so that it is alone in memory."""
+
+    info: TensorInfo
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    def tensor(self) -> torch.Tensor:
+        """Read it. Raises CheckpointError if it isn't what was announced."""
+        found = self.read()
+        if (found.dtype, tuple(found.shape)) != (self.dtype, self.shape):
+            raise CheckpointError(f"tensor {self.info.name} is {found.dtype} {list(found.shape)}",
+                                  why=f"its source announced {self.dtype} {list(self.shape)}")
+        return found
+
+
+def tensor_chunks(tensors: Mapping[str, torch.Tensor | Unread]) -> Iterator[bytes | memoryview]:
     """One safetensors file holding ``tensors``, in pieces. Raises CheckpointError for a dtype it lacks."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
@@ -48,12 +74,19 @@ def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memor
                                   why=f"safetensors files hold {', '.join(map(str, _CODES))}")
     names = sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n))
     yield _header([(n, _CODES[tensors[n].dtype], tuple(tensors[n].shape),
-                    tensors[n].numel() * tensors[n].dtype.itemsize) for n in names])
+                    math.prod(tensors[n].shape) * tensors[n].dtype.itemsize) for n in names])
     for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        data = flat.numpy().data
-        for start in range(0, len(data), CHUNK):
-            yield data[start:start + CHUNK]
+        tensor = tensors[name]
+        if isinstance(tensor, Unread):  # a view would keep it in memory while the next one is read
+            yield from map(bytes, _pieces(tensor.tensor()))
+        else:
+            yield from _pieces(tensor)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), CHUNK):
+        yield data[start:start + CHUNK]
 
 
 def stored_tensors(file: Path) -> list[Stored]:

@@ -22,6 +22,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from safetensors.torch import load_file
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.assemble import assemble
+from quantkit.checkpoint.differences import pinned, told
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, LayerRow, Manifest
 from quantkit.checkpoint.reader import PARTIAL, STATE
-from quantkit.checkpoint.shards import SHARD_BYTES, stored_tensors, tensor_chunks
+from quantkit.checkpoint.shards import SHARD_BYTES, Unread, stored_tensors, tensor_chunks
 from quantkit.errors import CheckpointError
 
 LAYOUT_VERSION = 1
@@ -122,12 +124,13 @@ class CheckpointWriter:
             rows: list[dict[str, Any]] = json.loads(record.read_bytes())["rows"]
             return load_file(part), rows
 
-    def put(self, unit: str, tensors: Mapping[str, torch.Tensor], rows: Sequence[Mapping[str, Any]]) -> None:
+    def put(self, unit: str, tensors: Mapping[str, torch.Tensor | Unread],
+            rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a unit; durable when it returns.
 
         Args:
             unit: its name: letters, digits, dots and dashes; units are assembled in natural order.
-            tensors: by full name; no two units hold the same one.
+            tensors: by full name; no two units hold the same one. Those unread are read one at a time.
             rows: ``LayerRow.to_dict()`` of its Linears, kept ones too.
 
         Raises:
@@ -143,6 +146,15 @@ class CheckpointWriter:
             facts = {"sha256": digest, "bytes": size, "rows": plain}
             write_file(record, [json.dumps(facts, sort_keys=True, allow_nan=False).encode()])
         self._units.add(unit)
+
+    def drop(self, unit: str) -> None:
+        """Remove a unit that nothing will ask for again. Raises CheckpointError if it can't be."""
+        part, record = self._paths(unit)
+        self._units.discard(unit)
+        with disk_errors(f"unit {unit!r} can't be removed from {self.partial}", "nothing is lost"):
+            for path in (record, part):
+                durable.step(f"remove {path.name}")
+                path.unlink(missing_ok=True)
 
     # -- the end
 
@@ -194,9 +206,7 @@ class CheckpointWriter:
         durable.step("forget the run")
         (self.partial / STATE).unlink(missing_ok=True)  # from here on the rest is litter
         self._remove_litter()
-        durable.step("remove the folder")
-        (self.partial / _LOCK).unlink()
-        self.partial.rmdir()
+        self._remove_folder()
 
     def abandon(self) -> None:
         """Remove the unfinished run: it can't be completed."""
@@ -225,9 +235,10 @@ class CheckpointWriter:
         return self.partial / f"part-{unit}.safetensors", self.partial / f"part-{unit}.json"
 
     def _check_space(self, needed: int) -> None:
+        if os.path.lexists(self.out):
+            return  # all that is left to do is to tidy up
         folder = self.partial
-        there = [*folder.glob("part-*"), *self.states.glob("*")]
-        have = sum(file.stat().st_size for file in there)
+        have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         free, missing = shutil.disk_usage(folder).free, needed - have
@@ -244,6 +255,7 @@ class CheckpointWriter:
                 self._remove_litter()
             self._refuse_strangers()
             if os.path.lexists(self.out):
+                self._remove_folder()
                 raise _exists(self.out)
             write_file(state, [json.dumps(self._state, sort_keys=True, indent=1).encode()])
             return
@@ -268,6 +280,11 @@ class CheckpointWriter:
         durable.step("remove the mark")
         (self.partial / _FINISHED).unlink()
 
+    def _remove_folder(self) -> None:
+        durable.step("remove the folder")
+        (self.partial / _LOCK).unlink()
+        self.partial.rmdir()
+
     def _refuse_strangers(self) -> None:
         strangers = sorted(p.name for p in self.partial.iterdir()
                            if p.name not in (_LOCK, STATE + durable.TEMPORARY))
@@ -283,11 +300,16 @@ class CheckpointWriter:
             found = None
         if found == self._state:
             return
-        changed = differences(found, self._state)
+        drop = f"choose another --out, or drop that run: rm -r {shlex.quote(str(self.partial))}"
+        if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
+            raise CheckpointError(f"{self.partial} belongs to another run", next=drop,
+                                  why=f"nobody can read in its {STATE} which")
+        old, new = ({"layout": one.get("layout"), **one["identity"]} for one in (found, self._state))
+        versions = pinned(old, new)
         raise CheckpointError(
             f"{self.partial} belongs to another run",
-            why="it was started with (then → now):\n" + "\n".join(changed[:8]),
-            next=f"choose another --out, or drop that run: rm -r {shlex.quote(str(self.partial))}")
+            why="it was begun with (then → now):\n" + "\n".join(f"  {line}" for line in told(old, new)),
+            next=f"to end it, pip install {' '.join(versions)}; or {drop}" if versions else drop)
 
 
 def refuse_existing(out: str | Path) -> None:
@@ -296,7 +318,12 @@ def refuse_existing(out: str | Path) -> None:
     Cheap, so that a caller can ask before any work.
     """
     path = Path(out).expanduser().resolve()
-    if os.path.lexists(path) and not (path.with_name(path.name + PARTIAL) / _FINISHED).is_file():
+    if not os.path.lexists(path):
+        return
+    left: set[str] = set()
+    with suppress(OSError):
+        left = {one.name for one in path.with_name(path.name + PARTIAL).iterdir()}
+    if _FINISHED not in left and left != {_LOCK}:
         raise _exists(path)
 
 
@@ -309,16 +336,3 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key by which numbers inside names count as numbers."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part)
             for part in re.split(r"(\d+)", name) if part]
-
-
-def differences(then: Any, now: Any, where: str = "") -> list[str]:
-    """The leaves in which two pieces of JSON data differ, as ``key: then → now``."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        return [line for key in sorted(then.keys() | now.keys())
-                for line in differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))]
-    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        return [line for i, pair in enumerate(zip(then, now, strict=True))
-                for line in differences(*pair, f"{where}.{i}")]
-    if then == now:
-        return []
-    return [f"  {where or 'state'}: {json.dumps(then)[:120]} → {json.dumps(now)[:120]}"]

@@ -173,10 +173,14 @@ def _print_head(facts: dict[str, Any]) -> None:
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))
-    kinds = Counter((row["method"], row["label"], row["format"]) for row in facts["layers"])
-    for (method, label, form), count in kinds.items():
+    from quantkit.models.architecture import EMBEDDING
+
+    kinds = Counter((row["name"] == EMBEDDING, row["method"], row["label"], row["format"])
+                    for row in facts["layers"])
+    for (embedding, method, label, form), count in kinds.items():
         if method:
-            click.echo(wrapped("quantized", f"{count} layers by {method}, {label}, {form}"))
+            what = "the embedding" if embedding else f"{count} layers"
+            click.echo(wrapped("quantized", f"{what} by {method}, {label}, {form}"))
     if facts["kv"] != "none":
         click.echo(wrapped("KV cache", facts["kv"]))
     if facts["source"]:

@@ -17,16 +17,25 @@ from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantkit.budget.choose import Choice
     from quantkit.checkpoint.manifest import CalibrationFacts
-    from quantkit.plan import Plan, PlanRow
+    from quantkit.plan import Plan
     from quantkit.recipe import Recipe
+    from quantkit.rows import PlanRow
     from quantkit.spec import CalibrationSpec
+
+MIXED = "mixed"
+"""Whose candidates a budget chooses from, if nothing else is said."""
 
 
 @click.command("quantize")
 @click.argument("source")
-@click.option("--recipe", "-r", "recipe_name", required=True, metavar="NAME|FILE",
-              help="A recipe's name (`quantkit recipes list`) or a YAML file.")
+@click.option("--recipe", "-r", "recipe_name", metavar="NAME|FILE",
+              help="A recipe's name (`quantkit recipes list`) or a YAML file. With --budget: the one whose "
+                   "candidates it chooses from (mixed).")
+@click.option("--budget", metavar="SIZE",
+              help="Measure what each layer costs at each width, and choose the best that fits: 4.25bpw "
+                   "(stored bits a weight of all Linears) or 5GB (all tensors).")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder to make; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
@@ -43,37 +52,60 @@ if TYPE_CHECKING:
 @click.option("--avoid", multiple=True, metavar="FILE",
               help="A text that will be evaluated on: what shares passages with it isn't calibrated on.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Chooses the windows.")
+@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where layers are solved: in this process, or spread over a Ray cluster (the one that "
+                   "RAY_ADDRESS names, else this machine's cores).")
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
-def command(source: str, recipe_name: str, out: Path | None, dry_run: bool, revision: str | None,
-            calibration: tuple[str, ...], samples: int | None, length: int | None, packing: str | None,
-            avoid: tuple[str, ...], seed: int | None, strict: bool, quiet: bool, as_json: bool) -> None:
-    """Quantize a model by a recipe into a checkpoint.
+def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
+            revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
+            packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            strict: bool, quiet: bool, as_json: bool) -> None:
+    """Quantize a model by a recipe, or to a size, into a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
     layers are kept: a run that was stopped goes on where it was when the same command is run again.
     """
+    from quantkit.checkpoint.writer import refuse_existing
     from quantkit.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name)
+    if recipe_name is None and budget is None:
+        raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
+                         next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
+                              "`quantkit recipes list`")
+    asked = " ".join([*(["--recipe", quote(recipe_name)] if recipe_name else ()),
+                      *(["--budget", quote(budget)] if budget else ())])
+    if out is None and not dry_run:
+        raise UsageError("--out is missing", why="the checkpoint needs a folder",
+                         next=f"quantkit quantize {quote(source)} {asked} --out OUT, or --dry-run instead")
+    recipe = load_recipe(recipe_name or MIXED)
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
                "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
     spec = _calibration(recipe, {key: value for key, value in changes.items() if value is not None})
+    if spec is not None:
+        recipe = recipe.model_copy(update={"calibration": spec})
+    choice = None
+    if budget is not None:
+        if out is not None:
+            refuse_existing(out)
+        choice = _choose(source, recipe, budget, revision, quiet)
+        recipe = choice.recipe
     if dry_run:
-        plan, facts = _plan(source, recipe, revision, spec, quiet)
+        plan, facts = _plan(source, recipe, revision, quiet)
         _warn_of_no_effect(plan, spec)
         if as_json:
             known = facts.model_dump(mode="json") if facts else None
-            print_json({"source": source, **plan.to_dict(), "calibration": known})
+            print_json({"source": source, **plan.to_dict(), "calibration": known}
+                       | ({"budget": choice.to_dict()} if choice else {}))
         else:
-            _print_plan(plan, facts, source, recipe_name)
+            _print_plan(plan, facts)
+            if choice:
+                _print_choice(choice)
+            click.echo(f"{'next':<14}quantkit quantize {quote(source)} {asked} --out OUT")
         return
-    if out is None:
-        raise UsageError("--out is missing", why="the checkpoint needs a folder",
-                         next=f"quantkit quantize {quote(source)} --recipe {quote(recipe_name)} "
-                              "--out OUT, or --dry-run instead")
-    _run(source, recipe_name, out, revision, spec, strict, quiet, as_json)
+    assert out is not None
+    _run(source, recipe, out, revision, spec, executor, strict, quiet, as_json, choice)
 
 
 def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
@@ -92,32 +124,44 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
                          next="quantkit quantize --help") from None
 
 
-def _plan(source: str, recipe: Recipe, revision: str | None, calibration: CalibrationSpec | None,
-          quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
-    from quantkit.calibrate.prepare import prepare
-    from quantkit.plan import make_plan, with_own_head
-    from quantkit.quantize import calibration_facts
-    from quantkit.sources.base import open_source
+def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool) -> Choice:
+    from quantkit.budget.amount import parse_budget
+    from quantkit.budget.choose import choose
+    from quantkit.solve import Origin
 
-    if calibration is not None:
-        recipe = recipe.model_copy(update={"calibration": calibration})
-    opened = open_source(source, revision)
+    budget = parse_budget(text)
+    opened = Origin(source, revision, recipe).open()
     try:
-        plan = make_plan(recipe, with_own_head(recipe, opened))
-        with Progress("calibration data", quiet=quiet) as progress:
-            return plan, calibration_facts(plan, prepare(plan, opened, progress))
+        with _terminate_is_interrupt(), Progress(f"{source} in {text}", quiet=quiet) as progress:
+            return choose(opened, recipe, budget, progress)
     finally:
         opened.close()
 
 
-def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_name: str) -> None:
+def _plan(source: str, recipe: Recipe, revision: str | None,
+          quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
+    from quantkit.calibrate.prepare import prepare
+    from quantkit.checkpoint.manifest import CalibrationFacts
+    from quantkit.plan import make_plan
+    from quantkit.solve import Origin
+
+    opened = Origin(source, revision, recipe).open()
+    try:
+        plan = make_plan(recipe, opened)
+        with Progress("calibration data", quiet=quiet) as progress:
+            return plan, CalibrationFacts.of(plan.recipe.calibration, prepare(plan, opened, progress))
+    finally:
+        opened.close()
+
+
+def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
     rows = [[row.name.removeprefix("model.layers."), row.method or "kept", row.format or "-", _label(row),
              f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
             for row in plan.rows]
     click.echo(table(["layer", "method", "format", "spec", "bits", "before", "after"], rows, right=(4, 5, 6)))
     before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
     click.echo()
-    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
                                f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
     click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
@@ -131,7 +175,26 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None, source: str, recipe_
         click.echo(wrapped("calibration", _windows(facts)))
         for line in facts.coverage.lines() if facts.coverage else ():
             click.echo(wrapped("", line))
-    click.echo(f"{'next':<14}quantkit quantize {quote(source)} --recipe {quote(recipe_name)} --out OUT")
+
+
+def _print_choice(choice: Choice) -> None:
+    """What each kind of layer got, what that should cost, and what one width for all would."""
+    click.echo(wrapped("budget", f"{choice.budget.text}: {choice.plan.bits_per_weight:.2f} bits/weight, "
+                                 f"{human_bytes(choice.plan.disk_bytes)} of tensors"))
+    click.echo(wrapped("predicted KL", f"{choice.kl:.3g} nats a token on the calibration text"))
+    rows = []
+    for part in choice.parts():
+        name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in part.names)
+        counts = [f"{count} {label}" for label, count in part.counts.items()]
+        told = [", ".join(counts[i:i + 3]) for i in range(0, len(counts), 3)]
+        rows.append([name, f"{part.bits:.2f}", f"{part.kl:.2g}", told[0]])
+        rows += [["", "", "", more] for more in told[1:]]
+    click.echo(table(["layers", "bits", "KL", "how many of each"], rows, right=(1, 2)))
+    click.echo()
+    click.echo(table(["one for all", "bits", "KL", "size"],
+                     [[one.label, f"{one.bits:.2f}", f"{one.kl:.2g}", human_bytes(one.disk_bytes)]
+                      for one in choice.uniform], right=(1, 2, 3)))
+    click.echo()
 
 
 def _windows(facts: CalibrationFacts) -> str:
@@ -147,24 +210,26 @@ def _label(row: PlanRow) -> str:
     return row.spec.label() if row.spec else row.dtype
 
 
-def _run(source: str, recipe: str, out: Path, revision: str | None, calibration: CalibrationSpec | None,
-         strict: bool, quiet: bool, as_json: bool) -> None:
+def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibration: CalibrationSpec | None,
+         executor: str, strict: bool, quiet: bool, as_json: bool, choice: Choice | None) -> None:
     from quantkit.quantize import quantize
 
-    with _terminate_is_interrupt(), Progress(f"{source} by {recipe}", quiet=quiet) as progress:
-        result = quantize(source, recipe, out, revision=revision, calibration=calibration, strict=strict,
-                          progress=progress)
+    if choice and not as_json:
+        _print_choice(choice)
+    with _terminate_is_interrupt(), Progress(f"{source} by {recipe.name}", quiet=quiet) as progress:
+        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=progress,
+                          executor=executor)
     _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:
         show_warning(text)
     if as_json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() | ({"budget": choice.to_dict()} if choice else {}))
         return
     plan = result.plan
     before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
     again = f", {result.resumed} units were there from before" if result.resumed else ""
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s{again})"))
-    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {len(plan.rows)} Linear layers"))
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
     if result.calibration is not None:
         click.echo(wrapped("calibration", _windows(result.calibration)))

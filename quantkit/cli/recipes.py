@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from quantkit.cli.present import print_json, wrapped
+
+if TYPE_CHECKING:
+    from quantkit.recipe import Candidate
 
 
 @click.group("recipes")
@@ -50,11 +54,16 @@ def show(recipe: str, as_json: bool) -> None:
         click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} tokens of {spec.text}, "
                                           f"seed {spec.seed}"))
     for number, rule in enumerate(loaded.rules, 1):
-        if rule.method is None or rule.spec is None:
-            does = "kept as it is"
-        else:
-            options = "".join(f", {key} {value}" for key, value in rule.options.items())
-            does = f"{rule.method}, {rule.spec.label()}, format {rule.format_name}{options}"
         optional = " (need not match)" if rule.optional else ""
-        click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {does}"))
-    click.echo(f"{'next':<14}quantkit quantize SOURCE --recipe {quote(recipe)} --out OUT")
+        click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {_does(rule)}"))
+    for number, candidate in enumerate(loaded.candidates, 1):
+        click.echo(wrapped(f"candidate {number}", _does(candidate)))
+    budget = " --budget 4.25bpw" if loaded.candidates else ""
+    click.echo(f"{'next':<14}quantkit quantize SOURCE --recipe {quote(recipe)}{budget} --out OUT")
+
+
+def _does(one: Candidate) -> str:
+    if one.method is None or one.spec is None:
+        return "kept as it is"
+    options = "".join(f", {key} {value}" for key, value in one.options.items())
+    return f"{one.method}, {one.spec.label()}, format {one.format_name}{options}"

@@ -75,8 +75,10 @@ class Format(Protocol):
         quant_method: the Hugging Face ``quant_method`` that can say it (``compressed-tensors``,
             ``bitsandbytes``), or ``quantkit`` when none can.
 
-    A format may have two attributes more:
+    A format may have three attributes more:
 
+    - ``rows(packed, ids)``: int64 ``[n]`` → float32 ``[n, in]``, what :meth:`dequantize` gives for these
+      rows, decoding no others; without it an embedding can't have this format.
     - ``scales``: the dtype that it keeps scales in, ``"float16"``, whatever the model's is; methods then
       round to it, unless a recipe says ``scale_dtype``.
     - ``alone``: true if the standard that says it has place for one spec only: all quantized layers of a
@@ -100,4 +102,5 @@ class Format(Protocol):
         """The inverse of :meth:`pack`."""
 
     def dequantize(self, packed: QuantizedTensor) -> torch.Tensor:
-        """The weight ``[out, in]`` in float32: the reference that every kernel is tested against."""
+        """The weight ``[out, in]`` in float32, in memory of its own: the reference that every kernel is
+        tested against."""

@@ -2,7 +2,8 @@
 
 Element ``i`` of a row takes bits ``[i * bits, (i + 1) * bits)`` of the row's stream, low bits first;
 a row is padded with zero bits to whole words. Eight codes are exactly ``bits`` bytes, so both
-directions go through one int64 for eight codes at a time. Hosts are little-endian, as torch's are.
+directions go through one int64 for eight codes at a time, but for whole and half bytes. Hosts are
+little-endian, as torch's are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 
 _LANES = 8
+_AT_ONCE = 1 << 26
+"""Codes packed at a time: it takes three times their bytes."""
 
 
 def words(count: int, bits: int) -> int:
@@ -27,13 +30,22 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         int32 ``[rows, ceil(count * bits / 32)]``.
     """
+    rows = max(1, _AT_ONCE // max(1, codes.shape[1]))
+    return torch.cat([_pack(part, bits) for part in codes.split(rows)])
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     rows, count = codes.shape
+    width = words(count, bits)
+    if bits in (4, 8):
+        octets = _pad(codes, width * 32 // bits)
+        octets = octets[:, ::2] | octets[:, 1::2] << 4 if bits == 4 else octets.clone()
+        return octets.reshape(-1).view(torch.int32).reshape(rows, width)
     lanes = _pad(codes, -(-count // _LANES) * _LANES).reshape(rows, -1, _LANES)
     stream = torch.zeros(lanes.shape[:2], dtype=torch.int64, device=codes.device)
     for lane in range(_LANES):
         stream |= lanes[:, :, lane].to(torch.int64) << (lane * bits)
     octets = stream.unsqueeze(-1).view(torch.uint8)[:, :, :bits].reshape(rows, -1)
-    width = words(count, bits)
     # flat before the view: a single row keeps a stride that another element size can't have
     return _pad(octets, width * 4)[:, : width * 4].reshape(-1).view(torch.int32).reshape(rows, width)
 
@@ -54,7 +66,10 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if bits == 8:
         return octets[:, :count].clone()
     if bits == 4:
-        return torch.stack((octets & 15, octets >> 4), dim=-1).reshape(rows, -1)[:, :count].contiguous()
+        pairs = torch.empty(*octets.shape, 2, dtype=torch.uint8, device=packed.device)
+        torch.bitwise_and(octets, 15, out=pairs[..., 0])  # in place: nothing is in memory twice
+        torch.bitwise_right_shift(octets, 4, out=pairs[..., 1])
+        return pairs.reshape(rows, pairs.shape[1] * 2)[:, :count].contiguous()
     blocks = -(-count // _LANES)
     octets = _pad(octets, blocks * bits)[:, : blocks * bits].reshape(rows, blocks, bits)
     stream = torch.zeros(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)
@@ -64,6 +79,23 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     for lane in range(_LANES):
         codes[:, :, lane] = (wide >> (lane * bits)) & (2**bits - 1)
     return codes.reshape(rows, -1)[:, :count].contiguous()
+
+
+def take(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch.Tensor:
+    """Some codes of every row, without unpacking the others.
+
+    Args:
+        packed: int32 ``[rows, words(count, bits)]``.
+        bits: 2 to 8.
+        index: int64 ``[n]``, which of the ``count``.
+
+    Returns:
+        uint8 ``[rows, n]``.
+    """
+    first = index * bits // 32
+    second = (first + 1).clamp(max=packed.shape[1] - 1)  # a code may lie across two words
+    low, high = (packed[:, at].to(torch.int64) & 0xFFFFFFFF for at in (first, second))
+    return ((low | high << 32) >> index * bits % 32 & (2**bits - 1)).to(torch.uint8)
 
 
 def _pad(rows: torch.Tensor, width: int) -> torch.Tensor:

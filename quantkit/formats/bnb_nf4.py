@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import torch
 
@@ -129,6 +130,22 @@ class BnbNF4:
         if full < count:
             weight[full:] *= absmax[-1]
         return weight.reshape(rows, cols)
+
+    def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of the weight only these rows, float32 ``[n, in]``; raises as :meth:`unpack` does."""
+        columns = packed.shape[1]
+        at = ids.unsqueeze(1) * columns + torch.arange(columns, device=ids.device)
+        pair = packed.tensors["weight"].reshape(-1)[at // 2]
+        nibble = torch.where(at % 2 == 0, pair >> 4, pair & 15).to(torch.int64)
+        if "offset" not in packed.cache:  # reading it waits for the device
+            packed.cache["offset"] = _read_state(packed)
+        offset: Any = packed.cache["offset"]
+        block = at // (packed.spec.granularity.size or 1)
+        scale = packed.tensors["weight.absmax"][block]
+        if offset is not None:
+            outer = packed.tensors["weight.nested_absmax"][block // NESTED_BLOCK]
+            scale = packed.tensors["weight.nested_quant_map"][scale.to(torch.int32)] * outer + offset
+        return packed.tensors["weight.quant_map"][nibble] * scale
 
     def _absmax(self, packed: QuantizedTensor) -> torch.Tensor:
         offset = _read_state(packed)

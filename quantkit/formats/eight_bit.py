@@ -88,6 +88,12 @@ class EightBit(ABC):
         codes = self.unpack(packed)
         return levels(codes).mul_(codes.scale)
 
+    def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of the weight only these rows, float32 ``[n, in]``."""
+        codes = self._swapped(packed.tensors["weight"].view(torch.uint8)[ids])
+        scale = packed.tensors["weight_scale"].to(torch.float32)
+        return levels(Codes(packed.spec, codes, scale)).mul_(scale if scale.dim() == 1 else scale[ids])
+
     @abstractmethod
     def _swapped(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes ⇄ stored bytes, uint8; the way there is the way back."""

@@ -78,5 +78,14 @@ class PackQuantized:
         """``(code - zero) * scale`` in float32 ``[out, in]``."""
         return dequantize(self.unpack(packed))
 
+    def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of the weight only these rows, float32 ``[n, in]``."""
+        spec, parts = resolve(packed.spec, packed.dtype), packed.tensors
+        codes = stream.unpack(parts["weight_packed"][ids], spec.bits, packed.shape[1])
+        scale, zero = parts["weight_scale"].to(torch.float32), None
+        if not spec.symmetric:
+            zero = stream.take(parts["weight_zero_point"].T, spec.bits, ids).T
+        return dequantize(Codes(spec, codes, scale.view(1, 1) if scale.dim() == 1 else scale[ids], zero))
+
 
 FORMAT = PackQuantized()

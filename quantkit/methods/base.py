@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -28,11 +29,13 @@ class LayerStats:
         tokens: how many rows went in; 0 for an expert that got none, whose Hessian is zeros.
         hessian: float32 ``[in, in]``, mean of ``x xᵀ`` over tokens, each weighted by what it matters to
             this Linear if the recipe's calibration says so; if a method asked for it.
+        largest: float32 ``[in]``, each input's largest ``|x|`` over all tokens, if a method asked for any.
         notes: fallbacks taken while measuring, a sentence each.
     """
 
     tokens: int
     hessian: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -45,10 +48,12 @@ class Method:
         paper: link to the paper (or the page that stands for one).
         quantize: ``(weight float32 [out, in], stats or None, spec, options) → Codes``. Pure: it
             writes to none of its arguments and reads no file, clock or global generator.
-        needs: statistics it must be given: ``"hessian"`` or nothing (data-free).
+        needs: statistics it must be given: ``"hessian"``, ``"largest"`` or nothing (data-free).
         options: its options' model.
         kinds: the ``QuantSpec.kind`` values it can produce.
         check: further limits on a spec, as the reason or ``None``.
+        quick: options with which it takes less time and comes to nearly the same loss: what a choice between
+            specs is measured with.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Method:
     options: type[Options] = Options
     kinds: frozenset[str] = frozenset({"int"})
     check: Callable[[QuantSpec], str | None] = lambda spec: None
+    quick: Mapping[str, Any] = field(default_factory=dict)
 
     def refuses(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""

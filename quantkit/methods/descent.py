@@ -13,7 +13,7 @@ import torch
 from quantkit.methods.grid import SERIAL, Grid, from_grid, round_scale, settle_
 from quantkit.spec import QuantSpec
 
-_FORM = 1 << 22  # values of intermediate results while the scales' quadratic form is made
+_FORM = 1 << 24  # values of intermediate results while the scales' quadratic form is made
 
 
 def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor,
@@ -72,7 +72,7 @@ def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
     pull = (weight - from_grid(levels, grid)) @ hessian
     slopes = (pull.reshape(units.shape) * units).sum(dim=-1)
     scale, moved = grid.scale.expand(rows, groups).clone(), torch.zeros(rows, groups, device=weight.device)
-    step = max(1, _FORM // (cols * groups))
+    step = max(1, _FORM // (cols + groups * groups))
     shared = spec.granularity.strategy == "tensor"
     if shared:
         step = rows
@@ -86,8 +86,10 @@ def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
 def _curves(units: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """``u_g H u_k`` of every row and pair of groups, ``[rows, groups, groups]``."""
     rows, groups, size = units.shape
-    spread = torch.bmm(units.transpose(0, 1), hessian.reshape(groups, size, groups * size))
-    return (spread.reshape(groups, rows, groups, size) * units).sum(dim=-1).transpose(0, 1)
+    made = torch.empty(rows, groups, groups, device=units.device)
+    for group, part in enumerate(hessian.split(size)):
+        torch.sum((units[:, group] @ part).view(units.shape).mul_(units), dim=-1, out=made[:, group])
+    return made
 
 
 def _descend(scale: torch.Tensor, moved: torch.Tensor, slopes: torch.Tensor, curves: torch.Tensor,

@@ -24,14 +24,19 @@ from quantkit.methods.grid import (
     Grid,
     find_grid,
     from_grid,
+    join,
     require_finite,
     round_to_grid,
+    row_parts,
     search_factors,
     settle_,
     to_codes,
 )
-from quantkit.methods.hessian import NO_BETTER, Factors, factorize, hessian_of, losses
+from quantkit.methods.hessian import NO_BETTER, Factors, damped, factorize, hessian_of, losses
 from quantkit.spec import QuantSpec
+
+TOGETHER = 1 << 24
+"""Weights that are solved at a time: rows don't depend on each other, and each takes working copies."""
 
 
 class GptqOptions(Options):
@@ -71,28 +76,47 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     if spec.kind == "trellis":
         return trellis.solve(weight, hessian, factors, spec, options.visits, notes)
     plain = find_grid(weight, spec)
-    rounded = round_to_grid(weight, plain, spec)
     if factors is None:
-        return to_codes(rounded, plain, spec, notes)
+        return to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
     grid = plain
     if options.clip_search:
         grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
-    levels = _solve(weight, grid, factors, spec, options.block)
-    grid = descend_scales(weight, levels, grid, factors.damped, spec, options.refit)
+    parts = row_parts(weight, spec, TOGETHER)
+    levels = torch.empty_like(weight)
+    for part in parts:
+        levels[part] = _solve(weight[part], grid.rows(part), factors, spec, options.block)
+    damping = factors.damping
+    del factors  # as large as what comes now
+    form = damped(hessian, damping)
+    made, worse = [], []
+    for part in parts:
+        codes, failed = _settled(weight[part], levels[part], grid.rows(part), plain.rows(part), form, hessian,
+                                 spec, options)
+        made.append(codes)
+        worse.append(failed)
+    if all(bool(failed.all()) for failed in worse):
+        notes += (NO_BETTER,)
+    return join(made, notes)
+
+
+def _settled(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, plain: Grid, form: torch.Tensor,
+             hessian: torch.Tensor, spec: QuantSpec, options: GptqOptions) -> tuple[Codes, torch.Tensor]:
+    """Solved rows after coordinate descent on ``form``, the damped Hessian; rounded where they are no better,
+    bool ``[out]``."""
+    grid = descend_scales(weight, levels, grid, form, spec, options.refit)
     for _ in range(options.visits):
-        levels = descend_levels(weight, levels, grid, factors.damped, spec, options.block)
-        grid = descend_scales(weight, levels, grid, factors.damped, spec, options.refit)
+        levels = descend_levels(weight, levels, grid, form, spec, options.block)
+        grid = descend_scales(weight, levels, grid, form, spec, options.refit)
+    rounded = round_to_grid(weight, plain, spec)
     solved = losses(weight - from_grid(levels, grid), hessian)
     baseline = losses(weight - from_grid(rounded, plain), hessian)
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     worse = ~(solved <= baseline)  # also where a loss is NaN
-    if bool(worse.all()):
-        notes += (NO_BETTER,)
     pick = worse.unsqueeze(1)
     rows = pick[:grid.scale.shape[0]]
     best = Grid(torch.where(rows, plain.scale, grid.scale), torch.where(rows, plain.zero, grid.zero))
-    return to_codes(torch.where(pick, rounded, levels), best, spec, notes)
+    return to_codes(torch.where(pick, rounded, levels), best, spec), worse
 
 
 def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, block: int) -> torch.Tensor:
@@ -125,4 +149,5 @@ def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, 
 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
-                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}))
+                needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}),
+                quick={"refit": 0, "visits": 0})

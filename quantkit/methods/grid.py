@@ -21,6 +21,7 @@ from quantkit.errors import SpecError
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.e4m3 import LARGEST, encode, nearest_
+from quantkit.ops.finite import all_finite
 from quantkit.spec import QuantSpec
 
 SHRINKS = tuple(1 - 0.025 * step for step in range(24))
@@ -46,11 +47,15 @@ class Grid:
     scale: torch.Tensor
     zero: torch.Tensor
 
+    def rows(self, part: slice) -> Grid:
+        """That of some rows, where rows have scales of their own; all of it for ``slice(None)``."""
+        return Grid(self.scale[part], self.zero[part])
+
 
 def require_finite(weight: torch.Tensor) -> None:
     """Raises SpecError if a weight is NaN or infinite: no scale can stand for it."""
-    bad = int((~torch.isfinite(weight)).sum())
-    if bad:
+    if not all_finite(weight):
+        bad = int((~torch.isfinite(weight)).sum())
         raise SpecError(f"the weight holds {bad} values that are NaN or infinite",
                         why="a quantized layer can't represent them; the model itself is damaged")
 
@@ -72,7 +77,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
     shape = spec.scale_shape((weight.shape[0], weight.shape[1]))
     groups = weight.reshape(shape[0] * shape[1], -1)
     limit = torch.finfo(scale_dtype(spec)).max
-    if float(groups.abs().max()) > limit:
+    if max(-float(groups.min()), float(groups.max())) > limit:
         raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
                         next="scale_dtype: bfloat16")
     parts = []
@@ -94,6 +99,22 @@ def round_to_grid(weight: torch.Tensor, grid: Grid, spec: QuantSpec) -> torch.Te
     groups = weight.reshape(grid.scale.numel(), -1)
     levels = settle_(groups / grid.scale.reshape(-1, 1), grid.zero.reshape(-1, 1), spec)
     return levels.reshape(weight.shape)
+
+
+def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int) -> list[slice]:
+    """Rows that are worked on together, about ``values`` weights, so that there are copies of few at a time;
+    all of them where they share a scale."""
+    rows, step = weight.shape[0], max(1, values // weight.shape[1])
+    if spec.granularity.strategy == "tensor" or step >= rows:
+        return [slice(None)]
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def join(parts: list[Codes], notes: tuple[str, ...] = ()) -> Codes:
+    """Parts of a weight's rows, one below the other."""
+    zero = None if parts[0].zero is None else torch.cat([one.zero for one in parts if one.zero is not None])
+    return Codes(parts[0].spec, torch.cat([one.codes for one in parts]),
+                 torch.cat([one.scale for one in parts]), zero, notes)
 
 
 def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
@@ -148,13 +169,13 @@ def _search(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
     """``groups [n, g]`` → grids ``[n, 1]``; ties go to the earlier, wider factor."""
     low = groups.amin(dim=1, keepdim=True).clamp(max=0)
     high = groups.amax(dim=1, keepdim=True).clamp(min=0)
-    best = _grid(low * shrinks[0], high * shrinks[0], spec)
+    best = grid_between(low * shrinks[0], high * shrinks[0], spec)
     if len(shrinks) == 1:
         return best
     scale, zero = best.scale, best.zero
     least = _error(groups, best, spec, cost)
     for factor in shrinks[1:]:
-        grid = _grid(low * factor, high * factor, spec)
+        grid = grid_between(low * factor, high * factor, spec)
         error = _error(groups, grid, spec, cost)
         better = error < least
         least = torch.where(better, error, least)
@@ -163,7 +184,8 @@ def _search(groups: torch.Tensor, spec: QuantSpec, cost: torch.Tensor | None,
     return Grid(scale, zero)
 
 
-def _grid(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
+def grid_between(low: torch.Tensor, high: torch.Tensor, spec: QuantSpec) -> Grid:
+    """The grid of groups that reach from ``low`` (at most 0) to ``high`` (at least 0), in their shape."""
     top = 2**spec.bits - 1
     if spec.kind == "fp":
         zero = torch.zeros_like(low)

@@ -1,4 +1,8 @@
-"""What the methods do with a Hessian before they solve: check it, damp it, factorize it."""
+"""What the methods do with a Hessian before they solve: check it, damp it, factorize it.
+
+Of an input of 14336 channels a Hessian takes 0.8 GB. Beside the one that is given, :func:`factorize` has one
+more in memory at its peak, in which the result lies.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,14 @@ import torch
 
 from quantkit.errors import CalibrationError
 from quantkit.methods.base import LayerStats
+from quantkit.ops.finite import all_finite
 
 MOST_DAMPING = 10.0
 """Times the Hessian's mean diagonal: beyond it the Hessian no longer decides anything."""
+UNREACHED = "no calibration input reached it"
+WHOLE = 2048
+"""Columns of a triangular matrix that are inverted at a time."""
+_ROWS = 1024
 NO_BETTER = "rounded to nearest in place of gptq: its loss on the calibration text was no lower"
 
 
@@ -19,25 +28,25 @@ class Factors:
     """A Hessian, ready for solving.
 
     Attributes:
-        damped: float32 ``[in, in]``, with what was added to the diagonal.
-        upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U`` in solving order.
+        damping: what was added to the diagonal.
+        upper: float32 ``[in, in]`` with ``H⁻¹ = Uᵀ U`` in solving order, ``H`` damped.
         order: int64 ``[in]``, the columns in the order in which they are solved.
     """
 
-    damped: torch.Tensor
+    damping: float
     upper: torch.Tensor
     order: torch.Tensor
 
 
-def hessian_of(weight: torch.Tensor, stats: LayerStats | None) -> torch.Tensor:
+def hessian_of(weight: torch.Tensor, stats: LayerStats | None, method: str = "gptq") -> torch.Tensor:
     """The Hessian for a weight ``[out, in]``. Raises CalibrationError without one that fits and is finite."""
     if stats is None or stats.hessian is None:
-        raise CalibrationError("gptq was given no Hessian", why="it needs calibration text",
+        raise CalibrationError(f"{method} was given no Hessian", why="it needs calibration text",
                                next="add a calibration section to the recipe, or use method rtn")
     cols = weight.shape[1]
     if tuple(stats.hessian.shape) != (cols, cols):
         raise CalibrationError(f"the Hessian is {list(stats.hessian.shape)}, the layer has {cols} inputs")
-    if not bool(torch.isfinite(stats.hessian).all()):
+    if not all_finite(stats.hessian):
         raise CalibrationError(f"the Hessian of {stats.tokens} tokens holds NaN or infinity",
                                why="an activation overflowed while calibrating",
                                next="use another calibration text, or dtype float32")
@@ -58,23 +67,81 @@ def factorize(hessian: torch.Tensor, damp: float, act_order: bool) -> tuple[Fact
         order = torch.argsort(diagonal, descending=True, stable=True)
     mean = float(diagonal.mean())
     if not mean > 0:
-        return None, ("rounded to nearest in place of gptq: no calibration input reached it",)
+        return None, (f"rounded to nearest in place of gptq: {UNREACHED}",)
     asked, notes = damp, tuple[str, ...]()
     while damp <= MOST_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damp * mean)
-        # with the order reversed, the lower factor is the upper factor of H itself: one
-        # factorization and one triangular inverse, where factorizing the inverse takes three
-        backwards = order.flip(0)
-        lower, failed = torch.linalg.cholesky_ex(damped[backwards][:, backwards])
-        if not int(failed) and bool(torch.isfinite(lower).all()):
-            eye = torch.eye(diagonal.numel(), dtype=hessian.dtype, device=hessian.device)
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            return Factors(damped, upper, order), notes
+        if (upper := _upper(hessian, damp * mean, order)) is not None:
+            return Factors(damp * mean, upper, order), notes
         damp *= 10
         notes = (f"damping raised from {asked:g} to {damp:g}: the Hessian is not positive definite",)
     return None, ("rounded to nearest in place of gptq: the Hessian is not positive definite at damping "
                   f"{damp / 10:g}",)
+
+
+def damped(hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy ``[in, in]`` with ``damping`` added to the diagonal; rows and columns in ``order`` if given."""
+    if order is None:
+        made = hessian.clone()
+    else:
+        made = torch.empty_like(hessian)
+        for rows, places in zip(made.split(_ROWS), order.split(_ROWS), strict=True):
+            torch.index_select(hessian[places], 1, order, out=rows)
+    made.diagonal().add_(damping)
+    return made
+
+
+def symmetric_(matrix: torch.Tensor) -> torch.Tensor:
+    """Mirror what is on and below the diagonal of a square matrix, in place."""
+    for start in range(0, len(matrix), _ROWS):
+        rows = matrix[start:start + _ROWS]
+        matrix[:start, start:start + _ROWS] = rows[:, :start].T
+        block = rows[:, start:start + _ROWS]
+        block.copy_(block.tril() + block.tril(-1).T)
+    return matrix
+
+
+def _upper(hessian: torch.Tensor, damping: float, order: torch.Tensor) -> torch.Tensor | None:
+    """``U`` with ``H⁻¹ = Uᵀ U``, or ``None`` where the damped Hessian is not positive definite.
+
+    With the order reversed, the lower factor is the upper factor of ``H`` itself: one factorization and one
+    triangular inverse, where factorizing the inverse takes three.
+    """
+    lower = damped(hessian, damping, order.flip(0)).mT  # symmetric, and so in the order that LAPACK wants
+    failed = torch.empty((), dtype=torch.int32, device=hessian.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))
+    if int(failed) or not all_finite(lower.mT):
+        return None
+    _reverse_(lower.mT.view(-1))
+    return _invert_upper_(lower)
+
+
+def _reverse_(values: torch.Tensor) -> None:
+    """Turn a vector around in place: a matrix is then transposed along its other diagonal."""
+    size, half = len(values), len(values) // 2
+    for start in range(0, half, 1 << 20):
+        front, back = values[start:min(start + (1 << 20), half)], slice(max(size - start - (1 << 20),
+                                                                           size - half), size - start)
+        turned = front.flip(0)
+        front.copy_(values[back].flip(0))
+        values[back] = turned
+
+
+def _invert_upper_(matrix: torch.Tensor) -> torch.Tensor:
+    """The inverse of an upper triangular matrix: a block of columns at a time, in place."""
+    size = len(matrix)
+    if size <= WHOLE:
+        eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+        return torch.linalg.solve_triangular(matrix, eye, upper=True)
+    for start in range(0, size, WHOLE):
+        stop = min(start + WHOLE, size)
+        here = slice(start, stop)
+        eye = torch.eye(stop - start, dtype=matrix.dtype, device=matrix.device)
+        corner = torch.linalg.solve_triangular(matrix[here, here], eye, upper=True)
+        for first in range(0, start, WHOLE):  # a row needs those below it, as they were
+            above = matrix[first:first + WHOLE, first:start] @ matrix[first:start, here]
+            matrix[first:first + WHOLE, here] = (above @ corner).neg_()
+        matrix[here, here] = corner
+    return matrix
 
 
 def losses(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,19 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
-from quantkit.methods.grid import find_grid, require_finite, round_to_grid, search_factors, to_codes
+from quantkit.methods.grid import (
+    find_grid,
+    join,
+    require_finite,
+    round_to_grid,
+    row_parts,
+    search_factors,
+    to_codes,
+)
 from quantkit.spec import QuantSpec
+
+_TOGETHER = 1 << 22
+"""Weights that are rounded at a time."""
 
 
 class RtnOptions(Options):
@@ -36,7 +47,8 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     if spec.kind == "trellis":
         return trellis.nearest(weight, spec)
     grid = find_grid(weight, spec, shrinks=search_factors(spec) if options.clip_search else (1.0,))
-    return to_codes(round_to_grid(weight, grid, spec), grid, spec)
+    return join([to_codes(round_to_grid(weight[part], grid.rows(part), spec), grid.rows(part), spec)
+                 for part in row_parts(weight, spec, _TOGETHER)])
 
 
 METHOD = Method(name="rtn", paper="https://arxiv.org/abs/2208.07339", quantize=quantize, options=RtnOptions,

@@ -17,7 +17,7 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.trellis_code import DEVIATION, RING, decode, rings, unring
-from quantkit.methods.hessian import NO_BETTER, Factors, losses
+from quantkit.methods.hessian import NO_BETTER, Factors, damped, losses
 from quantkit.ops import viterbi
 from quantkit.spec import QuantSpec
 
@@ -51,15 +51,15 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: Factors | None, 
     if factors is None:
         return plain
     order = factors.order
-    damped = factors.damped[order][:, order]
+    form = damped(hessian, factors.damping, order)
     wanted = rings(weight)[:, order].contiguous()
     scale = rings(plain.scale).squeeze(1)
     symbols, values = viterbi.feed_back(wanted.clone(), factors.upper, scale, *_code(spec))
-    scale = _refit(wanted, values, damped, scale, spec)
+    scale = _refit(wanted, values, form, scale, spec)
     for _ in range(visits):
-        slopes = damped @ (wanted - values * scale.unsqueeze(1))
-        viterbi.visit(slopes, damped, scale, *_code(spec), symbols, values)
-        scale = _refit(wanted, values, damped, scale, spec)
+        slopes = form @ (wanted - values * scale.unsqueeze(1))
+        viterbi.visit(slopes, form, scale, *_code(spec), symbols, values)
+        scale = _refit(wanted, values, form, scale, spec)
     symbols, values = (unring(one[:, order.argsort()]) for one in (symbols, values))
     scale = unring(scale.unsqueeze(1))
     solved = losses(weight - values * scale, hessian)

@@ -9,14 +9,17 @@ from typing import Any
 from quantkit.errors import UnsupportedModelError, did_you_mean
 from quantkit.models.config import ModelConfig
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+"""What is outside of the decoder layers; where embeddings are tied, the first is both."""
+
 
 @dataclass(frozen=True)
 class LinearSlot:
-    """A Linear layer that can be quantized.
+    """A Linear layer that can be quantized, or the embedding, whose *out* is the vocabulary.
 
     Attributes:
         name: full name without ``.weight``: ``model.layers.0.self_attn.q_proj``.
-        layer: index of its decoder layer; ``None`` for ``lm_head``.
+        layer: index of its decoder layer; ``None`` for ``lm_head`` and the embedding.
         shares: layers of equal value see the same input (q/k/v; gate/up of an MLP or of one expert) and
             share statistics.
     """
@@ -75,14 +78,21 @@ def linear_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:
     slots = [slot for index in range(config.num_layers)
              for slot in (*_attention_slots(config, index), *_mlp_slots(config, index))]
     if not config.tie_word_embeddings:
-        slots.append(LinearSlot("lm_head", config.vocab_size, config.hidden_size, None, "lm_head"))
+        slots.append(LinearSlot(HEAD, config.vocab_size, config.hidden_size, None, HEAD))
     return tuple(slots)
+
+
+def all_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:
+    """Everything that can be quantized, in the model's order: the embedding (where it is the head too, it
+    shares that one's statistics) and every Linear."""
+    shares = HEAD if config.tie_word_embeddings else EMBEDDING
+    return (LinearSlot(EMBEDDING, config.vocab_size, config.hidden_size, None, shares), *linear_slots(config))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that an unquantized model has, by its Hugging Face name, in order."""
     hidden, experts = config.hidden_size, config.experts
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, hidden)}
     norms = ["post_attention", *(("pre_feedforward", "post_feedforward") if config.sandwich_norms else ())]
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}"
@@ -97,7 +107,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in norms}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[f"{HEAD}.weight"] = (config.vocab_size, hidden)
     return shapes
 
 

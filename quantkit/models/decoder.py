@@ -6,12 +6,13 @@ from typing import Protocol
 
 import torch
 
+from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.activation import softcapped
-from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.embedding import Table
 
 
 class KVCacheProtocol(Protocol):
@@ -118,7 +119,8 @@ class CausalLM:
         config: its shape.
         dtype: of plain weights, hidden states and logits.
         device: where it computes.
-        embedding: ``[vocab, hidden]``; where it is also the head, it may be packed as one.
+        embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
+            the two are one.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
@@ -126,17 +128,17 @@ class CausalLM:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.embedding: torch.Tensor | Packed = weights.tensor("model.embed_tokens.weight")
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        check_shape("model.embed_tokens.weight", self.embedding, (config.vocab_size, config.hidden_size))
+        self.dtype, self.device = weights.dtype, weights.device
+        self.embedding: Table = weights.table(EMBEDDING)
+        check_shape(f"{EMBEDDING}.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
-        self.head = Linear("lm_head", self.embedding) if config.tie_word_embeddings else linear(
-            weights, "lm_head", (config.vocab_size, config.hidden_size), False)
+        self.head = Linear(HEAD, self.embedding) if config.tie_word_embeddings else linear(
+            weights, HEAD, (config.vocab_size, config.hidden_size), False)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, T]`` → ``[B, T, hidden]``."""
-        return embedded(self.config, ids, self.embedding)
+        return embedded(self.config, ids, self.embedding, self.dtype)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -175,4 +177,4 @@ class CausalLM:
     def linears(self) -> dict[str, Linear]:
         """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
         found = {name: one for layer in self.layers for name, one in layer.linears().items()}
-        return found if self.config.tie_word_embeddings else found | {"lm_head": self.head}
+        return found if self.config.tie_word_embeddings else found | {HEAD: self.head}

@@ -14,8 +14,7 @@ from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops.activation import gelu_tanh_mul, silu_mul
 from quantkit.ops.attention import Visibility, attention
-from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.embedding import embed
+from quantkit.ops.embedding import Table, embed
 from quantkit.ops.norm import rms_norm
 from quantkit.ops.rope import rotate, tables
 
@@ -176,9 +175,9 @@ def project(linears: Sequence[Linear], x: torch.Tensor, sizes: Sequence[int],
     return fused(x, rows).split(list(sizes), -1)
 
 
-def embedded(config: ModelConfig, ids: torch.Tensor, table: torch.Tensor | Packed) -> torch.Tensor:
-    """int64 ``[...]`` → ``[..., hidden]``: what enters the first layer."""
-    x = embed(ids, table, config.hidden_size)
+def embedded(config: ModelConfig, ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
+    """int64 ``[...]`` → ``[..., hidden]`` in ``dtype``: what enters the first layer."""
+    x = embed(ids, table, dtype)
     if config.embedding_scale == 1.0:
         return x
     return x * torch.tensor(config.embedding_scale, dtype=x.dtype, device=x.device)
@@ -193,7 +192,7 @@ def linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> L
     return made
 
 
-def check_shape(name: str, tensor: torch.Tensor | Linear, expected: tuple[int, ...]) -> None:
+def check_shape(name: str, tensor: Table | Linear, expected: tuple[int, ...]) -> None:
     """Raises SourceError when a stored tensor isn't what the config announces."""
     if tuple(tensor.shape) != expected:
         raise SourceError(f"tensor {name} has shape {list(tensor.shape)}, config.json says {list(expected)}",

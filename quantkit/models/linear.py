@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.embedding import Table
 from quantkit.ops.linear import linear
 
 Watcher = Callable[..., None]
@@ -63,9 +64,25 @@ class Weights:
         self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
         self.dtype, self.device = dtype, torch.device(device)
 
+    def with_changed(self, changed: Mapping[str, torch.Tensor]) -> Weights:
+        """The same, some tensors in place of its own."""
+        return Weights(lambda name: changed[name] if name in changed else self._tensor(name), self.has,
+                       self.dtype, self._quantized, self.device, self._pack)
+
     def tensor(self, name: str) -> torch.Tensor:
         """A plain tensor in the model's dtype."""
         return self._tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (int64 ``[n]``) of a plain tensor, in the model's dtype: an embedding is large."""
+        return self._tensor(name)[ids].to(device=self.device, dtype=self.dtype)
+
+    def table(self, name: str) -> Table:
+        """The embedding ``name``: ``name.weight``, or packed if it is quantized."""
+        found = self._quantized(name)
+        if found is None:
+            return self.tensor(f"{name}.weight")
+        return found if self._pack is None else self._pack(found)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""

@@ -79,6 +79,11 @@ class Packed:
         return {"weights": self.weights, "scales": self.scales, "zeros": self.zeros, "stripes": self.stripes,
                 "subgroups": self.columns // SUB}
 
+    @property
+    def table(self) -> dict[str, Any]:
+        """What an embedding's operation needs to know of it."""
+        return {"table": self.weights, "scales": self.scales, "zeros": self.zeros, "columns": self.columns}
+
     def units(self, rows: int, threads: int) -> tuple[int, int, int]:
         """How a product is cut: units, stripes in each, rows in each."""
         from quantkit_kernels.cpu.matmul import STRIPE

@@ -5,19 +5,47 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quantkit.ops.cpu_linear import Packed, isa
+from quantkit.formats.base import QuantizedTensor
+from quantkit.ops.cpu_linear import Packed, isa, pool
+from quantkit.progress import tell_compiling
+
+Table = torch.Tensor | QuantizedTensor | Packed
+"""An embedding ``[vocab, size]``: plain, as it is stored, or as a kernel multiplies by it."""
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor | Packed, size: int) -> torch.Tensor:
-    """int64 ``[...]`` → ``[..., size]`` in the table's dtype.
+def embed(ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
+    """int64 ``[...]`` → ``[..., size]`` in ``dtype``: of a quantized table only these rows are decoded.
 
-    Args:
-        ids: rows.
-        table: ``[vocab, size]``; packed, it is a bfloat16 head that is the embedding too.
-        size: of a row.
+    Raises:
+        IndexError: an id isn't in the table.
     """
     if isinstance(table, torch.Tensor):
-        return F.embedding(ids, table)
-    lanes = isa().lanes
-    blocks = table.weights.view(torch.bfloat16).view(-1, table.columns // 2, lanes, 2)
-    return blocks[ids // lanes, :, ids % lanes].flatten(-2)[..., :size]
+        return F.embedding(ids, table).to(dtype)
+    flat = ids.reshape(-1)
+    if not len(flat):
+        return torch.empty(*ids.shape, table.shape[1], dtype=dtype, device=ids.device)
+    # a GPU isn't waited for
+    if ids.device.type == "cpu" and not 0 <= int(flat.min()) <= int(flat.max()) < table.shape[0]:
+        raise IndexError(f"a token id isn't in 0 … {table.shape[0] - 1}")
+    if isinstance(table, Packed):
+        rows = _look_up(flat, table)
+    else:
+        from quantkit.plugins import registry
+
+        rows = registry("formats").get(table.format).rows(table, flat)
+    return rows.to(dtype).reshape(*ids.shape, table.shape[1])
+
+
+def _look_up(ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """Rows of a packed weight, int64 ``[m]`` → float32 ``[m, in]``."""
+    from quantkit_kernels.cpu.embedding import Embed
+    from quantkit_kernels.cpu.program import Program
+
+    ids = ids.contiguous()
+    out = torch.empty(len(ids), packed.columns)
+    program = Program(isa())
+    program.add(Embed(packed.kernel), len(ids), ids=ids, out=out, size=packed.shape[1], padded=packed.columns,
+                out_stride=packed.columns * 4, **packed.table)
+    program.finish(tell_compiling)
+    pool().run(program.records)
+    return out[:, :packed.shape[1]]

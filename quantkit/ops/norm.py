@@ -23,7 +23,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
-    if (x.is_cuda or gpu.SIMULATE) and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
+    kernel = (x.is_cuda or gpu.SIMULATE) and not (torch.is_grad_enabled() and x.requires_grad)
+    if kernel and gpu.norm_declines(x.device.type, x.dtype, x.shape[-1]) is None:
         from quantkit_kernels.triton.rms_norm import rms_norm as fused
 
         return fused(x, weight, eps)[0]

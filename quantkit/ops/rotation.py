@@ -14,6 +14,8 @@ import math
 
 import torch
 
+_ROWS = 1024
+
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x R`` along the last dimension, in float32, back in x's dtype; a row's result is its own."""
@@ -53,8 +55,17 @@ def factors(width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rotate_form(form: torch.Tensor) -> torch.Tensor:
     """``Rᵀ H R`` of a quadratic form ``[n, n]`` on rows that are rotated."""
-    turned = rotate(rotate(form).T)
-    return (turned + turned.T) / 2
+    turned = form.clone()
+    for _ in range(2):  # its rows, then its columns; a part at a time, as a form may be large
+        for start in range(0, len(turned), _ROWS):
+            turned[start:start + _ROWS] = rotate(turned[start:start + _ROWS])
+        turned = turned.T.contiguous()
+    for start in range(0, len(turned), _ROWS):
+        rows, columns = turned[start:start + _ROWS, start:], turned[start:, start:start + _ROWS]
+        mean = (rows + columns.T) / 2
+        rows.copy_(mean)
+        columns.copy_(mean.T)
+    return turned
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
-from quantkit.models.architecture import linear_slots, parse_config, tensor_shapes
+from quantkit.models.architecture import all_slots, linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
@@ -47,8 +47,8 @@ class LoadedModel:
         label: ``bf16``, or what was done to it: ``gptq int4 g64 sym``.
         manifest: of a checkpoint of quantkit's, else ``None``.
         file_bytes: of all weights as they are stored (for a source: in the dtype it yields).
-        bits_per_weight: stored bits of the Linears over their parameters; embeddings, a tied head and
-            norms are not counted.
+        bits_per_weight: stored bits of the Linears over their parameters; the embedding, quantized or not
+            and tied or not, and norms are not counted.
         weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
             pages that are mapped count.
         unfused: why it isn't run as one program; ``None`` if it is.
@@ -134,7 +134,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
     config = parse_config(hf)
     kind = _dtype(hf, dtype)
     packed: dict[str, QuantizedTensor] = {}
-    for slot in linear_slots(config):
+    for slot in all_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
             # its dtype stays that of the file, whatever activations have: scales are stored in it
             packed[slot.name] = dataclasses.replace(

@@ -103,13 +103,10 @@ class StepProgram:
         self._mixed = buffer([], outs, config.num_heads * config.head_dim)
         self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
-        lanes = cpu_linear.isa().lanes if isinstance(table, Packed) else 0
         scale = float(torch.tensor(config.embedding_scale).bfloat16())
-        self._program.add(Embed(lanes, scale), ids=self._ids, out=self._hidden,
-                          out_stride=_stride(self._hidden),
-                          table=table.weights if isinstance(table, Packed) else table,
-                          size=table.columns if isinstance(table, Packed) else config.hidden_size,
-                          padded=self._hidden.shape[1])
+        kernel, parts = (table.kernel, table.table) if isinstance(table, Packed) else (None, {"table": table})
+        self._program.add(Embed(kernel, scale), ids=self._ids, out=self._hidden, size=config.hidden_size,
+                          out_stride=_stride(self._hidden), padded=self._hidden.shape[1], **parts)
         for index, layer in enumerate(layers):
             self._layer(index, layer)
         self._head_at = len(self._program.names)

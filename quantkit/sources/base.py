@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,7 +63,14 @@ class QuantizedError(SourceError):
 
 
 class ModelSource(Protocol):
-    """A model that can be read one tensor at a time; the whole of it is never in memory."""
+    """A model that can be read one tensor at a time; the whole of it is never in memory.
+
+    A source whose tensors are views of a file may have two methods more, which :func:`prefetch` and
+    :func:`release` call:
+
+    - ``prefetch(names)``: have these tensors read while other work is done.
+    - ``release()``: what was read needn't stay in memory; views of it that are still in use are read again.
+    """
 
     uri: str
 
@@ -101,6 +108,18 @@ class SourceKind:
     open: Callable[[str, str | None], ModelSource]
     example: str
     order: int = 50
+
+
+def prefetch(source: ModelSource, names: Iterable[str]) -> None:
+    """Tell a source which tensors are read next, if it has a use for that."""
+    if (method := getattr(source, "prefetch", None)) is not None:
+        method(names)
+
+
+def release(source: ModelSource) -> None:
+    """Let a source give back the memory of what was read of it."""
+    if (method := getattr(source, "release", None)) is not None:
+        method()
 
 
 def open_source(uri: str, revision: str | None = None) -> ModelSource:

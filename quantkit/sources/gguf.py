@@ -98,6 +98,11 @@ class GGUFSource:
         return SourceIdentity(known.kind, known.uri, known.revision,
                               {self.path.name: sha256_file(self.path)}, known.pinned)
 
+    def release(self) -> None:
+        """What was read of the file needn't stay in memory."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let go of the memory map."""
         self._map = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,11 @@ class LocalSource:
     def file_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(file.path.stat().st_size for file in self._tensors.files.values())
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Have the system read tensors while other work is done."""
+        for name in names:
+            self._tensors.prefetch(name)
 
     def release(self) -> None:
         """What was read of the files needn't stay in memory."""

@@ -101,6 +101,14 @@ class SafetensorsFile:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read a tensor into its cache meanwhile; this process's memory stays as it is."""
+        if self._map is not None and hasattr(mmap, "MADV_WILLNEED"):
+            begin, end = (self._start + at for at in self._spans[name])
+            begin -= begin % mmap.PAGESIZE
+            if end > begin:
+                self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
     def close(self) -> None:
         """Let go of the map; views that are still alive keep it open."""
         self._map, self._closed = None, True
@@ -213,6 +221,10 @@ class ShardedTensors:
         if name not in self._where:
             raise SourceError(f"{self.folder} has no tensor {name[:120]!r}")
         return self._where[name].tensor(name)
+
+    def prefetch(self, name: str) -> None:
+        """As for its file. Raises KeyError for an unknown name."""
+        self._where[name].prefetch(name)
 
     def release(self) -> None:
         """As for each file."""

@@ -23,10 +23,12 @@ _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 class SyntheticSource:
     """Weights drawn from N(0, 0.02²), norms without weights of their own; the same name and seed give the
-    same bytes."""
+    same bytes. Of fewer ``layers``, the first ones."""
 
-    def __init__(self, name: str, seed: int, uri: str) -> None:
-        self.uri, self._seed, self._config = uri, seed, CONFIGS[name]
+    def __init__(self, name: str, seed: int, uri: str, layers: int | None = None) -> None:
+        self.uri, self._seed, self._config = uri, seed, dict(CONFIGS[name])
+        if layers is not None:
+            self._config["num_hidden_layers"] = layers
         self._infos = {n: TensorInfo(n, shape, torch.bfloat16) for n, shape in shapes(self._config).items()}
 
     def config(self) -> dict[str, Any]:
@@ -84,10 +86,18 @@ def _open(uri: str, revision: str | None) -> ModelSource:
                          next=f"{PREFIX}llama-8b")
     if revision is not None:
         raise UsageError("--revision makes no sense for a synthetic model", next=f"{PREFIX}{name}?seed=1")
-    seed = query.removeprefix("seed=") if query else "0"
-    if not seed.isdecimal() or len(seed) > 9:
-        raise UsageError(f"{uri!r} has a query that is not seed=NUMBER", next=f"{PREFIX}{name}?seed=1")
-    return SyntheticSource(name, int(seed), uri)
+    asked: dict[str, int] = {}
+    for part in query.split("&") if query else ():
+        key, _, value = part.partition("=")
+        if key not in ("seed", "layers") or key in asked or not value.isdecimal() or len(value) > 9:
+            raise UsageError(f"{uri!r} has a query that is not seed=NUMBER or layers=NUMBER",
+                             next=f"{PREFIX}{name}?seed=1&layers=2")
+        asked[key] = int(value)
+    most = CONFIGS[name]["num_hidden_layers"]
+    if not 1 <= asked.get("layers", 1) <= most:
+        raise UsageError(f"{uri!r} can't have {asked['layers']} layers", why=f"{name} has {most}",
+                         next=f"{PREFIX}{name}?layers={most}")
+    return SyntheticSource(name, asked.get("seed", 0), uri, asked.get("layers"))
 
 
 KIND = SourceKind(matches=lambda uri: uri.startswith(PREFIX), open=_open,

@@ -67,6 +67,9 @@ class TextPart(Wrapper):
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         return self._source.tensor(self._names[name])
 
+    def _inner(self, name: str) -> str:
+        return self._names[name]
+
 
 def _inner(name: str) -> str | None:
     return next((new + name.removeprefix(old) for old, new in PREFIXES if name.startswith(old)), None)

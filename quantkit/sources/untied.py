@@ -37,4 +37,7 @@ class Untied(Wrapper):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The source's; the head is the embedding."""
-        return self._source.tensor(EMBEDDING if name == HEAD else name)
+        return self._source.tensor(self._inner(name))
+
+    def _inner(self, name: str) -> str:
+        return EMBEDDING if name == HEAD else name

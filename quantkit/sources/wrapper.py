@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from quantkit.sources.base import ModelSource, SourceIdentity
+from quantkit.sources.base import ModelSource, SourceIdentity, prefetch, release
 
 
 class Wrapper:
@@ -24,6 +24,18 @@ class Wrapper:
     def identity(self) -> SourceIdentity:
         """The source's."""
         return self._source.identity()
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """By the source's own names of them."""
+        prefetch(self._source, map(self._inner, names))
+
+    def release(self) -> None:
+        """The source's."""
+        release(self._source)
+
+    def _inner(self, name: str) -> str:
+        """What a tensor is called in the source."""
+        return name
 
     def close(self) -> None:
         """Close the source."""

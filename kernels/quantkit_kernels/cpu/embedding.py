@@ -1,18 +1,23 @@
-"""Rows of an embedding: from a plain table, or from the blocks that the head multiplies."""
+"""Rows of an embedding: from a plain table, or from the blocks that a product reads, in any format."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from llvmlite import ir
 
 from quantkit_kernels.cpu.driver import begin
-from quantkit_kernels.cpu.matmul import SUB
-from quantkit_kernels.cpu.values import F32, I16, I32, I64, Value, vec
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.isa import Isa
+from quantkit_kernels.cpu.matmul import FLOATS, STEP, SUB, WIDTH, Matmul
+from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
 
-ARGUMENTS = ("*ids", "*table", "*out", "size", "padded", "out_stride")
-"""``ids`` int64 ``[M]``; ``table`` bfloat16; ``size``: of a row, padded to whole
-subgroups in blocks; ``padded``: of a row of out, 0 at its end."""
+ARGUMENTS = ("*ids", "*table", "*scales", "*zeros", "*out", "columns", "size", "padded", "out_stride")
+"""``ids`` int64 ``[M]``; ``table`` bfloat16, or blocks with their scales and zero points; ``columns``: of a
+row of blocks, padded to whole groups; ``size``: of a row; ``padded``: of a row of out, at least ``columns``
+and 0 from ``size`` on."""
 
 
 @dataclass(frozen=True)
@@ -20,37 +25,74 @@ class Embed:
     """A unit is a token: its row as float32, times a number.
 
     Attributes:
-        lanes: rows in a block of the packed bfloat16 weight; 0: a plain table ``[vocab, size]``.
+        packed: the product that multiplies by the table too, which says how it is packed; ``None``: a plain
+            table ``[vocab, size]``.
         scale: the number.
     """
 
-    lanes: int
+    packed: Matmul | None
     scale: float = 1.0
 
     @property
     def name(self) -> str:
         """Of the function."""
         times = "" if self.scale == 1.0 else f"_times_{self.scale!r}"
-        return f"embed_{'blocks' if self.lanes else 'table'}{times}"
+        return f"embed_{'table' if self.packed is None else self.packed.name.removeprefix('matmul_')}{times}"
 
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
+    def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
+        """What writes the kernel into a module."""
+        return lambda module: self._write(module, isa)
+
+    def _write(self, module: ir.Module, isa: Isa) -> None:
         e, a, unit, _ = begin(module, self.name, ARGUMENTS)
-        token = e.load(a.ids, I64, unit * 8)
-        out = a.out + unit * a.out_stride
-        if self.lanes:
-            row = a.table + token // self.lanes * a.size * (2 * self.lanes) + token % self.lanes * 4
-            with e.loop(0, a.size, SUB) as k:
-                for i in range(0, SUB, 2):
-                    pair = e.load(row + (k + i) * (2 * self.lanes), vec(I16, 2))
-                    e.store(out + (k + i) * 4, self._times(e.widened(pair)))
-        else:
+        token, out = e.load(a.ids, I64, unit * 8), a.out + unit * a.out_stride
+        if self.packed is None:
             row = a.table + token * a.size * 2
             with e.loop(0, a.size) as k:
                 e.store(out + k * 4, self._times((e.load(row, I16, k * 2).zext(I32) << 16).bits(F32)))
-            with e.loop(a.size, a.padded) as k:  # a later row must not find what an earlier one left
-                e.store(out + k * 4, e.const(F32, 0.0))
+        else:
+            self._decode(e, isa, self.packed, a, token, out)
+        with e.loop(a.size, a.padded) as k:  # a later row must not find what an earlier one left
+            e.store(out + k * 4, e.const(F32, 0.0))
         e.ret()
+
+    def _decode(self, e: Emitter, isa: Isa, packed: Matmul, a: SimpleNamespace, token: Value,
+                out: Value) -> None:
+        """A subgroup of all rows of the block is unpacked, as for a product, and one row of it kept."""
+        decoder, lanes = packed.decoder, isa.lanes
+        assert decoder.together(isa) == 1, "rows of several blocks lie side by side"
+        step, width = STEP[decoder.family], WIDTH[decoder.family]
+        block, lane = token // lanes, token % lanes
+        group = packed.group or 0
+        groups = a.columns // group if group else e.const(I64, 1)
+        kind = {1: vec(I8, step), 2: vec(I16, step), 4: F32}[width]
+        room, each = e.room(SUB * lanes * width), lanes * step * width
+        with e.loop(0, a.columns, SUB) as k:
+            source = a.table + (block * a.columns * lanes + k * lanes) // SUB * decoder.bytes
+            for i, (values,) in enumerate(decoder.unpack(e, isa, source)):
+                e.store(room, values, i * each)
+            at = (block * groups + (k // group if group else 0)) * lanes + lane
+            scale = None if packed.group is None else self._scale(e, packed, a.scales, at)
+            for i in range(SUB // step):
+                found = e.load(room + lane * (step * width), kind, i * each)
+                if decoder.family not in FLOATS:
+                    wide = vec(I32, step)
+                    # codes of the family ``bytes`` are unsigned: a zero point is taken away, or 8 by itself
+                    whole = found.zext(wide) if decoder.family == "bytes" else found.sext(wide)
+                    if packed.zeros:
+                        whole = whole - e.load(a.zeros, I8, at).zext(I32).spread(step)
+                    elif decoder.family == "bytes":
+                        whole = whole - 8
+                    found = whole.real()
+                if scale is not None:
+                    found = found * (scale.spread(step) if found.lanes > 1 else scale)
+                e.store(out + k * 4, self._times(found), i * step * 4)
+
+    @staticmethod
+    def _scale(e: Emitter, packed: Matmul, scales: Value, index: Value) -> Value:
+        if packed.scale == "f32":
+            return e.load(scales, F32, index * 4)
+        return (e.load(scales, I16, index * 2).zext(I32) << 16).bits(F32)
 
     def _times(self, value: Value) -> Value:
         return value if self.scale == 1.0 else value * self.scale

@@ -110,7 +110,7 @@ class Program:
         for name, one in kernels.items():
             if report is not None and name in new:
                 report(new.index(name), len(new), name)
-            emit = one.emit(self._isa) if isinstance(one, matmul.Matmul) else one.emit
+            emit = one.emit(self._isa) if isinstance(one, matmul.Matmul | embedding.Embed) else one.emit
             found[name] = address(name, self._isa, emit)
         if report is not None and new:
             report(len(new), len(new), "compiled")

@@ -1,19 +1,29 @@
-"""AWQ checkpoints in the GEMM layout, as AutoAWQ and GPTQModel write them."""
+"""AWQ checkpoints in the GEMM layout, as AutoAWQ and GPTQModel write them.
+
+Zero points are in the file also where the config says that there are none (GPTQModel's symmetric weights),
+and its readers use them. Scales of a bfloat16 model may be bfloat16 there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from quantkit.checkpoint.foreign.base import (
+    ORIGINAL,
     Found,
     Infos,
     Layers,
+    Tensors,
     contradiction,
     granularity,
     group_size,
     missing,
 )
+from quantkit.errors import CheckpointError
+from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.spec import QuantSpec
@@ -25,7 +35,8 @@ HARMLESS = frozenset({
     "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs", "modules_in_block_to_quantize"})
 """How the weights were found, and how others run them."""
 INERT: Mapping[str, tuple[Any, ...]] = {
-    "version": ("gemm", "GEMM"), "format": ("gemm",), "checkpoint_format": ("gemm",), "zero_point": (True,),
+    "version": ("gemm", "GEMM"), "format": ("gemm",), "checkpoint_format": ("gemm",),
+    "zero_point": (True, False),
     "adapter": ({},), "rotation": (), "dynamic": ({},), "bits": (4,), "w_bit": (4,)}
 BACKENDS = ("auto", "autoawq", "legacy_awq", "gemm")
 
@@ -52,6 +63,19 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         for suffix in ("qzeros", "scales"):
             if f"{slot.name}.{suffix}" not in infos:
                 raise missing(slot, suffix)
-        return Found("awq", spec, dtype, ("qweight", "qzeros", "scales"))
+        return Found("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot), ("scales",))
 
     return layer
+
+
+def _half_scales(slot: LinearSlot) -> Callable[[Tensors], Tensors]:
+    def convert(tensors: Tensors) -> Tensors:
+        """Scales as our layout has them, if float16 holds each."""
+        scales = tensors["scales"]
+        half = scales.to(torch.float16)
+        if scales.dtype not in FLOATS.values() or not torch.equal(half.to(scales.dtype), scales):
+            raise CheckpointError(f"{slot.name}.scales is {scales.dtype}", next=ORIGINAL,
+                                  why="float16, by which its readers multiply, doesn't hold its values")
+        return {**tensors, "scales": half}
+
+    return convert

@@ -16,7 +16,7 @@ from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import LinearSlot, linear_slots, parse_config, tensor_shapes
+from quantkit.models.architecture import EMBEDDING, LinearSlot, all_slots, parse_config, tensor_shapes
 from quantkit.models.reader import ConfigReader
 from quantkit.plugins import registry
 from quantkit.sources.base import SourceIdentity, TensorInfo
@@ -63,9 +63,9 @@ class ForeignCheckpoint:
 
     def _rows(self) -> list[LayerRow]:
         raw = self.source.config()
-        slots = linear_slots(parse_config(raw))
         method, layers = self._layers(raw)
-        return [self._row(slot, method, layers(slot)) for slot in slots]
+        found = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
+        return [self._row(slot, method, one) for slot, one in found if one or slot.name != EMBEDDING]
 
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
         quantization = raw["quantization_config"]
@@ -101,6 +101,9 @@ class ForeignCheckpoint:
             return LayerRow(name=name, shape=shape, dtype=str(info.dtype).removeprefix("torch."), bits=bits,
                             bytes=info.nbytes)
         form: Format = registry("formats").get(found.format)
+        if name == EMBEDDING and not hasattr(form, "rows"):
+            raise CheckpointError(f"the embedding of {self.path} is quantized by {method}",
+                                  why=f"format {form.name} can't give single rows", next=ORIGINAL)
         try:
             layout = form.layout(found.spec, shape, FLOATS[found.dtype])
         except QuantkitError as error:

@@ -11,24 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from quantkit.checkpoint.foreign.base import ORIGINAL, Found, Infos, Layers, Tensors, missing, unchanged
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.errors import CheckpointError
 from quantkit.formats import bits as stream
+from quantkit.formats import e4m3
 from quantkit.formats.dtypes import FLOATS, dtype_name
-from quantkit.models.architecture import LinearSlot
+from quantkit.models.architecture import EMBEDDING, LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.spec import Granularity, QuantSpec
 
-CLASS = "Linear"
+CLASSES = ("Linear", "Embedding")
+"""Of everything but the embedding, and of it."""
 HARMLESS = frozenset({"quant_method", "version", "global_compression_ratio"})
 INERT: Mapping[str, tuple[Any, ...]] = {
     "quantization_status": ("compressed", "frozen"), "kv_cache_scheme": (), "transform_config": ({},),
     "moe_sparsity_config": (), "format": ()}
 WEIGHTS_HARMLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 WEIGHTS_INERT: Mapping[str, tuple[Any, ...]] = {
-    "type": ("int",), "dynamic": (False,), "actorder": (False, "static", "weight"), "block_structure": ()}
+    "dynamic": (False,), "actorder": (False, "static", "weight"), "block_structure": ()}
+INPUTS_INERT: Mapping[str, tuple[Any, ...]] = {
+    "symmetric": (True,), "group_size": (), "block_structure": (), "actorder": (False,)}
+KINDS = {"int": "int", "float": "fp"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     config.finish(HARMLESS, INERT)
 
     def layer(slot: LinearSlot) -> Found | None:
+        if slot.name == EMBEDDING and f"{slot.name}.weight" in infos:
+            return None  # a pattern that means Linears may match it too
         group = None if _best(slot.name, ignored) else _chosen(slot.name, groups)
         return None if group is None else READERS[group.format](slot, group.spec, infos)
 
@@ -65,7 +73,6 @@ def _group(where: str, group: Any, whole: str) -> Group:
         raise CheckpointError(f"{where} is no table", why="a preset's name says nothing about the file",
                               next="save the checkpoint again with a recent compressed-tensors")
     config = ConfigReader(group, where)
-    config.only("input_activations", ())
     config.only("output_activations", ())
     form = config.raw("format", whole)
     if not isinstance(form, str) or form not in READERS:
@@ -74,20 +81,54 @@ def _group(where: str, group: Any, whole: str) -> Group:
     weights = config.raw("weights")
     if not isinstance(weights, dict):
         raise config.wrong("weights", weights, "it must be a table")
-    spec = _spec(ConfigReader(weights, f"{where}: weights"))
+    spec = _spec(ConfigReader(weights, f"{where}: weights"), _activations(config))
     config.finish(frozenset(), {})
     return Group(form, targets, spec)
 
 
-def _spec(config: ConfigReader) -> QuantSpec:
+def _activations(group: ConfigReader) -> tuple[str, int] | None:
+    """Kind and bits of what inputs are rounded to, each token as it comes; ``None`` if they aren't."""
+    inputs = group.raw("input_activations")
+    if inputs is None:
+        return None
+    if not isinstance(inputs, dict):
+        raise group.wrong("input_activations", inputs, "it must be a table")
+    config = ConfigReader(inputs, f"{group.where}: input_activations")
+    if config.raw("dynamic", False) is not True:
+        raise config.wrong("dynamic", inputs.get("dynamic"), "only activations whose scale is found when the "
+                           "model runs are implemented, not such whose scale is in the file")
+    if config.raw("strategy") != "token":
+        raise config.wrong("strategy", inputs.get("strategy"), "only a scale a token is implemented")
+    kind, bits = _kind(config), config.integer("num_bits", 8, minimum=2, maximum=8)
+    config.finish(WEIGHTS_HARMLESS, INPUTS_INERT)
+    return kind, bits
+
+
+def _kind(config: ConfigReader) -> Any:
+    found = config.raw("type", "int")
+    if not isinstance(found, str) or found not in KINDS:
+        raise config.wrong("type", found, f"only {' and '.join(KINDS)} are implemented")
+    return KINDS[found]
+
+
+def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpec:
     strategy: Any = config.raw("strategy") or ("group" if config.raw("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group"):
         raise config.wrong("strategy", strategy, "only tensor, channel and group are implemented")
     size = config.integer("group_size", minimum=2) if strategy == "group" else None
     config.only("actorder", WEIGHTS_INERT["actorder"])
     bits, symmetric = config.integer("num_bits", 8, minimum=2, maximum=8), config.flag("symmetric", True)
+    kind = _kind(config)
     config.finish(WEIGHTS_HARMLESS | {"group_size"}, WEIGHTS_INERT)
-    return QuantSpec(bits=bits, symmetric=symmetric, granularity=Granularity(strategy=strategy, size=size))
+    if activations is not None and activations != (kind, bits):
+        raise config.wrong("num_bits", bits, f"inputs are rounded to {activations[0]}{activations[1]}; only "
+                           "weights and inputs of the same kind and bits are implemented")
+    try:
+        return QuantSpec(kind=kind, bits=bits, symmetric=symmetric,
+                         activations="token" if activations else None,
+                         granularity=Granularity(strategy=strategy, size=size))
+    except ValidationError as error:
+        raise config.wrong("strategy", strategy, error.errors()[0]["msg"]) from None
 
 
 def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
@@ -102,7 +143,7 @@ def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
 def _best(name: str, targets: Sequence[str]) -> int:
     """How exactly the best target names a layer: 3 by name, 2 by pattern, 1 by class, 0 not at all."""
     return max((3 if one == name else 2 if one.startswith("re:") and re.match(one[3:], name) else
-                1 if one == CLASS else 0 for one in targets), default=0)
+                1 if one == CLASSES[name == EMBEDDING] else 0 for one in targets), default=0)
 
 
 def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
@@ -122,30 +163,78 @@ def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
     """Scales are stored in the weight's dtype. Zero points lie packed; older versions left them int8."""
     names = ["weight_packed", "weight_scale", "weight_shape"]
     names += [] if spec.symmetric else ["weight_zero_point"]
-    for suffix in names:
-        if f"{slot.name}.{suffix}" not in infos:
-            raise missing(slot, suffix)
+    dtype = _scales(slot, names, infos)
     if f"{slot.name}.weight_g_idx" in infos:
         raise CheckpointError(f"{slot.name} has inputs in another order than its groups (actorder: group)",
                               why="every group would need its inputs gathered from all over the row",
                               next="get a checkpoint made with actorder: weight or none, or " + ORIGINAL)
-    dtype = infos[f"{slot.name}.weight_scale"].dtype
-    if dtype not in FLOATS.values():
-        raise CheckpointError(f"{slot.name}.weight_scale is {dtype}", why=f"known: {', '.join(FLOATS)}",
-                              next="download the checkpoint again")
-    spec = spec.model_copy(update={"scale_dtype": dtype_name(dtype)})
+    spec = spec.model_copy(update={"scale_dtype": dtype})
 
     def packed_zeros(tensors: Tensors) -> Tensors:
         signed = tensors["weight_zero_point"]
         if signed.dtype != torch.int8:
             return tensors
-        level = (signed.to(torch.int16) + (1 << (spec.bits - 1))).to(torch.uint8)
-        return {**tensors, "weight_zero_point": stream.pack(level.T.contiguous(), spec.bits).T.contiguous()}
+        return {**tensors, "weight_zero_point": _packed_zeros(signed, spec.bits)}
 
-    return Found("pack-quantized", spec, dtype_name(dtype), tuple(names),
+    return Found("pack-quantized", spec, dtype, tuple(names),
                  unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
 
 
+def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
+    """A byte a weight. Integers of fewer bits, with groups or zero points, and all those that are multiplied
+    with inputs as they are, lie in our ``pack-quantized``."""
+    names = ["weight", "weight_scale"]
+    zeros = f"{slot.name}.weight_zero_point" in infos  # older versions left zeros beside symmetric weights
+    names += ["weight_zero_point"] if zeros or not spec.symmetric else []
+    dtype = _scales(slot, names, infos)
+    info, shape = infos[f"{slot.name}.weight"], (slot.out_features, slot.in_features)
+    wanted = torch.int8 if spec.kind == "int" else e4m3.DTYPE
+    if (info.dtype, tuple(info.shape)) != (wanted, shape):
+        raise CheckpointError(f"{slot.name}.weight is {info.dtype} {list(info.shape)}",
+                              why=f"by its quantization_config, {spec.label()}, it is {wanted} {list(shape)}",
+                              next="download the checkpoint again")
+    spec = spec.model_copy(update={"scale_dtype": dtype})
+    packs = spec.kind == "int" and spec.activations is None
+
+    def convert(tensors: Tensors) -> Tensors:
+        found, again = dict(tensors), "download the checkpoint again"
+        if spec.symmetric and "weight_zero_point" in found and bool(found.pop("weight_zero_point").any()):
+            raise CheckpointError(f"{slot.name} has zero points", next=again,
+                                  why="its quantization_config says that it has none")
+        if not packs:
+            return found
+        half = 1 << (spec.bits - 1)
+        level = found.pop("weight").to(torch.int16) + half
+        if bool(((level < 0) | (level >= 2 * half)).any()):
+            raise CheckpointError(f"{slot.name} has a weight beyond {spec.bits} bits", next=again)
+        if not spec.symmetric:
+            found["weight_zero_point"] = _packed_zeros(found["weight_zero_point"], spec.bits)
+        return found | {"weight_packed": stream.pack(level.to(torch.uint8), spec.bits),
+                        "weight_shape": torch.tensor(shape, dtype=torch.int64)}
+
+    form = "pack-quantized" if packs else "int-quantized" if spec.kind == "int" else "float-quantized"
+    return Found(form, spec, dtype, tuple(names), convert, ("weight", "weight_zero_point"))
+
+
+def _scales(slot: LinearSlot, names: Sequence[str], infos: Infos) -> str:
+    """The dtype of a layer's scales, once all its tensors are known to be there."""
+    for suffix in names:
+        if f"{slot.name}.{suffix}" not in infos:
+            raise missing(slot, suffix)
+    dtype = infos[f"{slot.name}.weight_scale"].dtype
+    if dtype not in FLOATS.values():
+        raise CheckpointError(f"{slot.name}.weight_scale is {dtype}", why=f"known: {', '.join(FLOATS)}",
+                              next="download the checkpoint again")
+    return dtype_name(dtype)
+
+
+def _packed_zeros(signed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Zero points that lie as int8, one each → along *out* in words."""
+    level = (signed.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    return stream.pack(level.T.contiguous(), bits).T.contiguous()
+
+
 Reader = Callable[[LinearSlot, QuantSpec, Infos], Found]
-READERS: dict[str, Reader] = {"pack-quantized": _pack_quantized}
+READERS: dict[str, Reader] = {"pack-quantized": _pack_quantized, "int-quantized": _plain,
+                              "float-quantized": _plain, "naive-quantized": _plain}
 """By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors) → Found``."""

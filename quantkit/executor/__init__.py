@@ -1,0 +1,1 @@
+"""Where independent work is done."""

@@ -1,0 +1,161 @@
+"""Work spread over a Ray cluster, https://www.ray.io: one that is named, or this machine's cores.
+
+Every piece asks for as many CPUs as torch has threads here and computes with as many, so that sums are made
+in the same order as here and the bits are the same. Ray moves arguments and results with pickle between the
+cluster's own processes; no file is ever read so. A cluster of this machine listens on its loopback address
+alone, without dashboard or usage statistics.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.base import Item
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
+CARRIED = ("QUANTKIT_PLUGINS", "GOMP_SPINCOUNT")
+"""Variables that workers have as this process has them."""
+
+
+class RayExecutor:
+    """A connection to a cluster, for one run.
+
+    Args:
+        address: of a cluster; by default what ``RAY_ADDRESS`` names, else one is started here.
+        workers: pieces at a time, for a cluster that is started here; by default as many as have cores.
+
+    Raises:
+        QuantkitError: Ray isn't installed, or the cluster can't be reached or started.
+    """
+
+    remote = True
+
+    def __init__(self, address: str | None = None, workers: int | None = None) -> None:
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        if address == "local":
+            os.environ.setdefault(ALONE, "0")
+        self._ray = _import_ray()
+        self._threads = torch.get_num_threads()
+        self._started = not self._ray.is_initialized()
+        if self._started:
+            self._connect(address, workers)
+        _register_tensors()
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        self._call = self._ray.remote(_call).options(num_cpus=self._threads, max_retries=1)
+        self._here = (carried, list(sys.path), self._threads)
+
+    def put(self, value: T) -> T:
+        """A reference, which workers get the value of; it is sent once."""
+        return self._ray.put(value)
+
+    def map(self, work: Callable[..., T], items: Iterable[Item]) -> Generator[T, None, None]:
+        """See :meth:`Executor.map`. Pieces that weren't waited for are cancelled."""
+        running: deque[tuple[str, Any]] = deque()
+        cpus = int(self._ray.cluster_resources().get("CPU", 1))
+        if cpus < self._threads:
+            raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
+                                why="each computes with as many threads as torch has here",
+                                next=f"OMP_NUM_THREADS={max(1, cpus)} quantkit quantize … --executor ray")
+        most = cpus // self._threads
+        try:
+            for label, arguments in items:
+                if len(running) >= most:
+                    yield self._result(*running.popleft())
+                running.append((label, self._call.remote(self._here, work, *arguments)))
+                del arguments
+            while running:
+                yield self._result(*running.popleft())
+        finally:
+            for _, piece in running:
+                self._ray.cancel(piece, force=True)
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it was started here."""
+        if self._started:
+            self._ray.shutdown()
+
+    def _connect(self, address: str, workers: int | None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
+        if address == "local":
+            options |= {"include_dashboard": False, "num_cpus": workers and workers * self._threads}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._ray.init(**options)
+        except Exception as error:  # of many kinds, by what is wrong with the cluster
+            where = "started" if address == "local" else f"reached at {address}"
+            raise QuantkitError(f"a Ray cluster can't be {where}", why=str(error).strip()[:300] or None,
+                                next="quantkit quantize … --executor local") from error
+        if address == "local" and self._ray.util.get_node_ip_address() != LOOPBACK:
+            self._ray.shutdown()
+            raise QuantkitError("Ray would listen on the network",
+                                why="it was imported before it could be told to stay on this machine",
+                                next=f"set {ALONE}=0, or start a cluster of your own and set RAY_ADDRESS")
+
+    def _result(self, label: str, piece: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(piece)
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, QuantkitError):
+                raise error.cause from None
+            why = f"{type(error.cause).__name__}: {error.cause}"
+            raise QuantkitError(f"{label} failed on a worker", why=why[:300],
+                                next="try --executor local, which shows more") from error
+        except errors.RayError as error:
+            raise QuantkitError(f"{label}: its worker ended", why=str(error).strip()[:300],
+                                next="run the same command again: it resumes; if memory ran out, "
+                                     "with more OMP_NUM_THREADS, which makes fewer workers") from error
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise QuantkitError("--executor ray needs Ray", why=str(error),
+                            next='pip install "quantkit[ray]"') from error
+    return ray
+
+
+def _call(here: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:
+    """In a worker: as the driver is set up, do a piece of its work."""
+    carried, path, threads = here
+    os.environ.update(carried)
+    sys.path.extend(one for one in path if one not in sys.path)
+    torch.set_num_threads(threads)
+    _register_tensors()
+    return work(*arguments)
+
+
+def _register_tensors() -> None:
+    """Tensors of a CPU travel as their bytes and arrive as views of the cluster's memory, read-only."""
+    import ray.util
+
+    ray.util.register_serializer(torch.Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy(), flat.dtype, tuple(tensor.shape)
+
+
+def _tensor_of(parts: tuple[Any, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+    data, dtype, shape = parts
+    if not data.size:
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -1,0 +1,73 @@
+"""A weight with very many rows, such as the head of a large vocabulary, solved some rows at a time.
+
+Rows don't depend on one another: under one Hessian each has a loss of its own. What is in memory in float32
+is a part; of the rest there are codes, a byte a weight, until they are packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.ops.rotation import rotate
+from quantkit.spec import QuantSpec
+
+PART = 1 << 26
+"""Weights in a part, at most."""
+TILE = 64
+"""Rows of a part are a multiple of it, as a trellis's rings are."""
+
+
+def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
+    """Of a weight ``shape``, rows in a part: all if they fit into one, or share a scale with others."""
+    rows, columns = shape
+    step = max(1, PART // (columns * TILE)) * TILE
+    block = spec.granularity.size if spec.granularity.strategy == "block" else None
+    whole = spec.granularity.strategy == "tensor" or (block is not None and step * columns % block)
+    return rows if whole else min(rows, step)
+
+
+def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None, spec: QuantSpec,
+          options: Options) -> tuple[QuantizedTensor, float, tuple[str, ...]]:
+    """Quantize and pack ``weight`` ``[out, in]``, of any floating dtype, part by part.
+
+    Args:
+        weight: the original.
+        method, form: which.
+        stats: of its inputs, rotated if the spec says so.
+        spec: with ``scale_dtype`` resolved.
+        options: the method's.
+
+    Returns:
+        The packed weight, ``‖W − Ŵ‖ / ‖W‖`` and every fallback taken, once.
+
+    Raises:
+        SpecError, CalibrationError: as the method and the format do.
+    """
+    step = rows_at_once(spec, (weight.shape[0], weight.shape[1]))
+    found = [method.run(_exact(part, spec), stats, spec, options) for part in weight.split(step)]
+    zeros = [one.zero for one in found if one.zero is not None]
+    codes = Codes(found[0].spec, torch.cat([one.codes for one in found]),
+                  torch.cat([one.scale for one in found]) if len(found) > 1 else found[0].scale,
+                  torch.cat(zeros) if zeros else None,
+                  tuple(dict.fromkeys(note for one in found for note in one.notes)))
+    del found
+    packed = form.pack(codes, weight.dtype)
+    off = of = 0.0
+    rows: Any = getattr(form, "rows", None)
+    stored = form.dequantize(packed) if rows is None else None
+    for start in range(0, weight.shape[0], step):
+        part = _exact(weight[start:start + step], spec)
+        back = rows(packed, torch.arange(start, start + len(part))) if stored is None else stored[
+            start:start + step]
+        off += float((back - part).norm()) ** 2
+        of += float(part.norm()) ** 2
+    return packed, (off / max(of, 1e-60)) ** 0.5, codes.notes
+
+
+def _exact(part: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    exact = part.float()
+    return rotate(exact) if spec.rotation else exact

@@ -1,0 +1,1 @@
+"""Changes to a model that keep its function and make it easier to quantize."""

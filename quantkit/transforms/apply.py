@@ -1,0 +1,47 @@
+"""A recipe's transforms, found, checked and put to work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from quantkit.errors import RecipeError, did_you_mean
+from quantkit.methods.base import Options
+from quantkit.models.architecture import parse_config
+from quantkit.plugins import registry
+from quantkit.sources.base import ModelSource
+from quantkit.spec import TransformSpec
+from quantkit.transforms.base import Transform
+
+
+def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, Options]]:
+    """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options."""
+    table, found = registry("transforms"), []
+    for spec in specs:
+        transform: Transform = table.get(spec.name)
+        try:
+            found.append((transform, transform.options.model_validate(spec.options)))
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            key = ".".join(map(str, fault["loc"]))
+            extra = fault["type"] == "extra_forbidden"
+            why = did_you_mean(key, transform.options.model_fields) if extra else fault["msg"]
+            raise RecipeError(f"transform {spec.name} can't take option {key!r}", why=why,
+                              next="quantkit plugins list") from None
+    return found
+
+
+def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSource:
+    """The model of ``source`` as the whole-model transforms present it.
+
+    Raises:
+        RecipeError: one of the transforms, also of those that change layers later, isn't for this model.
+    """
+    for transform, options in resolve(specs):
+        config = parse_config(source.config())
+        if (why := transform.refuses(config)) is not None:
+            raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,
+                              next="leave it out of the recipe")
+        source = transform.source(source, config, options)
+    return source
