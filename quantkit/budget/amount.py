@@ -1,0 +1,55 @@
+"""``4.25bpw`` or ``5GB`` → a budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quantkit.errors import UsageError
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a checkpoint may be.
+
+    Attributes:
+        text: as it was given, ``4.25bpw``.
+        bits: stored bits a weight, over all Linears, kept ones too; or ``None``.
+        bytes: of all the checkpoint's tensors, embeddings and norms too; or ``None``.
+    """
+
+    text: str
+    bits: Fraction | None = None
+    bytes: int | None = None
+
+    def linear_bytes(self, weights: int, other_bytes: int) -> int:
+        """What all Linears together may take.
+
+        Args:
+            weights: how many numbers they hold.
+            other_bytes: of all other tensors.
+        """
+        if self.bits is not None:
+            return int(self.bits * weights / 8)
+        assert self.bytes is not None
+        return self.bytes - other_bytes
+
+
+def parse_budget(text: str) -> Budget:
+    """Read a budget: a number and ``bpw`` (bits a weight), or a unit of bytes (``GB`` is 10⁹, ``GiB`` 2³⁰).
+
+    Raises:
+        UsageError: it is neither, or not above 0.
+    """
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    if match is None or not (match[2] == "bpw" or match[2] in UNITS) or not (amount := Fraction(match[1])):
+        raise UsageError(f"{text!r} is no budget", why="it is a number and a unit: bpw (bits a weight) or "
+                         "MB, GB, MiB, GiB (of all tensors)", next="--budget 4.25bpw, or --budget 5GB")
+    if match[2] == "bpw":
+        return Budget(text.strip(), bits=amount)
+    return Budget(text.strip(), bytes=int(amount * UNITS[match[2]]))

@@ -1,0 +1,250 @@
+"""A recipe with candidates × a model × a budget → an ordinary recipe, with what it should cost."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+from quantkit.budget.allocate import allocate
+from quantkit.budget.amount import Budget
+from quantkit.budget.rules import part_of, rules_of
+from quantkit.budget.sensitivity import Rows, sensitivities
+from quantkit.calibrate.runner import EXPERT
+from quantkit.errors import RecipeError, UsageError
+from quantkit.plan import Plan, candidate_rows, make_plan
+from quantkit.plugins import registry
+from quantkit.progress import Listener, silent
+from quantkit.recipe import Candidate, Recipe
+from quantkit.rows import PlanRow
+from quantkit.sources.base import ModelSource
+from quantkit.spec import CalibrationSpec
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """One candidate in all layers that are free to choose.
+
+    Attributes:
+        label: the candidate's.
+        bits: stored bits a weight, over all Linears.
+        disk_bytes: of all the checkpoint's tensors.
+        kl: predicted, nats a token.
+    """
+
+    label: str
+    bits: float
+    disk_bytes: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """All layers that stand at the same place of a decoder layer and are stored alike: q, k and v, say.
+
+    Attributes:
+        names: theirs, without the number.
+        bits: stored bits a weight.
+        kl: predicted, nats a token.
+        counts: by candidate's label, in how many decoder layers it was chosen.
+    """
+
+    names: tuple[str, ...]
+    bits: float
+    kl: float
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What fits a budget.
+
+    Attributes:
+        budget: as asked for.
+        recipe: an ordinary one: the given rules, then one for each choice.
+        plan: of that recipe.
+        candidates: what there was to choose from.
+        chosen: by Linear, the candidate's number.
+        costs: by Linear, then candidate: the KL that it should cause, nats a token.
+        uniform: each candidate that fits all layers, alone; the smallest first.
+    """
+
+    budget: Budget
+    recipe: Recipe
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    chosen: Mapping[str, int]
+    costs: Mapping[str, Mapping[int, float]]
+    uniform: tuple[Uniform, ...]
+
+    @property
+    def kl(self) -> float:
+        """Predicted for the whole model, nats a token: the sum over the Linears that were chosen for."""
+        return math.fsum(self.costs[name][index] for name, index in self.chosen.items())
+
+    def parts(self) -> list[Part]:
+        """The choice by place, in the model's order."""
+        rows = {row.name: row for row in self.plan.rows}
+        places: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
+        for names in _groups(rows[name] for name in self.chosen):
+            places[tuple(dict.fromkeys(map(part_of, names)))].append(names)
+        found = []
+        for place, groups in places.items():
+            counts = [0] * len(self.candidates)
+            for names in groups:
+                counts[self.chosen[names[0]]] += 1
+            flat = [rows[name] for names in groups for name in names]
+            found.append(Part(place, _bits(flat, sum(row.bytes_after for row in flat)),
+                              math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
+                              {self.candidates[i].label(): n for i, n in enumerate(counts) if n}))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        labels = [one.label() for one in self.candidates]
+        return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
+                "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
+                "uniform": [{"label": one.label, "bits_per_weight": one.bits, "tensor_bytes": one.disk_bytes,
+                             "predicted_kl": one.kl} for one in self.uniform],
+                "layers": {name: {"chosen": labels[index], "predicted_kl": {
+                    labels[i]: kl for i, kl in self.costs[name].items()}}
+                    for name, index in self.chosen.items()}}
+
+
+def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listener = silent) -> Choice:
+    """Give every layer that no rule takes one of the recipe's candidates, so that the divergence predicted
+    for the whole is the least that fits.
+
+    Layers that engines fuse (q, k and v; gate and up; all experts of a layer) get the same.
+
+    Args:
+        source: of the model.
+        recipe: with candidates.
+        budget: for all Linears (``bpw``) or all tensors (bytes); what rules decide counts too.
+        progress: called while sensitivities are measured.
+
+    Raises:
+        RecipeError: there are no candidates, they can't be compared or mixed, or none fits a layer.
+        UsageError: the budget is smaller than the smallest choice, or larger than the largest.
+        CalibrationError: the text is unusable, or a value isn't finite.
+        Stopped: interrupted; what was measured is kept.
+    """
+    _check(recipe)
+    spec = recipe.calibration or CalibrationSpec()
+    base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": ()}), source)
+    rows = candidate_rows(recipe, source)
+    if outside := next((name for name, one in rows.items() if next(iter(one.values())).layer is None), None):
+        raise RecipeError(f"recipe {recipe.name!r} has no rule for {outside}",
+                          why="sensitivity is measured in decoder layers only",
+                          next=f"add a rule {{match: {outside}, optional: true}}, which keeps it, or give "
+                               "it a data-free method")
+    fixed = [row for row in base.rows if row.name not in rows]
+    if not rows:
+        raise RecipeError(f"the rules of recipe {recipe.name!r} leave no layer to its candidates",
+                          next=f"remove the rule with match {recipe.rules[-1].match!r}")
+    groups = _groups(row for row in base.rows if row.name in rows)
+    options = [_common(names, rows, recipe) for names in groups]
+    sizes = [[sum(rows[name][i].bytes_after for name in names) for i in one]
+             for names, one in zip(groups, options)]
+    taken = sum(row.bytes_after for row in fixed)
+    limit = budget.linear_bytes(_weights(base.rows), base.other_bytes) - taken
+    _check_range(source, budget, limit, base, taken, sum(map(min, sizes)), sum(map(max, sizes)))
+
+    costs = sensitivities(source, base, recipe.candidates, rows, progress)
+    picked = allocate([[math.fsum(costs[name][i] for name in names) for i in one]
+                       for names, one in zip(groups, options)], sizes, limit)
+    assert picked is not None  # the range was checked
+    chosen = {name: one[at] for names, one, at in zip(groups, options, picked) for name in names}
+    kl = math.fsum(costs[name][index] for name, index in chosen.items())
+    told = f"Chosen for {budget.text} from the candidates of {recipe.name}; predicted KL {kl:.3g}."
+    resolved = recipe.model_copy(update={
+        "description": told, "calibration": recipe.calibration, "candidates": (),
+        "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
+    return Choice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
+                  _uniform(recipe, base, rows, costs, taken))
+
+
+def _check(recipe: Recipe) -> None:
+    """RecipeError for candidates that can't be chosen from."""
+    if not recipe.candidates:
+        raise RecipeError(f"recipe {recipe.name!r} has no candidates",
+                          why="its rules leave a budget no choice",
+                          next="leave out --recipe, or add a section 'candidates' to it (docs/budget.md)")
+    if recipe.calibration is not None and recipe.calibration.importance != "gradient":
+        raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
+                          why="what a layer's error costs is measured by gradients",
+                          next="calibration: {importance: gradient}")
+    packed = [one for one in recipe.candidates if one.spec is not None]
+    for one in packed:
+        assert one.spec is not None
+        if one.spec.activations:
+            raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} rounds activations too",
+                              why="only what rounding weights costs is measured", next="leave it out")
+        alone = getattr(registry("formats").get(str(one.format_name)), "alone", False)
+        if alone and any((o.format_name, o.spec) != (one.format_name, one.spec) for o in packed):
+            raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} can't be mixed with others",
+                              why=f"format {one.format_name} has place for one spec",
+                              next="leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _groups(rows: Iterable[PlanRow]) -> list[list[str]]:
+    """Names of the layers that get the same, in the model's order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        head, expert, _ = row.name.partition(EXPERT)
+        found[head + expert if expert else row.shares].append(row.name)
+    return list(found.values())
+
+
+def _common(names: Sequence[str], rows: Rows, recipe: Recipe) -> list[int]:
+    """Numbers of the candidates that fit all of these layers."""
+    found = [index for index in rows[names[0]] if all(index in rows[name] for name in names)]
+    if not found:
+        raise RecipeError(f"recipe {recipe.name!r}: no candidate fits all of {', '.join(names)}",
+                          why="they get the same, so that engines can fuse them",
+                          next="add a candidate {method: null}, which keeps them")
+    return found
+
+
+def _check_range(source: ModelSource, budget: Budget, limit: int, base: Plan, fixed: int, least: int,
+                 most: int) -> None:
+    if least <= limit < most:
+        return
+    weights = _weights(base.rows)
+
+    def told(size: int) -> tuple[str, str]:
+        """Rounded up: what is named can be had."""
+        bits, total = math.ceil(800 * size / weights) / 100, base.other_bytes + size
+        return f"{bits:g}bpw", f"{math.ceil(total / 1e3) / 1e3:.3f}MB"
+
+    low, high = told(fixed + least), told(fixed + most)
+    kind = 0 if budget.bits is not None else 1
+    small = limit < least
+    raise UsageError(f"--budget {budget.text} is {'less' if small else 'more'} than any choice takes",
+                     why=f"the candidates take from {low[0]} ({low[1]} with all other tensors) to {high[0]} "
+                         f"({high[1]})",
+                     next=f"quantkit quantize {quote(source.uri)} --budget {low[kind]} --out OUT" if small
+                     else "give less, or leave the model as it is")
+
+
+def _uniform(recipe: Recipe, base: Plan, rows: Rows, costs: Mapping[str, Mapping[int, float]],
+             fixed: int) -> tuple[Uniform, ...]:
+    found = []
+    for index, candidate in enumerate(recipe.candidates):
+        if candidate.method is None or any(index not in one for one in rows.values()):
+            continue
+        size = fixed + sum(one[index].bytes_after for one in rows.values())
+        found.append(Uniform(candidate.label(), _bits(base.rows, size), base.other_bytes + size,
+                             math.fsum(one[index] for one in costs.values())))
+    return tuple(sorted(found, key=lambda one: one.disk_bytes))
+
+
+def _weights(rows: Sequence[PlanRow]) -> int:
+    return sum(row.shape[0] * row.shape[1] for row in rows)
+
+
+def _bits(rows: Sequence[PlanRow], size: int) -> float:
+    return 8 * size / _weights(rows)

@@ -1,0 +1,191 @@
+"""What storing a Linear in some way would cost: the divergence that it causes, predicted from two walks.
+
+To second order, the divergence of a model whose Linear's outputs are off by ``δ`` is ``½ δᵀ F δ``, with ``F``
+the Fisher information of its answers there (:mod:`quantkit.calibrate.importance`). Taken as the same for all
+outputs and as independent from token to token, ``F`` is one number a token, ``f``, and the mean over tokens
+becomes ``½ tr(ΔW H ΔWᵀ)`` with ``H`` the mean of ``f x xᵀ``: nats a token, so that layers can be compared
+and added up, as in HAWQ-V2, https://arxiv.org/abs/1911.03852.
+
+Every candidate is solved by its own method, a layer at a time, on what the *original* layers before it give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.calibrate.data import CalibrationData
+from quantkit.calibrate.finite import NonFiniteError, blame
+from quantkit.calibrate.importance import NEVER, balanced, token_gradients
+from quantkit.calibrate.prepare import read, write
+from quantkit.calibrate.runner import LayerRunner
+from quantkit.calibrate.spill import Spill
+from quantkit.checkpoint.manifest import SourceRecord
+from quantkit.checkpoint.writer import WORK, CheckpointWriter
+from quantkit.errors import QuantkitError, Stopped
+from quantkit.methods.base import LayerStats
+from quantkit.models.architecture import parse_config
+from quantkit.models.linear import Weights
+from quantkit.ops.rotation import rotate, rotate_form
+from quantkit.peak import STATES_IN_MEMORY
+from quantkit.plan import Plan
+from quantkit.plugins import current, registry
+from quantkit.progress import Event, Listener, silent
+from quantkit.recipe import Candidate
+from quantkit.rows import PlanRow
+from quantkit.sources.base import ModelSource
+from quantkit.spec import CalibrationSpec
+from quantkit_kernels.cpu.compiled import cache_folder
+
+VERSION = 1
+"""Of what is measured: another one finds nothing of what was kept."""
+TEXT, GRADIENTS, LAYER = f"{WORK}text", f"{WORK}gradients", f"{WORK}layer."
+Rows = Mapping[str, Mapping[int, PlanRow]]
+"""By Linear, then by the candidate's number."""
+
+
+def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidate], rows: Rows,
+                  progress: Listener = silent) -> dict[str, dict[int, float]]:
+    """The divergence that each candidate would cause in each Linear.
+
+    Kept in the user's cache folder, layer by layer: a run that is stopped goes on where it was, and another
+    budget for the same model, candidates and text measures nothing again.
+
+    Args:
+        source: of the model.
+        plan: its recipe says which text.
+        candidates: what is compared.
+        rows: what those that fit make of each Linear, in decoder layers.
+        progress: called after each layer, three times: forward, backward and when it is measured.
+
+    Returns:
+        By full name and the candidate's number: KL in nats a token. 0 for a candidate that keeps the layer.
+
+    Raises:
+        CalibrationError: the text is unusable, or a value isn't finite.
+        QuantkitError: what was measured can't be kept.
+        Stopped: interrupted; what was measured is kept.
+    """
+    run = _Run(source, plan, candidates, rows, progress)
+    needed = max(0, 4 * run.config.num_layers * run.config.hidden_size * run.tokens - STATES_IN_MEMORY)
+    with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as kept:
+        try:
+            return run(kept)
+        except NonFiniteError as error:
+            raise blame(error, source, run.data.origins if run.data else ()) from error
+        except KeyboardInterrupt:
+            raise Stopped(f"stopped; what was measured is kept in {kept.partial}",
+                          next="run the same command again to go on") from None
+
+
+class _Run:
+    def __init__(self, source: ModelSource, plan: Plan, candidates: Sequence[Candidate], rows: Rows,
+                 progress: Listener) -> None:
+        spec = plan.recipe.calibration
+        assert spec is not None
+        self.source, self.plan, self.rows, self.progress = source, plan, rows, progress
+        self.seed, self.tokens = spec.seed, spec.samples * spec.length
+        widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
+        self.data = read(spec, source, widest, progress)
+        self.config = parse_config(source.config())
+        self.weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
+        self.identity = _identity(source, spec, candidates, rows, self.data)
+        self.done, self.total = 0, 3 * self.config.num_layers
+
+    def __call__(self, kept: CheckpointWriter) -> dict[str, dict[int, float]]:
+        layers = range(self.config.num_layers)
+        missing = [index for index in layers if not kept.has(f"{LAYER}{index}")]
+        if missing:
+            self._measure(kept, missing)
+        kept.drop(GRADIENTS)
+        found = {name: losses.tolist() for index in layers
+                 for name, losses in kept.get(f"{LAYER}{index}")[0].items()}
+        self.progress(Event(self.total, self.total, "measured"))
+        return {name: dict(zip(choices, found[name], strict=True)) for name, choices in self.rows.items()}
+
+    def _measure(self, kept: CheckpointWriter, missing: Sequence[int]) -> None:
+        if self.data is None and not kept.has(TEXT):
+            kept.put(TEXT, {"tokens": write(self.plan, self.source, self.weights, self.progress)}, [])
+        tokens = self.data.tokens if self.data else kept.get(TEXT)[0]["tokens"]
+        label = "what each token matters"
+        if not kept.has(GRADIENTS):
+            self._step(label)
+            kept.put(GRADIENTS, token_gradients(self.config, self.weights, tokens, list(self.rows), self.seed,
+                                                kept.states, lambda: self._step(label)), [])
+        squares = kept.get(GRADIENTS)[0]
+        weighed = {name: balanced(one) for name, one in squares.items()}
+        with Spill(kept.states) as states:
+            runner = LayerRunner(self.config, self.weights, tokens, weighed, states)
+            for index in range(missing[-1] + 1):
+                self.done = 2 * self.config.num_layers + index
+                self._step(f"candidates in layer {index}")
+                if index in missing:
+                    kept.put(f"{LAYER}{index}", self._layer(index, runner, squares), [])
+                if index < missing[-1]:
+                    runner.advance(index, {})
+
+    def _layer(self, index: int, runner: LayerRunner,
+               squares: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        here = [name for name, rows in self.rows.items() if next(iter(rows.values())).layer == index]
+        stats = runner.measure(index, {name: {"hessian"} for name in here})
+        return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in here}
+
+    def _step(self, label: str) -> None:
+        self.progress(Event(self.done, self.total, label))
+        self.done += 1
+
+
+def _losses(source: ModelSource, choices: Mapping[int, PlanRow], stats: LayerStats,
+            squares: torch.Tensor) -> torch.Tensor:
+    """Of each candidate for one Linear, float64."""
+    reached = squares[squares != NEVER]
+    # the Hessian's weights are 1 on average: this is what a unit of them is
+    unit = float(reached.sum(dtype=torch.float64)) / squares.numel()
+    weight = source.tensor(f"{next(iter(choices.values())).name}.weight")
+    return torch.tensor([0.5 * unit * _loss(row, weight, stats) for row in choices.values()],
+                        dtype=torch.float64)
+
+
+def _loss(row: PlanRow, weight: torch.Tensor, stats: LayerStats) -> float:
+    """``tr(ΔW H ΔWᵀ)`` of a weight as it would be stored."""
+    if row.method is None:
+        return 0.0
+    assert row.format and row.spec and stats.hessian is not None
+    method, form = registry("methods").get(row.method), registry("formats").get(row.format)
+    exact, hessian = weight.float(), stats.hessian
+    if row.spec.rotation:
+        exact, hessian = rotate(exact), rotate_form(hessian)
+    try:
+        codes = method.run(exact, LayerStats(stats.tokens, hessian), row.spec,
+                           method.options(**{**row.options, **method.quick}))
+        error = form.dequantize(form.pack(codes, weight.dtype)) - exact
+    except QuantkitError as fault:
+        raise type(fault)(f"{row.name}: {fault.what}", why=fault.why, next=fault.next) from fault
+    return float((error @ hessian).mul_(error).sum(dtype=torch.float64).clamp(min=0))
+
+
+def _identity(source: ModelSource, spec: CalibrationSpec, candidates: Sequence[Candidate], rows: Rows,
+              data: CalibrationData | None) -> dict[str, Any]:
+    """All that the numbers depend on."""
+    return {"version": VERSION, "quantkit": __version__,
+            "plugins": {plugin.distribution: plugin.version for plugin in current().plugins},
+            "source": SourceRecord.of(source.identity()).model_dump(mode="json"),
+            "candidates": [one.model_dump(mode="json") for one in candidates],
+            "rows": {name: sorted(choices) for name, choices in rows.items()},
+            "calibration": spec.without_folders().model_dump(mode="json"),
+            "tokens": data.sha256 if data else None}
+
+
+def _folder(identity: Mapping[str, Any]) -> Path:
+    base = cache_folder()
+    if base is None:
+        raise QuantkitError("there is no folder to keep what is measured in", why="this user has no home",
+                            next="name one: QUANTKIT_CACHE=DIR quantkit quantize …")
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return base.with_name("sensitivity") / digest[:32]
