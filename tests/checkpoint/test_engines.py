@@ -38,9 +38,17 @@ def said(tiny, tmp_path):
 NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
 
 
+W8A8 = spec(8, None, activations="token")
+FP8 = W8A8 | {"kind": "fp"}
+
+
 @pytest.mark.parametrize(("engine", "device", "what", "form"), [
     ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None),
-    ("vllm", "cpu", spec(4, 64), None),
+    ("vllm", "cpu", spec(4, 64), None), ("vllm", "cpu", W8A8, None), ("vllm", "cpu", FP8, None),
+    ("vllm", "cuda", W8A8, None),
+    ("vllm", "cuda", FP8, None), ("sglang", "cuda", W8A8, None), ("sglang", "cuda", FP8, None),
+    ("transformers", "cpu", W8A8, None), ("transformers", "cpu", FP8, None),
+    ("vllm", "cpu", W8A8 | {"granularity": {"strategy": "tensor"}}, None),
     ("vllm", "cuda", spec(4, symmetric=False), None), ("vllm", "cpu", spec(4, symmetric=False), None),
     ("vllm", "cuda", spec(8, None), "gptq"), ("vllm", "cpu", spec(4), "gptq"),
     ("vllm", "cuda", spec(4), "gptq-v2"),
@@ -55,6 +63,8 @@ def test_what_loads(said, engine, device, what, form):
 
 @pytest.mark.parametrize(("engine", "device", "what", "form", "name", "words"), [
     ("vllm", "cpu", spec(8, None), None, "kernel on cpu", "4-bit weights only"),
+    ("vllm", "cpu", FP8 | {"activations": None}, None, "kernel on cpu", "without fp8 activations"),
+    ("sglang", "cpu", W8A8, None, "kernel on cpu", "GPUs"),
     ("vllm", "cpu", spec(8, None), "gptq", "kernel on cpu", "4-bit weights only"),
     ("vllm", "cuda", spec(3), None, "kernel on cuda", "humming"),
     ("vllm", "cuda", spec(8, None, symmetric=False), None, "kernel on cuda", "8 bits symmetric"),
@@ -116,3 +126,43 @@ def test_usage(tiny, tmp_path):
             check_engine("vlm", opened)
         with pytest.raises(UsageError, match="no device is called 'tpu'"):
             check_engine("vllm", opened, "tpu")
+
+
+TABLE = {"match": "model.embed_tokens", "method": "rtn"}
+
+
+@pytest.mark.parametrize(("engine", "device", "what", "words"), [
+    ("vllm", "cuda", spec(8, None), None), ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(2), None),
+    ("vllm", "cpu", spec(4), "is for GPUs"), ("vllm", "cuda", spec(3), "2, 4 or 8 bits"),
+    ("vllm", "cuda", spec(4, symmetric=False), "symmetric integers"),
+    ("vllm", "cuda", {"bits": 8, "granularity": {"strategy": "tensor"}}, "tensor"),
+    ("vllm", "cuda", {"kind": "fp", "bits": 8, "granularity": CHANNEL}, "by float-quantized"),
+    ("sglang", "cuda", spec(4), "takes plain ones only"),
+    ("transformers", "cpu", spec(4), "only with quantization_config=CompressedTensorsConfig(dequantize"),
+    ("transformers", "cpu", spec(8, None), "only where all layers are of one scheme")], ids=str)
+def test_a_quantized_embedding(said, engine, device, what, words):
+    found = said(engine, device, spec(4), None, {**TABLE, "spec": what})
+    if words is None:
+        assert found == {}
+    else:
+        assert found["embedding"].startswith("model.embed_tokens") and words in found["embedding"]
+
+
+@pytest.mark.parametrize(("engine", "words"),
+                         [("vllm", "is the head too"), ("transformers", "dequantize=True")])
+def test_an_embedding_that_is_the_head(make_tiny, tmp_path, engine, words):
+    out = make_tiny(tied=True).write(tmp_path / "out", {**TABLE, "spec": spec(4)},
+                                     {"match": "*", "method": "rtn", "spec": spec(4)})
+    with open_checkpoint(out) as opened:
+        failed = {check.name: check.detail for check in check_engine(engine, opened)
+                  if check.status == "failed"}
+    assert list(failed) == ["embedding"] and words in failed["embedding"]
+
+
+def test_an_embedding_that_no_standard_says(make_tiny, tmp_path):
+    out = make_tiny(tied=True).write(tmp_path / "out", {**TABLE, "spec": spec(8, None)},
+                                     {"match": "*", "method": "rtn", "spec": spec(4)})
+    with open_checkpoint(out) as opened:
+        for engine in ("vllm", "sglang", "transformers"):
+            (check,) = check_engine(engine, opened)
+            assert check.status == "failed" and "not quantkit" in check.detail

@@ -184,3 +184,63 @@ def test_transformers_accepts_them(tiny, rules):
     awq = quantization_config(tiny.plan(
         head, {**int4, "spec": {**int4["spec"], "symmetric": False}, "format": "awq"}).rows)
     assert transformers.AwqConfig.from_dict(awq).modules_to_not_convert == ["lm_head"]
+
+
+CHANNEL8 = {"bits": 8, "granularity": {"strategy": "channel"}}
+GROUP4 = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
+
+
+def with_embedding(make_tiny, tied: bool, embedding: dict, method: str = "rtn", head: dict | None = None):
+    rules = [{"match": "model.embed_tokens", "method": method, "spec": embedding},
+             {"match": "lm_head", "optional": True, **({"method": "rtn", "spec": head} if head else {})},
+             {"match": "*", "method": "rtn", "spec": GROUP4}]
+    return quantization_config(make_tiny(tied=tied).plan(*rules).rows)
+
+
+def test_a_head_is_named_beside_the_class_that_engines_do_not_count_it_to(make_tiny):
+    config = quantization_config(make_tiny().plan({"match": "*", "method": "rtn", "spec": CHANNEL8}).rows)
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:^lm_head$"]
+
+
+def test_an_embedding_is_said_by_its_class(make_tiny):
+    alike = with_embedding(make_tiny, False, GROUP4)
+    assert alike["config_groups"]["group_0"]["targets"] == ["Linear", "Embedding"]
+    assert alike["ignore"] == ["lm_head"] and len(alike["config_groups"]) == 1
+    other = with_embedding(make_tiny, False, CHANNEL8)["config_groups"]
+    assert {group["weights"]["num_bits"]: group["targets"] for group in other.values()} == {
+        8: ["Embedding"], 4: ["Linear"]}
+    three = with_embedding(make_tiny, False, CHANNEL8, head=CHANNEL8)["config_groups"]
+    assert three["group_0"]["targets"] == ["re:^lm_head$", "Embedding"]
+    assert all(target.startswith("re:^model") for target in three["group_1"]["targets"])
+
+
+def test_an_embedding_that_is_the_head_is_said_where_all_layers_are_alike(make_tiny):
+    assert with_embedding(make_tiny, True, GROUP4)["config_groups"]["group_0"]["targets"] == [
+        "Linear", "Embedding"]
+    assert with_embedding(make_tiny, True, CHANNEL8) == {"quant_method": "quantkit"}
+
+
+def test_an_embedding_beside_layers_of_bitsandbytes_is_said_by_nobody(make_tiny):
+    nf4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64},
+           "scale_dtype": "float32"}
+    rules = [{"match": match, "method": "nf4", "spec": nf4} for match in ("model.embed_tokens", "*")]
+    assert quantization_config(make_tiny().plan(*rules).rows) == {"quant_method": "quantkit"}
+    assert quantization_config(make_tiny().plan(rules[1]).rows)["quant_method"] == "bitsandbytes"
+
+
+def test_compressed_tensors_itself_reads_it(make_tiny):
+    """Their own classes: the config is valid, and the scheme reaches embedding, layers and head."""
+    quantization = pytest.importorskip("compressed_tensors.quantization",
+                                       reason="compressed-tensors is not installed (extra: oracle)")
+    config = with_embedding(make_tiny, False, CHANNEL8, head=GROUP4)
+    parsed = quantization.QuantizationConfig.model_validate(
+        {key: value for key, value in config.items() if key not in ("sparsity_config", "transform_config")})
+    model = torch.nn.Module()
+    model.lm_head = torch.nn.Linear(64, 96, bias=False)
+    model.model = torch.nn.Module()
+    model.model.embed_tokens = torch.nn.Embedding(96, 64)
+    model.model.norm = torch.nn.LayerNorm(64)
+    quantization.apply_quantization_config(model, parsed)
+    bits = {name: module.quantization_scheme.weights.num_bits for name, module in model.named_modules()
+            if hasattr(module, "quantization_scheme")}
+    assert bits == {"model.embed_tokens": 8, "lm_head": 4}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter, differences, natural
+from quantkit.checkpoint.writer import CheckpointWriter, natural
 from quantkit.errors import CheckpointError
 
 
@@ -61,7 +61,7 @@ def test_another_runs_folder_is_refused_with_the_difference(tmp_path):
         pass
     with pytest.raises(CheckpointError) as caught:
         CheckpointWriter(tmp_path / "out", {"recipe": {"rules": [{"bits": 8}]}, "source": "x"})
-    assert "identity.recipe.rules.0.bits: 4 → 8" in str(caught.value)
+    assert "recipe: rules[0].bits: 4 → 8" in str(caught.value)
     assert "source" not in caught.value.why
     assert "rm -r" in caught.value.next and "out.partial" in caught.value.next
 
@@ -170,9 +170,3 @@ def test_a_tensor_in_two_units_is_refused(tiny, tmp_path, rules):
 
 def test_units_are_ordered_as_people_count():
     assert sorted(["l.10", "l.9", "rest", "l.1"], key=natural) == ["l.1", "l.9", "l.10", "rest"]
-
-
-def test_differences_name_the_leaves():
-    assert differences({"a": [1, {"b": 2}], "c": 0}, {"a": [1, {"b": 3}], "d": 0}) == [
-        "  a.1.b: 2 → 3", "  c: 0 → null", "  d: null → 0"]
-    assert differences({"a": 1}, {"a": 1}) == []

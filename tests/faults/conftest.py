@@ -53,6 +53,12 @@ class Run:
             return writer.finish({"model_type": "x"}, {"tokenizer.json": b"{}"}, self.manifest)
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch) -> None:
+    """What a process has written outlives its death, synced or not; only a power cut asks for more."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
 @pytest.fixture(scope="session")
 def run():
     return Run()

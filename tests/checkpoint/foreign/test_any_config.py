@@ -28,6 +28,8 @@ def folders(tiny, tmp_path_factory):
     for form, spec in (("gptq", "bits: 4, granularity: {strategy: group, size: 32}"),
                        ("awq", "bits: 4, symmetric: false, granularity: {strategy: group, size: 32}"),
                        ("pack-quantized", "bits: 8, granularity: {strategy: channel}"),
+                       ("int-quantized", "bits: 8, granularity: {strategy: channel}, activations: token"),
+                       ("float-quantized", "kind: fp, bits: 8, granularity: {strategy: tensor}"),
                        ("bnb-int8", "bits: 8, granularity: {strategy: channel}")):
         recipe = place / f"{form}.yaml"
         recipe.write_text("rules:\n  - {match: lm_head}\n"
@@ -43,9 +45,10 @@ def paths(value: Any, at: tuple = ()) -> list[tuple]:
     return [at, *(path for key, one in inner for path in paths(one, (*at, key)))]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True,
+@settings(max_examples=250, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data(), form=st.sampled_from(["gptq", "awq", "pack-quantized", "bnb-int8"]))
+@given(data=st.data(), form=st.sampled_from(
+    ["gptq", "awq", "pack-quantized", "int-quantized", "float-quantized", "bnb-int8"]))
 def test_it_opens_or_says_why_not(folders, data, form):
     folder, text = folders[form]
     config = json.loads(text)

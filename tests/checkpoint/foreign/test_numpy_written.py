@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.plugins import registry
 from quantkit.runtime.loader import load
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -45,6 +47,34 @@ def test_awq(write, awq, change) -> None:
     theirs, plain = write(config)
     same_logits(theirs, plain)
     assert load(str(theirs)).label.startswith("awq int4")
+
+
+def test_awq_as_gptqmodel_writes_it(write, awq) -> None:
+    """Of symmetric weights it says that there are no zero points, and stores them."""
+    def change(tensors) -> None:
+        for name in [n for n in tensors if n.endswith(".scales")]:
+            tensors[name] = tensors[name].to(torch.float32)
+
+    same_logits(*write({**awq, "zero_point": False}, change=change))
+
+
+def test_awq_scales_of_a_bfloat16_model(write, awq) -> None:
+    def narrow(tensors) -> None:
+        tensors[f"{Q}.scales"] = tensors[f"{Q}.scales"].to(torch.bfloat16)
+
+    theirs, _ = write(awq, change=narrow)
+    with open_checkpoint(theirs) as opened:
+        form = registry("formats").get("awq")
+        assert torch.equal(form.unpack(opened.quantized(Q)).scale.T.to(torch.bfloat16),
+                           load_file(theirs / "model.safetensors")[f"{Q}.scales"])
+
+
+@pytest.mark.parametrize("value", [1e-30, 70000.0, 1.0001, float("nan")])
+def test_awq_scales_that_float16_lacks_are_refused(write, awq, value) -> None:
+    def change(tensors) -> None:
+        tensors[f"{Q}.scales"] = tensors[f"{Q}.scales"].to(torch.float32).fill_(value)
+
+    assert "float16" in str(refused(write(awq, change=change)[0]))
 
 
 def test_kernels_run_them_as_they_run_ours(write, gptq) -> None:
@@ -96,7 +126,7 @@ def test_what_gptq_configs_are_refused(write, gptq, change, said) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"version": "gemv"}, "'version'"), ({"zero_point": False}, "'zero_point'"), ({"w_bit": 8}, "'w_bit'"),
+    ({"version": "gemv"}, "'version'"), ({"zero_point": 0}, "'zero_point'"), ({"w_bit": 8}, "'w_bit'"),
     ({"backend": "llm-awq"}, "'backend'"),
     ({"modules_to_not_convert": ["self_attn"]}, "modules_to_not_convert"),
     ({"exotic": True}, "'exotic'"), ({"modules_to_not_convert": "lm_head"}, "list of names")], ids=str)

@@ -1,0 +1,62 @@
+"""Killed at a write point and run again, every method in every layout ends with the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.checkpoint import durable
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.plugins import registry
+
+
+@pytest.fixture
+def killed_at(at_step, in_child, kill, monkeypatch, tmp_path):
+    """``killed_at(run, points)``: a process dies at each of them, the next one ends the run."""
+
+    def one(run, points) -> int:
+        assert run.reference
+        for number in points:
+            what, out = run.steps[number], tmp_path / str(number) / "out"
+            out.parent.mkdir()
+            at_step(number, kill)
+            assert in_child(lambda out=out: run(out)) == -9, what
+            monkeypatch.setattr(durable, "step", lambda what: None)
+            refuses_to_load(out)
+            run.again(out)
+        return len(points)
+
+    return one
+
+
+def refuses_to_load(out):
+    """What isn't whole yet."""
+    partial = out.with_name("out.partial")
+    for folder in (partial, partial / "checkpoint"):
+        if folder.exists() and (partial / "state.json").exists():
+            with pytest.raises(CheckpointError):
+                Checkpoint.open(folder)
+
+
+def test_no_method_and_no_format_is_left_out(every_case):
+    assert {case.method for case in every_case} == set(registry("methods"))
+    assert {case.format for case in every_case} == set(registry("formats"))
+    assert "hqq" in registry("methods"), "plugins are among them"
+
+
+def test_killed_at_some_points(case, run_of, killed_at):
+    killed_at(run_of(case), run_of(case).points(1 if "calibration" in case.recipe else 2))
+
+
+@pytest.mark.slow
+def test_killed_at_every_point(case, run_of, killed_at, figures):
+    run = run_of(case)
+    assert run.reference
+    points = figures.setdefault("killed at every write point", {})
+    points[case.name] = killed_at(run, range(len(run.steps)))
+
+
+@pytest.mark.slow
+def test_shipped_recipes_killed_at_some_points(shipped, run_of, killed_at, figures):
+    points = figures.setdefault("shipped recipes, killed at some write points", {})
+    points[shipped.name] = killed_at(run_of(shipped), run_of(shipped).points(8))

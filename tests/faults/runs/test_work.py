@@ -1,0 +1,81 @@
+"""What only the run needs is durable too: text that the model wrote, what each token matters, its states."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from quantkit import quantize as module
+from quantkit.calibrate import importance
+from quantkit.calibrate.spill import Spill
+from quantkit.checkpoint import durable
+
+RECIPE = {
+    "calibration": {"text": "self", "samples": 6, "length": 16},
+    "rules": [{"match": "lm_head", "optional": True},
+              {"match": "*", "method": "gptq",
+               "spec": {"bits": 4, "granularity": {"strategy": "group", "size": 32}}}]}
+
+
+class Watched(Spill):
+    """With no room in memory; everything that it does to the disk is a write point."""
+
+    def put(self, key, tensor):
+        durable.step(f"spill {key}")
+        super().put(key, tensor)
+
+    def take(self, key):
+        durable.step(f"take {key}")
+        return super().take(key)
+
+
+@pytest.fixture
+def run(run_from, monkeypatch):
+    monkeypatch.setattr(importance, "Spill", functools.partial(Watched, limit=0))
+    monkeypatch.setattr(importance, "BACKWARD_TOKENS", 32)  # several passes, so several files a layer
+    return run_from("own text", RECIPE)
+
+
+def killed(run, number, out, at_step, in_child, kill, monkeypatch):
+    out.parent.mkdir()
+    at_step(number, kill)
+    assert in_child(lambda: run(out)) == -9
+    monkeypatch.setattr(durable, "step", lambda what: None)
+
+
+def test_killed_while_states_are_on_disk(run, tmp_path, at_step, in_child, kill, monkeypatch):
+    assert run.reference
+    spilled = [n for n, what in enumerate(run.steps) if what.startswith(("spill", "take"))]
+    # three parts: the embedding's, each layer's, then slopes at the head and, from there, at each layer
+    assert len(spilled) == 3 * (1 + 2 + 2 + 2 * 3)
+    for number in spilled[1::4]:
+        out = tmp_path / str(number) / "out"
+        killed(run, number, out, at_step, in_child, kill, monkeypatch)
+        assert list((tmp_path / str(number) / "out.partial" / "states").iterdir())
+        run.again(out)
+
+
+@pytest.mark.parametrize("what, kept", [
+    ("create part-work-text.json", ()), ("create part-work-importance.safetensors", ("write",)),
+    ("rename part-work-importance.json", ("write",)),
+    ("create part-layer-0.safetensors", ("write", "token_importance")),
+    ("remove part-work-text.safetensors", ("write", "token_importance", "LayerRunner"))])
+def test_what_was_found_is_not_found_again(run, tmp_path, at_step, in_child, kill, monkeypatch, what, kept):
+    assert run.reference
+    out = tmp_path / "here" / "out"
+    killed(run, run.steps.index(what), out, at_step, in_child, kill, monkeypatch)
+    for name in kept:
+        monkeypatch.setattr(module, name, lambda *a, name=name: pytest.fail(f"{name} was called again"))
+    run.again(out)
+
+
+def test_damaged_work_is_done_again(run, tmp_path, at_step, in_child, kill, monkeypatch):
+    """A power cut may tear what a kill leaves whole."""
+    assert run.reference
+    out = tmp_path / "here" / "out"
+    killed(run, run.steps.index("create part-layer-1.safetensors"), out, at_step, in_child, kill, monkeypatch)
+    for name in ("text", "importance"):
+        part = out.with_name("out.partial") / f"part-work-{name}.safetensors"
+        part.write_bytes(part.read_bytes()[:-8] + b"\0" * 8)
+    run.again(out)
