@@ -109,25 +109,26 @@ class Theirs:
         made = self._work / f"{kind}.gguf"
         if not made.exists():
             part = made.with_suffix(".part")
-            self._run("llama-quantize", "--allow-requantize", str(gguf), str(part), kind, str(self._threads))
+            self.run("llama-quantize", "--allow-requantize", str(gguf), str(part), kind, str(self._threads))
             part.rename(made)
         return made
 
     def bench(self, model: Path, row: Row) -> dict[str, float]:
         """Tokens a second of prefill and decoding."""
         cache = ["-ctk", row.their_kv, "-ctv", row.their_kv, "-fa", "1"] if row.depth else []
-        text = self._run("llama-bench", "-m", str(model), "-t", str(self._threads),
+        text = self.run("llama-bench", "-m", str(model), "-t", str(self._threads),
                          "-p", "0" if row.depth else "512", "-n", str(self._tokens),
                          "-d", str(row.depth), "-r", "1", "-o", "json", *cache)
         speeds = {("decode" if one["n_gen"] else "prefill"): one["avg_ts"] for one in json.loads(text)}
         return {name: float(value) for name, value in speeds.items()}
 
-    def _run(self, program: str, *arguments: str) -> str:
+    def run(self, program: str, *arguments: str, both: bool = False) -> str:
+        """What a program prints; with ``both`` also what it says beside. Exits if it fails."""
         done = subprocess.run([str(self._folder / program), *arguments], env=self._env, capture_output=True,
                               text=True, check=False)
         if done.returncode:
             sys.exit(f"{program} failed: {done.stderr.strip()[-500:]}")
-        return done.stdout
+        return done.stdout + done.stderr if both else done.stdout
 
 
 def _make(name: str, gguf: Path, work: Path) -> Path:

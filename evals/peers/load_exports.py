@@ -6,11 +6,11 @@ compared with quantkit's own.
     python evals/peers/load_exports.py --work DIR --transformers PYTHON [--gptq PYTHON] [--vllm PYTHON] \\
         [--out FILE]
 
-An int8 and an int4 checkpoint of SmolLM2 (rounding, groups of 64, the head kept) are exported to every layout
-that holds them. `verify --for` says beforehand what each engine will do; a prediction that fails is an error
-of ours. An engine's tokens are compared twice: with those of quantkit's CPU kernels, which round activations
-to integers, and with those of plain float32 activations. Log-probabilities are those of the engine's own
-tokens, scored by both.
+An int8 and an int4 checkpoint of SmolLM2 (rounding, groups of 64, the head kept) are exported to every
+layout that holds them; one of int8 with int8 activations (w8a8) is taken as it is. `verify --for` says
+beforehand what each engine will do; a prediction that fails is an error of ours. An engine's tokens are
+compared twice: with those of quantkit's CPU kernels, which round activations to integers, and with those of
+plain float32 activations. Log-probabilities are those of the engine's own tokens, scored by both.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ RECIPE = """rules:
   - {{match: "*", method: rtn, spec: {spec}}}
 """
 MADE = {"int8": "{bits: 8, granularity: {strategy: channel}}",
-        "int4": "{bits: 4, granularity: {strategy: group, size: 64}}"}
-EXPORTS = {"int8": ("gptq", "gptq-v2", "bnb-int8"), "int4": ("gptq", "gptq-v2", "awq")}
+        "int4": "{bits: 4, granularity: {strategy: group, size: 64}}",
+        "w8a8": "{bits: 8, granularity: {strategy: channel}, activations: token}"}
+EXPORTS = {"int8": ("gptq", "gptq-v2", "bnb-int8"), "int4": ("gptq", "gptq-v2", "awq"), "w8a8": ()}
+LACKING = {"has no attribute 'cpu_gemm_wna16'":
+           "vLLM's kernel for 4-bit weights on a CPU needs AVX-512, which this one lacks"}
+"""Words of an engine that doesn't refuse a checkpoint but can't run it on this machine."""
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, in a small village,",
            "To make bread you need")
 
@@ -95,7 +99,8 @@ def main() -> None:
     found, wrong = [], []
     for name in given.only:
         base = make(given, name)
-        folders = {"pack-quantized": base} | {form: export(given, base, form) for form in EXPORTS[name]}
+        folders = {"int-quantized" if name == "w8a8" else "pack-quantized": base}
+        folders |= {form: export(given, base, form) for form in EXPORTS[name]}
         prompts, ours, scorers = mine(base, given.tokens)
         for form, folder in folders.items():
             # the reference computes from the same weights by construction; the kernels repack another layout
@@ -106,12 +111,12 @@ def main() -> None:
                 row |= compare(folder, engine, python, prompts, ours, scorers, given.tokens)
                 found.append(row)
                 print(f"  {line(row)}", flush=True)
-                if row["predicted"] != row["loads"]:
+                if row["predicted"] != row["loads"] and "lacking" not in row:
                     wrong.append(f"{name} {form} in {engine}")
-    if given.out:
-        given.out.write_text(json.dumps({"model": given.model, "tokens": given.tokens,
-                                         "prompts": len(PROMPTS),
-                                         "rows": found}, indent=1) + "\n", encoding="utf-8")
+                if given.out:
+                    report = {"model": given.model, "tokens": given.tokens, "prompts": len(PROMPTS),
+                              "rows": found}
+                    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong:
         sys.exit(f"verify --for was wrong about: {', '.join(wrong)}")
 
@@ -161,10 +166,11 @@ def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
     row: dict[str, Any] = {"predicted": said["loads"],
                            "why": [f"{c['name']}: {c['detail']}" for c in said["checks"]
                                    if c["status"] == "failed"]}
-    made, error = _theirs(engine, python, folder, prompts, count)
+    made, error = theirs(engine, python, folder, prompts, count)
     row["loads"] = made is not None
     if made is None:
-        return row | {"error": error}
+        lacking = [why for words, why in LACKING.items() if words in error]
+        return row | {"error": error} | ({"lacking": lacking[0]} if lacking else {})
     for kind, model in models.items():
         agreed = [_common(one["tokens"], mine) for one, mine in zip(made, ours[kind], strict=True)]
         gaps = []
@@ -183,7 +189,7 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def _theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
+def theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
             count: int) -> tuple[list[dict[str, Any]] | None, str]:
     """Tokens and log-probabilities, or ``None`` and the engine's last words."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -197,8 +203,9 @@ def _theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
                               capture_output=True, text=True, check=False, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("made ")), None)
     if done.returncode or line is None:
-        said = [text.strip() for text in done.stderr.splitlines() if re.search(r"\w+Error: ", text)]
-        return None, " ".join((said[0] if said else done.stderr.strip()[-300:]).split())[:400]
+        said = re.findall(r"\b\w+Error: .+", f"{done.stderr}\n{done.stdout}")
+        causes = [text for text in said if "EngineDead" not in text and "Engine core init" not in text]
+        return None, " ".join((causes or said or [done.stderr.strip()[-300:]])[0].split())[:400]
     made: list[dict[str, Any]] = json.loads(line.removeprefix("made "))
     return made, ""
 
@@ -215,7 +222,8 @@ def line(row: dict[str, Any]) -> str:
     """For people."""
     head = f"{row['engine']:12} predicted {'loads' if row['predicted'] else 'refused'}, "
     if not row["loads"]:
-        return head + f"refused: {row['error']}"
+        lacks = row.get("lacking")
+        return head + (f"can't run here: {lacks}" if lacks else f"refused: {row['error']}")
     parts = [f"{kind}: {row[kind]['share']:.0%} of tokens before the first that differs, log-probability gap "
              f"{row[kind]['logprob_gap_mean']:.4f} (at most {row[kind]['logprob_gap_max']:.4f})"
              for kind in ("kernels", "float32")]

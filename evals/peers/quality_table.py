@@ -1,0 +1,74 @@
+"""What :mod:`quality` found, for people: the weights alone, and by llama.cpp's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+HEAD = f"{'':13} {'':22} {'bits/w':>6} {'perplexity':>10} {'KL':>8} {'top-1':>6} {'CPU min':>7}"
+Row = dict[str, Any]
+Score = Callable[[Row], Row | None]
+
+
+def tables(everything: Row) -> str:
+    """Both tables, and what failed."""
+    rows: list[Row] = everything["rows"]
+    lines = ["", f"The weights alone, float32 arithmetic, {everything['windows']} windows of "
+                 f"{everything['window']} tokens; served: KL through our kernels.",
+             "* calibrated; < nothing here with as few bits has a lower KL", "", f"{HEAD} {'served':>8}"]
+    best = frontier(rows, _weights)
+    for group in by_width(rows, _weights):
+        lines.append("")
+        for row in group:
+            served = row["served"]["kl"] if "served" in row else None
+            lines.append(f"{_line(row, row['weights'])} {_number(served):>8} {'<' * (row in best)}".rstrip())
+    lines += ["", "llama.cpp's protocol, each through its own kernels: the second half of each window.", "",
+              HEAD, ""]
+    best = frontier(rows, _half)
+    for row in sorted(filter(_half, rows), key=lambda row: -float(row["bits_per_weight"])):
+        lines.append(f"{_line(row, _half(row) or {})} {'<' * (row in best)}".rstrip())
+    failed = [f"{row['peer']} {row['name']}: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join([*lines, *(["", "Could not be made:", *failed] if failed else [])])
+
+
+def by_width(rows: Iterable[Row], score: Score) -> list[list[Row]]:
+    """Rows that have such a score, widest first, the lowest KL first."""
+    scored = [row for row in rows if score(row) is not None]
+    widths = sorted({row["bits"] for row in scored}, reverse=True)
+    return [sorted((row for row in scored if row["bits"] == width), key=lambda row: _kl(score(row)))
+            for width in widths]
+
+
+def frontier(rows: Iterable[Row], score: Score) -> list[Row]:
+    """Those that no other with as few bits a weight or fewer beats in KL."""
+    found, least = [], float("inf")
+    scored = [row for row in rows if score(row) is not None]
+    for row in sorted(scored, key=lambda row: (row["bits_per_weight"], _kl(score(row)))):
+        if _kl(score(row)) < least:
+            found, least = [*found, row], _kl(score(row))
+    return found
+
+
+def _weights(row: Row) -> Row | None:
+    return row.get("weights")
+
+
+def _half(row: Row) -> Row | None:
+    return row["served"]["half"] if "served" in row else None
+
+
+def _kl(score: Row | None) -> float:
+    return float("inf") if score is None or score["kl"] is None else float(score["kl"])
+
+
+def _line(row: Row, score: Row) -> str:
+    name = row["name"] + ("*" if row["calibrated"] else "")
+    minutes = f"{row['cpu_s'] / 60:.1f}" if "cpu_s" in row else ""
+    return (f"{row['peer']:13} {name:22} {row['bits_per_weight']:6.2f} {_number(score['perplexity'], 4):>10} "
+            f"{_number(score['kl']):>8} {100 * score['top1']:5.1f}% {minutes:>7}")
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5f}" if 0 < abs(value) < 0.01 else f"{value:.{digits}g}"

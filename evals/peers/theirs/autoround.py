@@ -1,0 +1,32 @@
+"""AutoRound (signed gradient descent on rounding and ranges) with its own settings, 200 iterations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from auto_round import AutoRound
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path) -> common.Found:
+    """Calibrated, eight windows at a time."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens]
+    settings = {"iters": spec.get("iters", 200), "batch_size": min(8, len(rows))}
+    rounding = AutoRound(loaded, tokenizer=tokenizer, bits=spec["bits"], group_size=spec["group"],
+                         sym=spec["symmetric"], dataset=torch.utils.data.DataLoader(rows, batch_size=1),
+                         nsamples=len(tokens), seqlen=tokens.shape[1], device_map="cpu", **settings)
+    quantized, _ = rounding.quantize()
+    layers = list(common.linears(model))
+    weights = {name: module.weight.detach().float().clone() for name, module in quantized.named_modules()
+               if name in layers}
+    rounding.save_quantized(str(scratch), format="auto_round")
+    return weights, common.stored_bits(scratch, layers), settings
+
+
+if __name__ == "__main__":
+    common.main(make, ["auto-round", "transformers"])

@@ -1,0 +1,81 @@
+"""What every peer's script does alike. Imported by them, in environments that have no quantkit.
+
+A script is called as ``PYTHON SCRIPT MODEL TOKENS OUT SPEC``: a plain model folder, the calibration's tokens
+(safetensors, ``tokens`` int64 ``[samples, length]``), a folder to make, and ``{"bits", "group",
+"symmetric"}`` as JSON (``group`` -1: a row). It writes the model again with the weights that its codes stand
+for, in float32, and prints ``made {"bits_per_weight", "versions", "settings"}``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+Found = tuple[dict[str, torch.Tensor], float, dict[str, Any]]
+"""Weights by layer, float32; bits that all layers take on disk; settings worth telling."""
+
+
+def main(make: Callable[[Path, torch.Tensor, dict[str, Any], Path], Found], packages: Iterable[str]) -> None:
+    """Run a peer. ``make(model, tokens, spec, scratch)`` quantizes."""
+    model, tokens, out = Path(sys.argv[1]), load_file(sys.argv[2])["tokens"], Path(sys.argv[3])
+    scratch = out.with_name(out.name + ".scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    weights, bits, settings = make(model, tokens, json.loads(sys.argv[4]), scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
+    names = set(linears(model))
+    if set(weights) != names:
+        sys.exit(f"quantized other layers than asked: {sorted(set(weights) ^ names)[:4]}")
+    save_plain(model, out, weights)
+    print("made", json.dumps({
+        "bits_per_weight": bits / sum(weight.numel() for weight in weights.values()), "settings": settings,
+        "versions": {name: importlib.metadata.version(name) for name in (*packages, "torch")}}))
+
+
+def linears(model: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the layers that are quantized: every matrix of a decoder layer, not embedding and head."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return {name.removesuffix(".weight"): shape for name, shape in shapes.items()
+            if ".layers." in name and len(shape) == 2}
+
+
+def save_plain(model: Path, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """The model in float32 with other weights."""
+    tensors = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    for layer, weight in weights.items():
+        before = tensors[f"{layer}.weight"]
+        if weight.shape != before.shape or not bool(weight.isfinite().all()):
+            sys.exit(f"{layer}: {tuple(weight.shape)} for {tuple(before.shape)}, or not finite")
+        tensors[f"{layer}.weight"] = weight.detach().float().contiguous()
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (model / name).exists():
+            shutil.copy(model / name, part / name)
+    config = json.loads((part / "config.json").read_text(encoding="utf-8"))
+    config |= {"torch_dtype": "float32"}
+    (part / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    part.rename(out)
+
+
+def stored_bits(folder: Path, layers: Iterable[str]) -> float:
+    """Of everything that a saved checkpoint holds for these layers: codes, scales, zero points, orders."""
+    known, bits = set(layers), 0
+    for shard in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            layer, _, part = name.rpartition(".")
+            if layer in known and part == "weight":
+                sys.exit(f"{layer} was left as it is")
+            bits += 8 * tensor.nbytes * (layer in known)
+    return bits

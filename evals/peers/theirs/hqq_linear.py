@@ -1,0 +1,31 @@
+"""HQQ with its own settings: zero points by half-quadratic optimization, float16 scales and zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+from safetensors.torch import load_file
+
+
+def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path) -> common.Found:
+    """Data-free."""
+    tensors, weights, bits = load_file(model / "model.safetensors"), {}, 0
+    group = None if spec["group"] < 0 else spec["group"]
+    config = BaseQuantizeConfig(nbits=spec["bits"], group_size=group, axis=1)
+    for layer, (rows, columns) in common.linears(model).items():
+        linear = torch.nn.Linear(columns, rows, bias=False)
+        linear.weight.data = tensors[f"{layer}.weight"].float()
+        made = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu", del_orig=False)
+        bits += 8 * (made.W_q.nbytes + made.meta["scale"].nbytes + made.meta["zero"].nbytes)
+        exact = made.meta | {"scale": made.meta["scale"].float(), "zero": made.meta["zero"].float(),
+                             "compute_dtype": torch.float32}
+        weights[layer] = Quantizer.dequantize(made.W_q, exact)
+    return weights, bits, {"axis": 1}
+
+
+if __name__ == "__main__":
+    common.main(make, ["hqq"])
