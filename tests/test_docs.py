@@ -57,12 +57,13 @@ def test_every_recipe_is_described_and_no_other():
     assert described == {info.name for info in list_recipes()}
 
 
-def test_every_method_and_its_options_are_described():
+@pytest.mark.parametrize("kind", ["methods", "transforms"])
+def test_every_method_and_transform_and_its_options_are_described(kind):
     page = text_of("docs/recipes.md")
-    for name in registry("methods"):
-        method = registry("methods").get(name)
-        assert f"| `{name}` |" in page and method.paper in page
-        for option in method.options.model_fields:
+    for name in registry(kind):
+        thing = registry(kind).get(name)
+        assert f"| `{name}` |" in page and thing.paper in page
+        for option in thing.options.model_fields:
             assert f"`{option}`" in page, f"option {option} of {name}"
 
 

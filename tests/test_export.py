@@ -215,3 +215,65 @@ def test_a_recipe_names_the_layout(made):
         assert {(row.format, row.spec.scale_dtype) for row in told.layers if row.spec} == {
             (form, "float32" if form == "bnb-int8" else "float16")}
         assert load(str(out)).unfused is None
+
+
+# -- heads and embeddings
+
+
+OUTSIDE = """rules:
+  - {{match: 'model.embed_tokens', {embedding}}}
+  - {{match: lm_head, {head}}}
+  - {{match: '*', method: rtn, spec: {layers}}}
+"""
+
+
+def with_outside(folder, embedding: str, head: str, layers: str):
+    folder.mkdir()
+    source = tiny_model(folder / "model", "qwen2", tie_word_embeddings=False, vocab_size=304)
+    rules = (f"method: rtn, spec: {SPECS[one]}" if one else "method: null" for one in (embedding, head))
+    (folder / "recipe.yaml").write_text(OUTSIDE.format(
+        **dict(zip(("embedding", "head"), rules, strict=True)), layers=SPECS[layers]))
+    return quantize(str(source), str(folder / "recipe.yaml"), folder / "out").out
+
+
+@pytest.mark.parametrize("to", ["gptq", "gptq-v2", "awq", "bnb-int8"])
+def test_a_quantized_head_goes_to_other_layouts(tmp_path, to):
+    name = "int8" if to == "bnb-int8" else "int4"
+    first = with_outside(tmp_path / "first", "", name, name)
+    out = export(str(first), to, tmp_path / "out").out
+    before, after = weights(first), weights(out)
+    assert "lm_head" in after and all(torch.equal(after[name], one) for name, one in before.items())
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] in ("gptq", "awq", "bitsandbytes") and config.get("lm_head", True) is True
+    assert torch.equal(load(str(out)).model(IDS), load(str(first)).model(IDS))
+
+
+@pytest.mark.parametrize(("to", "name"), [("gptq", "int4"), ("awq", "int4-asym"), ("bnb-int8", "int8")])
+def test_an_embedding_has_no_place_in_layouts_of_linears(tmp_path, to, name):
+    first = with_outside(tmp_path / "first", name, name, name)
+    with pytest.raises(SpecError) as caught:
+        export(str(first), to, tmp_path / "out")
+    assert "model.embed_tokens: " in caught.value.why and "single rows" in caught.value.why
+    assert "quantize the original" in caught.value.next
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_an_embedding_among_pack_quantized_layers_is_packed_again(tmp_path):
+    first = with_outside(tmp_path / "first", "int8", "int4", "int4")
+    out = export(str(first), "pack-quantized", tmp_path / "out").out
+    again, before = (load_file(folder / "model.safetensors") for folder in (out, first))
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[name], one) for name, one in before.items())
+    assert verify(out).ok
+
+
+def test_an_embedding_that_is_the_head_and_unlike_the_layers_can_not_be_said(tmp_path):
+    tied = tiny_model(tmp_path / "tied")
+    (tmp_path / "recipe.yaml").write_text(
+        f"rules:\n  - {{match: model.embed_tokens, method: rtn, spec: {SPECS['int8']}}}\n"
+        f"  - {{match: '*', method: rtn, spec: {SPECS['int4']}}}\n")
+    first = quantize(str(tied), str(tmp_path / "recipe.yaml"), tmp_path / "first").out
+    with pytest.raises(SpecError, match="can say this mix") as caught:
+        export(str(first), "pack-quantized", tmp_path / "out")
+    assert "model.embed_tokens is one of them" in caught.value.why
+    assert caught.value.next == "quantize the original by a recipe that keeps model.embed_tokens"

@@ -177,12 +177,73 @@ def test_refusals_before_any_work(rule, said):
     assert said in error.why and f"{7 * LAYERS} of" in error.what
 
 
-def test_a_calibrated_method_is_refused_for_the_head_only():
-    error = refused(recipe(every("gptq", GROUP4)))
-    assert "1 of 22 layers" in error.what
-    assert "lm_head: gptq needs calibration" in error.why and "{match: lm_head, method: null}" in error.why
-    assert "(nf4, rtn)" in error.why
+def test_a_calibrated_method_takes_the_head_too():
+    plan = make_plan(recipe(every("gptq", GROUP4)), Source())
+    assert plan.rows[-1].name == "lm_head" and plan.rows[-1].method == "gptq" and plan.calibrated
     assert make_plan(recipe(every("gptq", GROUP4)), Source(tied=True)).calibrated
+
+
+TABLE = {"match": "model.embed_tokens", "method": "rtn", "spec": CHANNEL8}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_is_a_row_of_its_own(tied):
+    before = make_plan(recipe({"match": "lm_head", "optional": True}, every()), Source(tied=tied))
+    plan = make_plan(recipe(TABLE, {"match": "lm_head", "optional": True}, every()), Source(tied=tied))
+    row, stored = plan.rows[0], VOCAB * HIDDEN + VOCAB * 2 + 16
+    assert (row.name, row.layer, row.shape) == ("model.embed_tokens", None, (VOCAB, HIDDEN))
+    assert (row.bytes_before, row.bytes_after) == (VOCAB * HIDDEN * 2, stored)
+    assert plan.rows[1:] == before.rows and plan.bits_per_weight == before.bits_per_weight
+    assert "model.embed_tokens.weight" not in plan.other and plan.other == before.other[1:]
+    assert plan.disk_bytes == before.disk_bytes - VOCAB * HIDDEN * 2 + stored
+    assert [row.name == "lm_head" for row in plan.rows].count(True) == (not tied)
+
+
+@pytest.mark.parametrize("match", ["*", "model.*", "re:.*", "*tokens"])
+def test_only_a_rule_that_names_the_embedding_takes_it(match):
+    plan = make_plan(recipe({**TABLE, "match": match, "optional": True}), Source())
+    assert all(row.name != "model.embed_tokens" for row in plan.rows)
+    assert "model.embed_tokens.weight" in plan.other
+
+
+@pytest.mark.parametrize("match", ["model.embed_tokens", "*.embed_tokens", r"re:model\.embed_tokens|lm_head"])
+def test_a_rule_that_names_it_may_be_a_pattern(match):
+    assert make_plan(recipe({**TABLE, "match": match}, every()), Source()).rows[0].method == "rtn"
+
+
+def test_a_kept_embedding_is_no_row():
+    plan = make_plan(recipe({"match": "model.embed_tokens"}, TABLE | {"optional": True}, every()), Source())
+    assert plan.rows[0].layer == 0 and "model.embed_tokens.weight" in plan.other
+
+
+@pytest.mark.parametrize("tied, change, said", [
+    (False, {"method": "gptq"}, "give it a data-free method (nf4, rtn)"),
+    (True, {"spec": {**CHANNEL8, "activations": "token"}}, "a spec without activations"),
+    (True, {"spec": {**CHANNEL8, "rotation": "hadamard"}}, "a spec without rotation"),
+    (True, {"spec": GROUP4, "format": "gptq"}, "format gptq can't give single rows; use one that can (bnb"),
+    (True, {"spec": {"bits": 4, "granularity": {"strategy": "group", "size": 48}}}, "48 doesn't divide"),
+    (True, {"method": "nf4"}, "nf4 produces nf")])
+def test_what_an_embedding_can_not_be(tied, change, said):
+    error = refused(recipe(TABLE | change, {"match": "*"}), Source(tied=tied))
+    assert "1 of" in error.what and error.why.startswith("model.embed_tokens: ") and said in error.why
+
+
+def test_an_embedding_that_is_the_head_may_be_calibrated():
+    plan = make_plan(recipe(TABLE | {"method": "gptq"}, {"match": "*"}), Source(tied=True))
+    assert plan.calibrated and plan.rows[0].shares == "lm_head"
+
+
+def test_the_head_is_solved_in_parts_that_bound_the_peak(monkeypatch):
+    monkeypatch.setitem(globals(), "VOCAB", 1 << 20)
+    monkeypatch.setitem(globals(), "HIDDEN", 1024)
+    text = {"samples": 1, "length": 8, "importance": "equal"}
+    plan = make_plan(recipe({"match": "lm_head", "method": "gptq", "spec": GROUP4}, {"match": "*"},
+                            calibration=text), Source())
+    table, stored = (1 << 30) * 2, plan.rows[-1].bytes_after
+    solving = table + stored + (1 << 30) + 12 * (1 << 26) + 4 * 1024**2 + 8 * ((1 << 16) + 1024) * 1024
+    states = 8 * 1024 * 4
+    assert plan.peak_bytes == RUNTIME_BYTES + states + max(solving, table + stored + 4 * 1024)
+    assert plan.peak_bytes < 4 * (1 << 30) * 2, "float32 and two copies of it"
 
 
 def test_tensors_that_are_missing_or_of_another_shape_or_dtype():
@@ -241,33 +302,37 @@ def test_calibration_is_filled_in_only_when_needed():
 
 def test_predicted_peak_by_hand():
     free = make_plan(recipe({"match": "lm_head"}, every()), Source())
-    layer = 4 * PER_LAYER + sum(r.bytes_after for r in free.rows if r.layer == 0)
-    assert free.peak_bytes == RUNTIME_BYTES + layer
+    packed = sum(r.bytes_after for r in free.rows if r.layer == 0)
+    assert free.peak_bytes == RUNTIME_BYTES + max(11 * HIDDEN * INTER, 2 * VOCAB * HIDDEN) + packed
     text = {"samples": 4, "length": 16, "importance": "equal"}
     rules = [{"match": "lm_head"}, every("gptq", GROUP4)]
     solved = make_plan(recipe(*rules, calibration=text), Source())
-    layer = 4 * PER_LAYER + sum(r.bytes_after for r in solved.rows if r.layer == 0)
-    hessians = 4 * (3 * HIDDEN ** 2 + INTER ** 2)  # q/k/v, o, gate/up; down
-    working = 8 * (HIDDEN * INTER + INTER ** 2)
-    states = 2 * 4 * 16 * HIDDEN * 4 + VOCAB * HIDDEN * 2
-    assert solved.peak_bytes == RUNTIME_BYTES + layer + hessians + working + states
+    packed = sum(r.bytes_after for r in solved.rows if r.layer == 0)
+    shared = 4 * (3 * HIDDEN ** 2 + INTER ** 2)  # Hessians of q/k/v, o, gate/up; down
+    states = 4 * 16 * HIDDEN * 4
+    down = 4 * 2 * INTER ** 2 + (9 + 32) * HIDDEN * INTER + packed
+    run = 4 * PER_LAYER + 4 * 64 * (6 * HIDDEN + 4 * INTER)
+    assert solved.peak_bytes == RUNTIME_BYTES + states + max(down, run + shared)
     assert not free.calibrated and solved.needed_disk_bytes == 2 * solved.disk_bytes
     weighed = make_plan(recipe(*rules, calibration={**text, "importance": "gradient"}), Source())
-    assert weighed.states_bytes == LAYERS * 4 * 16 * HIDDEN * 4
+    assert weighed.states_bytes == LAYERS * states and weighed.between_bytes == states
     kept = 10 * HIDDEN + 4 * INTER + 3 * 4 * 16
-    backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * (VOCAB * HIDDEN + 6 * VOCAB * 64))
-    before = 2 * 4 * 16 * HIDDEN * 4 + VOCAB * HIDDEN * 2
+    backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * VOCAB * HIDDEN + 24 * VOCAB * 64)
     weights = 4 * 4 * 16 * 7 * LAYERS
-    own = 4 * 3 * HIDDEN ** 2  # of k, v and up: each Linear has a Hessian of its own
+    own = shared + 4 * 3 * HIDDEN ** 2  # of k, v and up: each Linear has a Hessian of its own
     assert weighed.peak_bytes == RUNTIME_BYTES + weights + max(
-        layer + hessians + own + working + states, before + weighed.states_bytes + backward)
+        states + max(down, run + own), (LAYERS + 1) * states + backward)
 
 
 def test_hidden_states_that_memory_has_no_room_for_need_disk():
     text = {"samples": 1 << 14, "length": 1 << 10}
     plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4), calibration=text), Source())
     assert plan.states_bytes > STATES_IN_MEMORY
-    assert plan.needed_disk_bytes == plan.states_bytes - STATES_IN_MEMORY > 2 * plan.disk_bytes
+    both = plan.states_bytes + plan.between_bytes
+    assert plan.needed_disk_bytes == both - STATES_IN_MEMORY > 2 * plan.disk_bytes
+    plan = make_plan(recipe({"match": "lm_head"}, every("gptq", GROUP4),
+                            calibration={**text, "importance": "equal"}), Source())
+    assert plan.needed_disk_bytes == 2 * plan.disk_bytes + plan.between_bytes - STATES_IN_MEMORY
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit import quantize as module
+from quantkit import solve
 from quantkit.calibrate import prepare
 from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.reader import Checkpoint
@@ -166,10 +166,11 @@ def raised(model, tmp_path, monkeypatch):
     """The first factorization of the second layer fails at the least damping."""
     factorize, calls = torch.linalg.cholesky_ex, []
 
-    def fails(matrix):
+    def fails(matrix, out):
         calls.append(1)
-        found, failed = factorize(matrix)
-        return found, torch.ones_like(failed) if len(calls) == 8 else failed
+        factorize(matrix, out=out)
+        if len(calls) == 8:
+            out[1].fill_(1)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
 
@@ -177,10 +178,11 @@ def raised(model, tmp_path, monkeypatch):
 def hopeless(model, tmp_path, monkeypatch):
     factorize, calls = torch.linalg.cholesky_ex, []
 
-    def fails(matrix):
+    def fails(matrix, out):
         calls.append(1)
-        found, failed = factorize(matrix)
-        return found, torch.ones_like(failed) if 8 <= len(calls) < 12 else failed
+        factorize(matrix, out=out)
+        if 8 <= len(calls) < 12:
+            out[1].fill_(1)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
 
@@ -196,8 +198,8 @@ def no_better(model, tmp_path, monkeypatch):
 
 
 def few_tokens(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "EXPERT", "layers.1.mlp.down_proj")
-    monkeypatch.setattr(module, "FEW_TOKENS", 129)
+    monkeypatch.setattr(solve, "EXPERT", "layers.1.mlp.down_proj")
+    monkeypatch.setattr(solve, "FEW_TOKENS", 129)
 
 
 FALLBACKS = {"raised": (raised, "damping raised from 0.01 to 0.1"),
@@ -243,5 +245,5 @@ def test_every_fallback_is_told_and_strict_makes_it_an_error_that_keeps_what_is_
 def test_an_expert_that_few_tokens_reached_is_noted():
     few, many = LayerStats(127), LayerStats(128)
     name = "model.layers.0.mlp.experts.3.down_proj"
-    assert module._few(name, few) == ("only 127 calibration tokens reached this expert",)
-    assert module._few(name, many) == module._few("model.layers.0.mlp.down_proj", few) == ()
+    assert solve._few(name, few) == ("only 127 calibration tokens reached this expert",)
+    assert solve._few(name, many) == solve._few("model.layers.0.mlp.down_proj", few) == ()

@@ -26,10 +26,11 @@ rules:
       granularity: {strategy: group, size: 64}
 """
 SHIPPED = {"int8": "int8 channel sym", "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
-           "int4-rtn": "int4 g64 sym", "int4-head8": "int4 g64 sym",
+           "int4-rtn": "int4 g64 sym", "int4-head8": "int4 g64 sym", "int4-embed8": "int4 g64 sym",
            "int8-head8": "int8 channel sym", "nf4-head8": "nf4 b64", "int3": "int3 g64 sym",
            "int2": "int2 g64 asym",
-           "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
+           "int4-awq": "int4 g64 sym", "int4-autoround": "int4 g64 sym",
+           "w8a8-smooth": "int8 channel sym a8", "w8a8": "int8 channel sym a8", "fp8": "fp8 channel a8",
            **{f"trellis{bits}": f"trellis{bits} channel w12 rot" for bits in (2, 3, 4)},
            "nf4": "nf4 b64", "nf4-nested": "nf4 b64 nested", "int8-kv8": "int8 channel sym"}
 
@@ -65,18 +66,22 @@ def test_shipped_recipes_load_and_leave_the_head_alone_unless_their_name_says_so
     assert recipe.name == name and recipe.description.endswith(".") and "\n" not in recipe.description
     head, rest = recipe.rules
     assert head.matches("lm_head")
-    assert (head.method == "rtn") if "head" in name else (head.method is None and head.optional)
+    outside = "head" in name or "embed" in name
+    assert (head.method == "rtn") if outside else (head.method is None and head.optional)
+    assert head.matches("model.embed_tokens") == ("embed" in name)
+    assert not rest.matches("model.embed_tokens")
     assert rest.matches("model.layers.3.mlp.up_proj") and rest.spec.label() == SHIPPED[name]
     assert rest.format_name == {"nf4": "bnb-nf4", "w8a": "int-quantized", "fp8": "float-quantized",
                                 "tre": "trellis"}.get(name[:3], "pack-quantized")
-    assert (recipe.calibration is not None) == (rest.method == "gptq")
+    calibrated = rest.method in ("gptq", "autoround") or bool(recipe.transforms)
+    assert (recipe.calibration is not None) == calibrated
 
 
 def test_the_list_is_what_is_shipped_and_none_is_broken():
     listed = list_recipes()
-    assert [info.name for info in listed] == sorted(SHIPPED)
+    assert [info.name for info in listed] == sorted([*SHIPPED, "mixed"])
     assert {info.owner for info in listed} == {"quantkit"} and not any(info.error for info in listed)
-    assert {p.stem for p in data_dir("recipes").iterdir()} == SHIPPED.keys()
+    assert {p.stem for p in data_dir("recipes").iterdir()} == {*SHIPPED, "mixed"}
 
 
 def test_a_snapshot_is_json_and_loads_again():
@@ -306,5 +311,6 @@ def test_rules_that_contradict_themselves(rule, said):
 def test_shipped_files_say_what_they_hold_only():
     for path in data_dir("recipes").iterdir():
         data = YAML(typ="safe", pure=True).load(path)
-        assert data.keys() <= {"name", "description", "calibration", "kv", "rules"}
+        assert data.keys() <= {"name", "description", "calibration", "kv", "rules", "candidates",
+                               "transforms"}
         assert Path(path).stem == data["name"]

@@ -203,3 +203,36 @@ def test_a_hidden_state_that_is_not_finite_names_sample_and_layer(model, tmp_pat
     model[2]["model.layers.1.mlp.down_proj.weight"][:] = 3e38
     with pytest.raises(CalibrationError, match=r"output of model\.layers\.1\.mlp\.down_proj .* window 0"):
         importance(model, tmp_path / "x")
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "capped", "experts"], indirect=True)
+@pytest.mark.parametrize("logits", [1 << 25, 250])
+def test_the_heads_is_the_mean_over_all_answers_of_the_squared_gradient(model, tmp_path, monkeypatch, logits):
+    """By autograd: an answer at a time, each as often as the model gives it."""
+    monkeypatch.setattr(module, "BACKWARD_LOGITS", logits)
+    config, weights, _ = model
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    whole, before = CausalLM(config, weights), []
+    whole.head.on_output = lambda y: (y.requires_grad_(True), before.append(y))
+    after = whole(TOKENS).flatten(0, 1)
+    chances, squares = after.detach().softmax(-1), torch.zeros(TOKENS.numel())
+    for answer in range(50):
+        loss = F.cross_entropy(after, torch.full((TOKENS.numel(),), answer), reduction="sum")
+        (slope,) = torch.autograd.grad(loss, before[0], retain_graph=True)
+        squares += chances[:, answer] * slope.flatten(0, 1).square().sum(-1)
+    limited = (squares / squares.mean()).clamp(max=MOST)
+    found = importance(model, tmp_path / "x", wanted=[head])
+    assert list(found) == [head]
+    torch.testing.assert_close(found[head], limited / limited.mean(), rtol=2e-3, atol=1e-5)
+    # the layers' own are not changed by asking for it
+    alone, beside = importance(model, tmp_path / "x"), importance(model, tmp_path / "x",
+                                                                  wanted=[*all_of(config), head])
+    assert all(torch.equal(beside[name], one) for name, one in alone.items())
+    assert torch.equal(beside[head], found[head])
+
+
+def test_for_the_head_alone_nothing_goes_backward(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_backward", lambda *a: pytest.fail("a layer went backward"))
+    monkeypatch.setattr(spill.Spill, "get", lambda *a: pytest.fail("a layer's inputs were kept"))
+    head = "model.embed_tokens" if model[0].tie_word_embeddings else "lm_head"
+    assert importance(model, tmp_path / "x", wanted=[head])[head].mean() == pytest.approx(1, rel=1e-4)

@@ -95,7 +95,7 @@ def test_errors_of_replaced_weights_reach_the_next_layer(model: Model) -> None:
         whole.linears()[name].weight = FORMAT.dequantize(packed[name])
     expected = expected_stats(whole, ["model.layers.1.mlp.down_proj"])["model.layers.1.mlp.down_proj"]
     measured, same, other = (
-        one.measure(1, ["model.layers.1.mlp.down_proj"])["model.layers.1.mlp.down_proj"].hessian
+        one.measure(1, {"model.layers.1.mlp.down_proj": {"hessian"}})["model.layers.1.mlp.down_proj"].hessian
         for one in (runner, plain, untouched))
     assert measured is not None and same is not None and other is not None
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-5)
@@ -105,8 +105,9 @@ def test_errors_of_replaced_weights_reach_the_next_layer(model: Model) -> None:
 
 def test_only_what_is_wanted_is_measured(model: Model) -> None:
     runner = model.runner()
-    assert list(runner.measure(0, ["model.layers.0.self_attn.v_proj"])) == ["model.layers.0.self_attn.v_proj"]
-    assert runner.measure(0, []) == {}
+    name = "model.layers.0.self_attn.v_proj"
+    assert list(runner.measure(0, {name: {"hessian"}})) == [name]
+    assert runner.measure(0, {}) == {}
 
 
 def test_one_layer_is_read_at_a_time_and_dropped(model: Model) -> None:
@@ -164,7 +165,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(model: Model) -> None:
     assert (caught.value.sample, caught.value.layer) == (0, 0)
     model.tensors["model.layers.0.post_attention_layernorm.weight"][3] = float("inf")
     with pytest.raises(NonFiniteError, match=r"input of model\.layers\.0\.mlp\.gate_proj") as caught:
-        model.runner().measure(0, ["model.layers.0.mlp.down_proj"])
+        model.runner().measure(0, {"model.layers.0.mlp.down_proj": {"hessian"}})
     assert caught.value.sample == 0
 
 
@@ -192,3 +193,44 @@ def test_bfloat16_states() -> None:
     exact = one.runner().measure(0)["model.layers.0.self_attn.q_proj"]
     assert stats.hessian is not None and exact.hessian is not None and stats.hessian.dtype == torch.float32
     assert float((stats.hessian - exact.hessian).abs().max()) < 0.05 * float(exact.hessian.abs().max())
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_the_head_is_measured_behind_the_final_norm(model: Model, weighed: bool) -> None:
+    whole, entered = model.whole(), []
+    whole.head.observer = entered.append
+    whole(TOKENS)
+    rows = torch.cat([one.flatten(0, 1) for one in entered])
+    name = "model.embed_tokens"
+    weights = torch.rand(TOKENS.numel(), generator=torch.Generator().manual_seed(1))
+    runner = LayerRunner(model.config, model.weights, TOKENS, {name: weights} if weighed else None)
+    for index in range(3):
+        with pytest.raises(ValueError, match="the hidden states are at"):
+            runner.measure_head(name)
+        runner.advance(index, {})
+    stats = runner.measure_head(name)
+    expected = (rows * (weights[:, None] if weighed else 1)).T @ rows / len(rows)
+    assert stats.tokens == TOKENS.numel()
+    torch.testing.assert_close(stats.hessian, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_quantized_embedding_is_what_the_first_layer_sees(model: Model) -> None:
+    spec = QuantSpec(bits=3, granularity=Granularity(strategy="channel"), scale_dtype="float32")
+    table = model.tensors["model.embed_tokens.weight"]
+    packed = FORMAT.pack(METHOD.run(table, None, spec, RtnOptions()), torch.float32)
+    rounded = Model()
+    rounded.tensors["model.embed_tokens.weight"] = FORMAT.dequantize(packed)
+    names = [slot.name for slot in linear_slots(model.config) if slot.layer == 0]
+    expected = rounded.runner().measure(0)
+    found = LayerRunner(model.config, model.weights, TOKENS, table=packed).measure(0)
+    for name in names:
+        torch.testing.assert_close(found[name].hessian, expected[name].hessian)
+
+
+def test_a_final_norm_that_overflows_is_named_with_its_window(model: Model) -> None:
+    model.tensors["model.norm.weight"][3] = float("inf")
+    runner = model.runner()
+    for index in range(3):
+        runner.advance(index, {})
+    with pytest.raises(NonFiniteError, match="input of lm_head is NaN or infinite in calibration window 0"):
+        runner.measure_head("lm_head")

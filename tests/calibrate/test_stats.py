@@ -64,3 +64,15 @@ def test_an_expert_that_no_token_reached_is_rounded_with_a_note() -> None:
     solved = gptq.METHOD.run(weight, stats, spec, gptq.GptqOptions())
     assert solved.notes == ("rounded to nearest in place of gptq: no calibration input reached it",)
     assert torch.equal(solved.codes, rtn.METHOD.run(weight, None, spec, rtn.RtnOptions()).codes)
+
+
+def test_only_the_largest_values_where_nobody_wants_more():
+    observer = HessianObserver("name", form=False)
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    observer(x[:2])
+    observer(x[2:])
+    stats = observer.result()
+    assert stats.hessian is None and stats.tokens == 15
+    assert torch.equal(stats.largest, x.abs().amax((0, 1)))
+    nobody = HessianObserver("name", size=8, form=False).result()
+    assert nobody.tokens == 0 and nobody.hessian is None and not nobody.largest.any()

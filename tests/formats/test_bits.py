@@ -64,3 +64,19 @@ def test_equals_compressed_tensors(bits: int) -> None:
                               generator=torch.Generator().manual_seed(count))
         signed = (codes.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
         assert torch.equal(stream.pack(codes, bits), helpers.pack_to_int32(signed, bits))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_single_codes_are_taken_from_their_words(bits):
+    codes = torch.randint(0, 2**bits, (5, 77), dtype=torch.uint8)
+    index = torch.tensor([0, 76, 10, 10, 5, 31, 32])
+    assert torch.equal(stream.take(stream.pack(codes, bits), bits, index), codes[:, index])
+    every = torch.arange(77)
+    assert torch.equal(stream.take(stream.pack(codes, bits), bits, every), codes)
+
+
+def test_many_codes_are_packed_some_rows_at_a_time(monkeypatch):
+    codes = torch.randint(0, 8, (50, 33), dtype=torch.uint8)
+    whole = stream.pack(codes, 3)
+    monkeypatch.setattr(stream, "_AT_ONCE", 100)
+    assert torch.equal(stream.pack(codes, 3), whole)

@@ -126,10 +126,10 @@ GROUPS = {
 }
 
 
-def compressed(plain, folder, groups, ignore=("lm_head",)):
+def compressed(plain, folder, groups, ignore=("lm_head",), form="pack-quantized", inputs=None):
     """By their own library: which module has which scheme, the tensors, and the config."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
-    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -139,10 +139,11 @@ def compressed(plain, folder, groups, ignore=("lm_head",)):
     from compressed_tensors.quantization.utils import calculate_qparams
 
     made = theirs(plain)
-    schemes = {name: QuantizationScheme(targets=targets, weights=QuantizationArgs(**arguments),
-                                        format="pack-quantized")
+    activations = None if inputs is None else QuantizationArgs(**inputs)
+    schemes = {name: QuantizationScheme(targets=targets, weights=QuantizationArgs(**arguments), format=form,
+                                        input_activations=activations)
                for name, (arguments, targets) in groups.items()}
-    config = QuantizationConfig(config_groups=schemes, ignore=list(ignore), format="pack-quantized",
+    config = QuantizationConfig(config_groups=schemes, ignore=list(ignore), format=form,
                                 quantization_status="compressed")
     stored = load_file(plain / "model.safetensors")
     apply_quantization_config(made, config)
@@ -153,12 +154,15 @@ def compressed(plain, folder, groups, ignore=("lm_head",)):
         weight = stored.pop(f"{layer}.weight")
         size = scheme.weights.group_size or weight.shape[1]
         grouped = weight.view(weight.shape[0], -1, size)
-        scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        if scheme.weights.strategy == "tensor":
+            low, high = low.amin().reshape(1), high.amax().reshape(1)
+        scale, zero = calculate_qparams(low, high, scheme.weights)
         state = {"weight": weight, "weight_scale": scale}
         if not scheme.weights.symmetric:
             state["weight_zero_point"] = zero
         stored |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in
-                   PackedQuantizationCompressor.compress(state, scheme).items()}
+                   BaseCompressor.load_from_registry(form).compress(state, scheme).items()}
     folder.mkdir()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     plain_config = json.loads((plain / "config.json").read_text())
@@ -185,6 +189,103 @@ def test_pack_quantized(plain, tmp_path, name):
     if kinds:
         with open_checkpoint(folder) as opened:
             assert {row.spec.bits for row in opened.layers if row.spec} == kinds
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+E4M3 = INT8 | {"type": "float"}
+PLAIN = {
+    "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, INT8),
+    "w8a8-tensor": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}, INT8),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, E4M3),
+    "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, E4M3),
+    "fp8-weights": ("naive-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, None),
+    "fp8-weights-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, None),
+    "w8a16": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, None),
+    "w8a16-tensor": ("naive-quantized", {"num_bits": 8, "strategy": "tensor"}, None),
+    "w8a16-g32-asym": ("int-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32,
+                                         "symmetric": False}, None),
+    "w4a16-g32": ("naive-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}, None),
+    "w3a16-asym": ("naive-quantized", {"num_bits": 3, "strategy": "channel", "symmetric": False}, None),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_byte_a_weight(plain, tmp_path, monkeypatch, name):
+    """Weights as their own library decompresses them, bit for bit; logits as transformers computes them."""
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward",
+                                  reason="compressed-tensors is not installed (extra: oracle)")
+    form, weights, inputs = PLAIN[name]
+    folder = compressed(plain, tmp_path / name, {"group_0": (weights, ["Linear"])}, form=form, inputs=inputs)
+    ours = weights_of(folder)
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    modules = dict(theirs(folder, **options).named_modules())
+    assert len(ours) == 14
+    for layer, weight in ours.items():
+        assert torch.equal(modules[layer].weight, weight), layer
+    with open_checkpoint(folder) as opened:
+        spec, layout = opened.layers[0].spec, opened.layers[0].format
+    assert spec.activations == ("token" if inputs else None)
+    assert layout == ("pack-quantized" if inputs is None and spec.kind == "int" else form if inputs else
+                      "float-quantized")
+    if inputs is None:
+        return logits_agree(folder, theirs(folder, **options))
+    if inputs is INT8:  # a token's scale as in every engine's kernels, where theirs simulates max / 127.5
+        simulated = forward.compute_dynamic_scales_and_zp
+        monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", lambda value, args, *rest, **more: (
+            value.abs().amax(-1, keepdim=True) / 127, simulated(value, args, *rest, **more)[1]))
+    with torch.no_grad():
+        expected = theirs(folder)(IDS).logits.float()
+    # a quotient beside a half, which float32's last bit decides, may go either way
+    apart = load(str(folder), dtype="float32").model(IDS) - expected
+    assert (apart.abs().amax(-1) <= BOUND).float().mean() >= 0.5
+    assert apart.norm() <= 0.02 * expected.norm()
+
+
+def test_zeros_beside_symmetric_weights_are_dropped_and_others_refused(plain, tmp_path):
+    """Older versions of compressed-tensors left them."""
+    form, weights, inputs = PLAIN["w8a8"]
+    folder = compressed(plain, tmp_path / "w", {"group_0": (weights, ["Linear"])}, form=form, inputs=inputs)
+    stored, before = load_file(folder / "model.safetensors"), weights_of(folder)
+    layer = "model.layers.0.mlp.up_proj"
+    zeros = torch.zeros(stored[f"{layer}.weight"].shape[0], 1, dtype=torch.int8)
+    save_file(stored | {f"{layer}.weight_zero_point": zeros}, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(weights_of(folder)[layer], before[layer])
+    stored[f"{layer}.weight_zero_point"] = zeros + 1
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{layer} has zero points"):
+        load(str(folder))
+
+
+def test_codes_beyond_their_bits_and_weights_of_another_dtype_are_refused(plain, tmp_path):
+    form, weights, inputs = PLAIN["w4a16-g32"]
+    folder = compressed(plain, tmp_path / "w", {"group_0": (weights, ["Linear"])}, form=form, inputs=inputs)
+    stored, layer = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    wide = stored[f"{layer}.weight"].clone()
+    wide[3, 5] = 8
+    for weight, said in ((wide, "beyond 4 bits"), (wide.float(), "is torch.float32"),
+                         (wide[1:], "is torch.int8")):
+        stored[f"{layer}.weight"] = weight.contiguous()
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"{layer}.*{said}"):
+            load(str(folder))
+
+
+@pytest.mark.parametrize(("inputs", "said"), [
+    ({"dynamic": False, "strategy": "tensor"}, "scale is in the file"),
+    ({"dynamic": False}, "scale is in the file"), ({"dynamic": "local"}, "dynamic"),
+    ({"strategy": "tensor"}, "a scale a token"), ({"symmetric": False}, "symmetric"),
+    ({"type": "float"}, "same kind and bits"), ({"num_bits": 4}, "same kind and bits"),
+    ({"surprise": 1}, "surprise"), ([8], "input_activations")], ids=str)
+def test_what_activations_are_refused(plain, tmp_path, inputs, said):
+    form, weights, good = PLAIN["w8a8"]
+    folder = compressed(plain, tmp_path / "w", {"group_0": (weights, ["Linear"])}, form=form, inputs=good)
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = group["input_activations"] | inputs if isinstance(inputs, dict) else inputs
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="group_0") as caught:
+        load(str(folder))
+    assert said in str(caught.value) and caught.value.next
 
 
 @pytest.mark.parametrize(("change", "said"), [

@@ -11,6 +11,8 @@ import warnings
 import pytest
 import torch
 
+from quantkit.checkpoint.engines import check_engine
+from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.formats.dtypes import resolve
 from quantkit.plugins import registry
@@ -265,3 +267,93 @@ def test_bitsandbytes_makes_the_same_weights_of_a_real_model(smollm2, nested):
             assert torch.equal(form.dequantize(packed).to(weight.dtype), expected), layer
     finally:
         source.close()
+
+
+# -- embeddings and heads
+
+
+OUTSIDE = """
+calibration: {{samples: 4, length: 32}}
+rules:
+  - {{match: 're:model\\.embed_tokens|lm_head', method: {method}, spec: {outside}}}
+  - {{match: '*', method: rtn, spec: {inside}}}
+"""
+G32 = "{bits: 4, granularity: {strategy: group, size: 32}}"
+CHANNEL8 = "{bits: 8, granularity: {strategy: channel}}"
+
+
+@pytest.fixture
+def outside(models, tmp_path):
+    """``outside(method, outside, inside)`` → a float32 model with embedding and head quantized."""
+    def make(method: str, outside: str, inside: str = G32):
+        path = tmp_path / "outside.yaml"
+        path.write_text(OUTSIDE.format(method=method, outside=outside, inside=inside))
+        return quantize(str(models["float32"]), str(path), tmp_path / "out").out
+
+    return make
+
+
+def test_transformers_dequantizes_embeddings_and_heads(outside, models):
+    """Where all layers share a scheme, the embedding that is the head too as well: ``verify`` says so."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = outside("rtn", G32)
+    hf = theirs(folder, quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    same_weights(folder, hf)
+    if hf.config.tie_word_embeddings:
+        assert hf.lm_head.weight is hf.model.embed_tokens.weight
+    logits_agree(folder, hf)
+
+
+def test_transformers_refuses_a_compressed_embedding(outside):
+    """What ``verify --for transformers`` says; when this fails, it has learnt it, and the rule can go."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    folder = outside("rtn", G32)
+    with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'weight'"):
+        theirs(folder)
+    with open_checkpoint(folder) as opened:
+        failed = [check for check in check_engine("transformers", opened) if check.status == "failed"]
+    assert [check.name for check in failed] == ["embedding"] and "dequantize=True" in failed[0].detail
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_quantized_head_alone_loads_as_it_is(models, tmp_path, method):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra: oracle)")
+    path = tmp_path / "head.yaml"
+    path.write_text("calibration: {samples: 4, length: 32}\nrules:\n"
+                    f"  - {{match: lm_head, method: {method}, spec: {G32}}}\n"
+                    f"  - {{match: '*', method: rtn, spec: {CHANNEL8}}}\n")
+    folder = quantize(str(models["float32"]), str(path), tmp_path / "out").out
+    hf = theirs(folder)
+    with torch.no_grad():
+        hf(ids())
+    same_weights(folder, hf)
+    logits_agree(folder, hf)
+
+
+@pytest.mark.parametrize("kind", [CHANNEL8, G32], ids=["int8", "int4"])
+def test_compressed_tensors_decompresses_an_embedding(outside, kind):
+    """Their library on its own, without transformers: module and scheme in, the same rows out."""
+    compressors = pytest.importorskip("compressed_tensors.compressors",
+                                      reason="compressed-tensors is not installed (extra: oracle)")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    folder = outside("rtn", kind, CHANNEL8)
+    with Checkpoint.open(folder) as checkpoint:
+        packed = checkpoint.quantized("model.embed_tokens")
+    size = packed.spec.granularity.size
+    scheme = QuantizationScheme(targets=["Embedding"], weights=QuantizationArgs(
+        num_bits=packed.spec.bits, strategy="group" if size else "channel", group_size=size))
+    compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    table = torch.nn.Embedding.from_pretrained(compressor.decompress(dict(packed.tensors), scheme)["weight"])
+    rows = registry("formats").get("pack-quantized").rows(packed, ids().flatten())
+    assert torch.equal(table(ids()).flatten(0, 1), rows.to(table.weight.dtype))
+
+
+def test_what_they_wrote_of_an_embedding_is_read(outside, models):
+    """Our files without our manifest are any tool's: the class ``Embedding`` in a group says it."""
+    folder = outside("rtn", G32)
+    before = load(str(folder), dtype="float32").model(ids())
+    (folder / "quantkit.json").unlink()
+    with open_checkpoint(folder) as opened:
+        assert opened.layers[0].name == "model.embed_tokens" and opened.layers[0].spec.bits == 4
+    assert torch.equal(load(str(folder), dtype="float32").model(ids()), before)

@@ -41,6 +41,18 @@ def test_weights_follow_from_name_and_seed():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_fewer_layers_are_the_first_ones():
+    whole, one = open_source("synthetic:tiny?seed=3"), open_source("synthetic:tiny?layers=1&seed=3")
+    assert (whole.config()["num_hidden_layers"], one.config()["num_hidden_layers"]) == (2, 1)
+    assert set(one.tensors()) == {name for name in whole.tensors() if ".layers.1." not in name}
+    for name in one.tensors():
+        assert torch.equal(one.tensor(name), whole.tensor(name))
+    assert one.identity().uri.endswith("?layers=1&seed=3") and CONFIGS["tiny"]["num_hidden_layers"] == 2
+    for number in (0, 3):
+        with pytest.raises(QuantkitError, match=f"can't have {number} layers"):
+            open_source(f"synthetic:tiny?layers={number}")
+
+
 def test_the_distribution():
     source = open_source("synthetic:tiny")
     assert torch.equal(source.tensor("model.norm.weight"), torch.ones(64, dtype=torch.bfloat16))
@@ -86,6 +98,7 @@ def test_identity_and_config_are_its_own():
 @pytest.mark.parametrize("uri,revision", [
     ("synthetic:", None), ("synthetic:llama-9b", None), ("synthetic:tiny?seed=x", None),
     ("synthetic:tiny?seed=-1", None), ("synthetic:tiny?seed=", None), ("synthetic:tiny?sed=1", None),
+    ("synthetic:tiny?layers=1&layers=2", None), ("synthetic:tiny?seed=1&", None),
     ("synthetic:tiny?seed=9999999999", None), ("synthetic:tiny?seed=²", None), ("synthetic:tiny", "main"),
 ])
 def test_what_is_refused(uri, revision):

@@ -1,0 +1,261 @@
+"""Executors: the same bytes wherever layers are solved, and errors that say where."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import CalibrationError, QuantkitError, SpecError, Stopped, UsageError
+from quantkit.executor import ray as module
+from quantkit.executor.base import make_executor
+from quantkit.executor.local import LocalExecutor
+from quantkit.quantize import quantize
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+
+NO_RAY = 'Ray is not installed: pip install "quantkit[ray]"'
+MARK = "QUANTKIT_TEST_CLUSTER"
+"""What the processes of this test's cluster have in their environment."""
+SMALL = CalibrationSpec(samples=4, length=32)
+MIXED = """
+rules:
+  - {match: "*.v_proj"}
+  - {match: lm_head, method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
+  - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
+"""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "llama", num_hidden_layers=4))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "mixed.yaml"
+    path.write_text(MIXED)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A cluster of two workers on this machine."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip(NO_RAY)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.environ[MARK] = str(os.getpid())
+    executor = module.RayExecutor(address="local", workers=2)
+    yield executor
+    executor.close()
+    del os.environ[MARK]
+    torch.set_num_threads(threads)
+
+
+def fails(number: int) -> int:
+    if number == 3:
+        raise SpecError("layer 3 can't be", why="it is the third", next="another")
+    if number == 5:
+        raise ZeroDivisionError("by nothing")
+    if number == 7:
+        os._exit(1)
+    return number * 2
+
+
+def seen(name: str) -> tuple[int, str | None, bool, bool]:
+    value = os.environ.get("QUANTKIT_PLUGINS")
+    return torch.get_num_threads(), value, name in sys.path, os.getpid() != os.getppid()
+
+
+def both(shared: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return own, shared
+
+
+def numbers(*values: int):
+    return ((f"layer {value}", (value,)) for value in values)
+
+
+def test_local_work_is_done_when_its_result_is_wanted():
+    taken = []
+    results = LocalExecutor().map(fails, ((str(i), (taken.append(i) or i,)) for i in range(3)))
+    assert taken == [] and next(results) == 0 and taken == [0]
+    assert list(results) == [2, 4]
+
+
+def test_an_executor_of_another_name_is_refused(model, tmp_path):
+    with pytest.raises(UsageError, match="no executor is called 'rai'") as caught:
+        quantize(model, "int8", tmp_path / "out", executor="rai")
+    assert "'ray'" in caught.value.why and not (tmp_path / "out.partial").exists()
+    assert isinstance(make_executor("local"), LocalExecutor)
+
+
+def test_without_ray_the_remedy_is_named(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(QuantkitError, match="needs Ray") as caught:
+        quantize(model, "int8", tmp_path / "out", executor="ray")
+    assert caught.value.next == 'pip install "quantkit[ray]"' and not (tmp_path / "out.partial").exists()
+
+
+def listening(mark: str) -> list[str]:
+    """Addresses (in /proc's hexadecimal) on which the processes with a mark in their environment listen."""
+    sockets = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\x00"):
+                sockets |= {str(file.readlink()) for file in (process / "fd").iterdir()}
+        except OSError:  # it ended, or is another's
+            continue
+    rows = [line.split() for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="sockets are read from Linux's /proc")
+def test_a_cluster_of_this_machine_listens_on_its_loopback_address_only(two):
+    found = listening(str(os.getpid()))
+    assert len(found) > 3
+    assert set(found) <= {"0100007F", "0000000000000000FFFF00000100007F",
+                          "00000000000000000000000001000000"}
+
+
+def test_results_come_in_order_and_only_some_work_is_taken_ahead(two):
+    taken = []
+    results = two.map(fails, ((str(i), (taken.append(i) or i,)) for i in range(0, 40, 2)))
+    assert next(results) == 0 and len(taken) <= 3
+    assert list(results) == [2 * i for i in range(2, 40, 2)]
+
+
+def test_tensors_travel_as_they_are(two):
+    values = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    for given in (values, values.to(torch.bfloat16), values.to(torch.float8_e4m3fn), values.T):
+        shared = two.put(given)
+        results = two.map(both, ((str(i), (shared, torch.tensor(i))) for i in range(3)))
+        for i, (own, found) in enumerate(results):
+            assert int(own) == i and own.shape == ()
+            assert (found.dtype, found.shape) == (given.dtype, given.shape)
+            assert torch.equal(found.float(), given.float())
+    (empty, _), = two.map(both, [("none", (shared, torch.empty(0, 3)))])
+    assert empty.shape == (0, 3)
+
+
+def test_workers_are_set_up_as_the_driver_is(two):
+    found = set(two.map(seen, [("a", (sys.path[0],)), ("b", (sys.path[0],))]))
+    assert found == {(1, "", True, True)}
+
+
+def test_an_error_of_the_work_is_raised_here_as_it_is(two):
+    with pytest.raises(SpecError, match="layer 3 can't be") as caught:
+        list(two.map(fails, numbers(1, 2, 3, 4)))
+    assert (caught.value.why, caught.value.next) == ("it is the third", "another")
+    with pytest.raises(QuantkitError, match="layer 5 failed on a worker") as caught:
+        list(two.map(fails, numbers(4, 5, 6)))
+    assert caught.value.why == "ZeroDivisionError: by nothing"
+
+
+def test_a_worker_that_dies_names_the_layer(two):
+    with pytest.raises(QuantkitError, match="layer 7: its worker ended") as caught:
+        list(two.map(fails, numbers(6, 7, 8)))
+    assert "resumes" in caught.value.next
+    assert list(two.map(fails, numbers(8))) == [16], "the cluster goes on"
+
+
+def test_more_threads_than_any_worker_has_are_refused(two, monkeypatch):
+    monkeypatch.setattr(two, "_threads", 64)
+    with pytest.raises(QuantkitError, match="no worker of the cluster has 64 CPUs") as caught:
+        list(two.map(fails, numbers(1)))
+    assert "OMP_NUM_THREADS=2 " in caught.value.next
+
+
+def test_a_data_free_run_gives_the_same_bytes(two, model, mixed, tmp_path):
+    for name in (mixed, "nf4"):
+        here = quantize(model, name, tmp_path / f"here-{Path(name).stem}")
+        there = quantize(model, name, tmp_path / f"there-{Path(name).stem}", executor=two)
+        assert contents(here.out) == contents(there.out) and there.rows == here.rows
+
+
+@pytest.mark.parametrize("importance", ["gradient", "equal"])
+def test_a_calibrated_run_gives_the_same_bytes(two, model, tmp_path, importance):
+    spec = SMALL.model_copy(update={"importance": importance})
+    here = quantize(model, "int4", tmp_path / "here", calibration=spec)
+    there = quantize(model, "int4", tmp_path / "there", calibration=spec, executor=two)
+    assert contents(here.out) == contents(there.out)
+
+
+def test_a_stopped_run_goes_on_with_another_executor(two, model, mixed, tmp_path):
+    whole = contents(quantize(model, mixed, tmp_path / "whole").out)
+
+    def stop(event):
+        if event.label == "layer 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped, match="2 of 5 units are kept"):
+        quantize(model, mixed, tmp_path / "out", progress=stop, executor=two)
+    result = quantize(model, mixed, tmp_path / "out", executor=two)
+    assert result.resumed == 2 and contents(result.out) == whole
+
+
+def test_a_model_that_changes_under_a_worker_is_refused(two, mixed, tmp_path, monkeypatch):
+    first, second = (tiny_model(tmp_path / name, intermediate_size=size)
+                     for name, size in (("first", 128), ("second", 160)))
+    link = tmp_path / "model"
+    link.symlink_to(first)
+
+    def switch(event):
+        if event.label == "layer 0":
+            link.unlink()
+            link.symlink_to(second)
+
+    monkeypatch.setattr(two, "map", _after(two.map, switch, type("E", (), {"label": "layer 0"})))
+    with pytest.raises(QuantkitError, match=r"has another model\.layers\.0\..* where a worker opened it"):
+        quantize(str(link), mixed, tmp_path / "out", executor=two)
+
+
+def _after(map_, change, event):
+    def mapped(work, items):
+        change(event)
+        return map_(work, items)
+
+    return mapped
+
+
+def test_a_layer_that_cannot_be_solved_is_named(two, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_model(tmp_path / "model", num_hidden_layers=4)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for recipe in ("int8", "int4"):
+        with pytest.raises((SpecError, CalibrationError), match=r"model\.layers\.2\.mlp\.up_proj"):
+            quantize(str(folder), recipe, tmp_path / "out", calibration=SMALL, executor=two)
+        assert not (tmp_path / "out").exists()
+        for path in sorted((tmp_path / "out.partial").glob("*")):
+            path.unlink()
+        (tmp_path / "out.partial").rmdir()
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip(NO_RAY)
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def refuse(**options):
+        assert options["address"] == "10.0.0.1:6379" and "_node_ip_address" not in options
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(QuantkitError, match=r"can't be reached at 10\.0\.0\.1:6379") as caught:
+        module.RayExecutor()
+    assert caught.value.why == "nobody answers" and "--executor local" in caught.value.next
