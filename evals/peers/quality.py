@@ -20,7 +20,8 @@ the kernels in bfloat16. Against llama.cpp its own protocol is used on both side
 the second half of every window. Bits are all that a layer has on disk. Minutes are CPU minutes.
 
 --work keeps a JSON file for each variant; what has one is not done again, what failed is; the tables show all
-that are there. For llama2.c's stories260K, whose 172 columns have no groups of 64:
+that are there. An --out of before stands in for a --work that is gone. For llama2.c's stories260K, whose
+172 columns have no groups of 64:
 
     llama-convert-llama2c-to-ggml --copy-vocab-from-model tok512.bin --llama2c-model stories260K.bin \\
         --llama2c-output-model stories260K.gguf
@@ -164,11 +165,10 @@ def main() -> None:
     for one in chosen:
         if run.make(one):
             run.score(one)
+        run.save()
     run.llama_cpp()
-    everything = run.report()
-    print(tables(everything), flush=True)
-    if given.out:
-        given.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    run.save()
+    print(tables(run.report()), flush=True)
 
 
 class Run:
@@ -187,6 +187,8 @@ class Run:
             save_file({"tokens": tokens}, self._tokens)
         self._scorer = Scorer(self._base, given.text, given.windows, given.window, self._work)
         self._llama = Llama(self._theirs, self._gguf, self._work, given, text)
+        if given.out and given.out.exists():
+            self._take_up(json.loads(given.out.read_text(encoding="utf-8")))
 
     def wanted(self, key: str) -> bool:
         """Whether ``--only`` names it and its peer is here."""
@@ -250,17 +252,38 @@ class Run:
                                   "bits": bits, "calibrated": calibrated, **found})
                 print(f"{key}: KL {found['served']['half']['kl']:.4f}", flush=True)
 
+    def save(self) -> None:
+        """The report, if a file was named for it."""
+        if out := self._given.out:
+            part = out.with_suffix(".part")
+            part.write_text(json.dumps(self.report(), indent=1) + "\n", encoding="utf-8")
+            part.rename(out)
+
     def report(self) -> dict[str, Any]:
         """Everything that the work folder holds, and how it was made."""
-        given = self._given
         rows = [json.loads(path.read_text(encoding="utf-8"))
                 for path in sorted((self._work / "results").glob("*.json"))]
         return {"date": date.today().isoformat(), "machine": {"cpu": cpu_name(), "cores": cpu_cores()},
                 "versions": {"quantkit": __version__, "torch": version("torch"),
                              "llama.cpp": self._llama.version(), "python": platform.python_version()},
-                "model": given.gguf.name, "dtype": given.dtype, "calibration": given.calibration.name,
+                **self._settings(), "rows": rows}
+
+    def _settings(self) -> dict[str, Any]:
+        """What all rows of a table have in common."""
+        given = self._given
+        return {"model": given.gguf.name, "dtype": given.dtype, "calibration": given.calibration.name,
                 "samples": given.samples, "text": given.text.name, "windows": given.windows,
-                "window": given.window, "group": given.group, "rows": rows}
+                "window": given.window, "group": given.group}
+
+    def _take_up(self, before: dict[str, Any]) -> None:
+        """Rows of an earlier report that the work folder lacks."""
+        settings = self._settings()
+        if other := [name for name, value in settings.items() if before[name] != value]:
+            raise SystemExit(f"{self._given.out} is of another {', '.join(other)}")
+        for row in before["rows"]:
+            key = f"{row['peer']}-{row['name']}".strip("-").replace(" ", "-")
+            if not self._read(key):
+                self._write(key, row)
 
     def _folder(self, one: Variant) -> Path:
         return self._base if one == UNQUANTIZED else self._work / one.key

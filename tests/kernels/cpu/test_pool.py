@@ -68,8 +68,8 @@ def test_operations_without_a_barrier_share_the_next_one(monkeypatch):
     pool, made = Pool(2), torch.zeros(9, 5, dtype=torch.int64)
     nothing = torch.zeros(5, dtype=torch.int64)
     program = Program(PLAIN)
-    for row in made[:8]:
-        program.add(Count(), 5, to=row, source=nothing, barrier=row is made[7])
+    for index, row in enumerate(made[:8]):
+        program.add(Count(), 5, to=row, source=nothing, barrier=index == 7)
     program.add(Count(), 0, to=nothing, source=nothing)
     program.add(Count(), 5, to=made[8], source=made[7])
     program.finish()
