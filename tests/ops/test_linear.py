@@ -49,6 +49,8 @@ def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, m
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1, 7), (33, 64), (51, 36), (576, 576), (300, 1536)])
 def test_a_row_of_a_plain_product_does_not_depend_on_the_others(monkeypatch, native, dtype, n, k):
+    if dtype == torch.bfloat16 and module.native_bf16() and not native:
+        pytest.skip("this CPU multiplies bf16 in hardware: torch has no other loop here")
     monkeypatch.setattr(module, "native_bf16", lambda: native)
     random = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((DECODE_ROWS, k), (n, k), (n,)))
