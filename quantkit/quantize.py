@@ -20,7 +20,8 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import token_importance
+from quantkit.calibrate.importance import balanced, token_gradients
+from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
@@ -40,7 +41,7 @@ from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.rows import PlanRow, together
-from quantkit.solve import Origin, Solved, solve, solve_data_free
+from quantkit.solve import Origin, Solved, in_order, solve, solve_data_free
 from quantkit.sources.base import ModelSource, prefetch, release
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -273,8 +274,10 @@ class _Run:
 
         step()
         with self._tracing():
-            found = token_importance(self.config, weights, tokens, wanted, spec.seed,
-                                     writer.states, step)
+            squares = gradients(self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted,
+                                lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed,
+                                                        writer.states, step))
+        found = {name: balanced(one) for name, one in squares.items()}
         writer.put(IMPORTANCE, found, [])
         return found
 
@@ -358,19 +361,18 @@ class _Run:
             return iter(next(elsewhere))
         groups = together(planned, self.measured, BATCH)
         solved = (one for some in self.executor.map(solve, self._unsolved(groups, layer)) for one in some)
-        return _in_order(solved, planned)
+        return in_order(solved, planned)
 
     def _unsolved(self, groups: list[tuple[PlanRow, ...]], layer: LayerTensors) -> Iterator[Item]:
         last, put = None, None
         for group in groups:
-            weights, stats = [layer.weight(f"{row.name}.weight") for row in group], []
+            stats = []
             for row in group:
                 own = layer.stats.pop(row.name, None)
                 if own is not last:  # Linears that share statistics follow each other
                     last, put = own, None if own is None else self.executor.put(own)
                 stats.append(put)
-            yield group[0].name, (group, weights[0][1], *(weight for weight, _ in weights), *stats)
-            del weights, stats
+            yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
 
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
         """Of layers made now, and of those that an earlier, less strict attempt has left."""
@@ -379,15 +381,6 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
-
-
-def _in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[Solved]:
-    waiting: dict[str, Solved] = {}
-    for name in (row.name for row in planned if row.method):
-        while name not in waiting:
-            made = next(solved)
-            waiting[made[1].name] = made
-        yield waiting.pop(name)
 
 
 def _unit(index: int) -> str:

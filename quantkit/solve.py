@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -96,6 +96,16 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
             tokens, notes = own.tokens, own.notes + _few(one.name, own) + notes
         rows.append(LayerRow.of(one, error=off, tokens=tokens, notes=notes))
     return [(result, row) for (result, _, _), row in zip(made, rows, strict=True)]
+
+
+def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[Solved]:
+    """What was solved, in the order in which it was planned."""
+    waiting: dict[str, Solved] = {}
+    for name in (row.name for row in planned if row.method):
+        while name not in waiting:
+            made = next(solved)
+            waiting[made[1].name] = made
+        yield waiting.pop(name)
 
 
 def _rotated(stats: LayerStats) -> LayerStats:

@@ -100,6 +100,7 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         grid = plain if not options.clip_search else find_grid(
             weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
         begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
+        del factors  # as large as the Hessian
     if begun:
         numbers = [one.number for one in begun]
         found |= zip(numbers, _solved(begun, spec, options), strict=True)
@@ -129,11 +130,10 @@ def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> l
                         order, spec, options.block)
         for mine, one in zip(levels, solved, strict=True):
             mine[part] = one
-    del upper
     damping = [one.damping for one in factors]
-    del factors  # as large as what comes now
     for one in begun:
         one.factors = None
+    del upper, factors  # as large as what comes now
     form = stacked([damped(one.hessian, mine) for one, mine in zip(begun, damping, strict=True)])
     made: list[list[Codes]] = [[] for _ in begun]
     failed: list[list[torch.Tensor]] = [[] for _ in begun]
