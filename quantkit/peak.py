@@ -10,6 +10,7 @@ from quantkit.methods.gptq import TOGETHER
 from quantkit.methods.parts import rows_at_once
 from quantkit.models.architecture import EMBEDDING
 from quantkit.models.config import ModelConfig
+from quantkit.rows import together
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import CalibrationSpec
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 320 * 2**20
 """Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
+BATCH = 1 << 22
+"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
 BATCH_TOKENS = 4096
 """Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
 BACKWARD_TOKENS = 2048
@@ -40,7 +43,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
 
     - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
-      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Beside that are its unit's
+      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
+      (``BATCH``) are one, with a second copy of the Hessians. Beside that are its unit's
       stored results, and ``4 · in²`` for each input that layers share (for each Linear,
       where tokens have an importance) and that this or a later one needs;
     - a *layer is measured*: 4 for every weight of its Linears (float32), those Hessians, and the
@@ -106,19 +110,22 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
 
 
 def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
-    """While a unit's Linears are solved, one after another."""
+    """While a unit's Linears are solved, some that are alike at a time."""
     most = packed = 0
-    for place, row in enumerate(unit):
-        if row.method is None:
-            continue
-        weights, form = row.shape[0] * row.shape[1], row.shape[1] ** 2
-        packed += row.bytes_after
+    groups = together(unit, needs, BATCH)
+    left = [row for group in groups for row in group]
+    for group in groups:
+        row, count = group[0], len(group)
+        weights, form = count * row.shape[0] * row.shape[1], count * row.shape[1] ** 2
+        packed += sum(one.bytes_after for one in group)
         working = 11 * weights
         if row.name in needs:
-            working = max(working, 4 * form + 9 * weights + 32 * min(weights, TOGETHER))
+            copies = 4 * form * (1 if count == 1 else 2)
+            working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        most = max(most, packed + working + _hessians(unit[place:], needs, apart))
+        most = max(most, packed + working + _hessians(left, needs, apart))
+        left = left[count:]
     return most
 
 

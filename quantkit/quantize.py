@@ -20,7 +20,8 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import token_importance
+from quantkit.calibrate.importance import balanced, token_gradients
+from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
@@ -34,12 +35,13 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, parse_config
 from quantkit.models.linear import Weights
+from quantkit.peak import BATCH
 from quantkit.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.rows import PlanRow
-from quantkit.solve import Origin, solve, solve_data_free
+from quantkit.rows import PlanRow, together
+from quantkit.solve import Origin, Solved, in_order, solve, solve_data_free
 from quantkit.sources.base import ModelSource, prefetch, release
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -49,7 +51,6 @@ LAYERS = "model.layers."
 TABLE, REST = "embedding", "rest"
 """Units outside of the layers, in the checkpoint's order."""
 IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
-Solved = tuple[QuantizedTensor, LayerRow]
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,10 @@ class _Run:
 
         step()
         with self._tracing():
-            found = token_importance(self.config, weights, tokens, wanted, spec.seed,
-                                     writer.states, step)
+            squares = gradients(self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted,
+                                lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed,
+                                                        writer.states, step))
+        found = {name: balanced(one) for name, one in squares.items()}
         writer.put(IMPORTANCE, found, [])
         return found
 
@@ -356,17 +359,20 @@ class _Run:
         """A unit's Linears in order; statistics are taken out of ``layer`` and go with their last user."""
         if elsewhere is not None:
             return iter(next(elsewhere))
-        return self.executor.map(solve, self._unsolved(planned, layer))
+        groups = together(planned, self.measured, BATCH)
+        solved = (one for some in self.executor.map(solve, self._unsolved(groups, layer)) for one in some)
+        return in_order(solved, planned)
 
-    def _unsolved(self, planned: list[PlanRow], layer: LayerTensors) -> Iterator[Item]:
-        last, given = None, None
-        for plan in planned:
-            if plan.method is None:
-                continue
-            own = layer.stats.pop(plan.name, None)
-            if own is not last:  # Linears that share statistics follow each other
-                last, given = own, None if own is None else self.executor.put(own)
-            yield plan.name, (plan, *layer.weight(f"{plan.name}.weight"), given)
+    def _unsolved(self, groups: list[tuple[PlanRow, ...]], layer: LayerTensors) -> Iterator[Item]:
+        last, put = None, None
+        for group in groups:
+            stats = []
+            for row in group:
+                own = layer.stats.pop(row.name, None)
+                if own is not last:  # Linears that share statistics follow each other
+                    last, put = own, None if own is None else self.executor.put(own)
+                stats.append(put)
+            yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
 
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
         """Of layers made now, and of those that an earlier, less strict attempt has left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -59,6 +59,32 @@ class PlanRow:
         spec = self.spec.model_dump(mode="json") if self.spec else None
         return {**asdict(self), "shape": list(self.shape), "spec": spec, "options": dict(self.options),
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
+
+
+def together(rows: Iterable[PlanRow], needs: Container[str], most: int) -> list[tuple[PlanRow, ...]]:
+    """Quantized Linears in the groups in which they are solved, each in the place of its first.
+
+    Args:
+        rows: of one unit.
+        needs: names of those whose methods need statistics.
+        most: weights, and values of Hessians, of a group that is more than one Linear.
+    """
+    found: list[list[PlanRow]] = []
+    open_groups: dict[str, list[PlanRow]] = {}
+    for row in rows:
+        if row.method is None:
+            continue
+        method: Method = registry("methods").get(row.method)
+        alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
+        size = max(row.shape) * row.shape[1]
+        if method.together is None or row.name not in needs or 2 * size > most:
+            found.append([row])
+        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= most:
+            open_groups[alike].append(row)
+        else:
+            found.append([row])
+            open_groups[alike] = found[-1]
+    return [tuple(group) for group in found]
 
 
 class Refusal(Exception):

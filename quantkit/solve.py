@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -46,50 +47,80 @@ class Origin:
             raise
 
 
-def solve(plan: PlanRow, exact: torch.Tensor, dtype: torch.dtype,
-          stats: LayerStats | None) -> tuple[QuantizedTensor, LayerRow]:
-    """One Linear by its method, in its format, and its row of the manifest.
+Solved = tuple[QuantizedTensor, LayerRow]
+
+
+def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
+          *given: torch.Tensor | LayerStats | None) -> list[Solved]:
+    """Linears by their method, in their format, and their rows of the manifest.
 
     Args:
-        plan: what is to be done.
-        exact: ``[out, in]``, any floating dtype; not written to.
-        dtype: in which the model stores it.
-        stats: of the Linear's input, if its method needs them.
+        plans: what is to be done: one, or several that differ in their names only.
+        dtype: in which the model stores them.
+        given: their weights ``[out, in]``, any floating dtype, not written to; then as many statistics of
+            their inputs, ``None`` if the method needs none.
 
     Raises:
-        QuantkitError: of method or format, with the Linear's name.
+        QuantkitError: of method or format, with a Linear's name.
     """
-    assert plan.method and plan.format and plan.spec
+    exacts = [one for one in given[:len(plans)] if isinstance(one, torch.Tensor)]
+    stats = [one if isinstance(one, LayerStats) else None for one in given[len(plans):]]
+    plan, spec = plans[0], plans[0].spec
+    assert plan.method and plan.format and spec
     method: Method = registry("methods").get(plan.method)
     form: Format = registry("formats").get(plan.format)
     options = method.options(**plan.options)
-    if plan.spec.rotation and stats is not None and stats.hessian is not None:
-        stats = dataclasses.replace(stats, hessian=rotate_form(stats.hessian))
+    if spec.rotation:
+        stats = [one and _rotated(one) for one in stats]
+    made: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
     try:
-        if plan.layer is None and parts.rows_at_once(plan.spec, plan.shape) < plan.shape[0]:
-            result, loss, notes = parts.solve(exact, method, form, stats, plan.spec, options)
+        if plan.layer is None and parts.rows_at_once(spec, plan.shape) < plan.shape[0]:
+            made = [parts.solve(exact, method, form, own, spec, options)
+                    for exact, own in zip(exacts, stats, strict=True)]
         else:
-            exact = rotate(exact.float()) if plan.spec.rotation else exact.float()
-            codes = method.run(exact, stats, plan.spec, options)
-            result, notes = form.pack(codes, dtype), codes.notes
-            del codes
-            loss = float(form.dequantize(result).sub_(exact).norm() / exact.norm().clamp(min=1e-30))
+            exacts = [rotate(exact.float()) if spec.rotation else exact.float() for exact in exacts]
+            found = method.run_together(exacts, stats, spec, options)
+            for exact in exacts:
+                codes = found.pop(0)
+                result, notes = form.pack(codes, dtype), codes.notes
+                del codes
+                off = float(form.dequantize(result).sub_(exact).norm() / exact.norm().clamp(min=1e-30))
+                made.append((result, off, notes))
     except QuantkitError as error:
-        raise type(error)(f"{plan.name}: {error.what}", why=error.why, next=error.next) from error
-    tokens = None
-    if stats is not None:
-        tokens, notes = stats.tokens, stats.notes + _few(plan.name, stats) + notes
-    return result, LayerRow.of(plan, error=loss, tokens=tokens, notes=notes)
+        names = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
+        raise type(error)(f"{names}: {error.what}", why=error.why, next=error.next) from error
+    rows = []
+    for one, (_, off, notes), own in zip(plans, made, stats, strict=True):
+        tokens = None
+        if own is not None:
+            tokens, notes = own.tokens, own.notes + _few(one.name, own) + notes
+        rows.append(LayerRow.of(one, error=off, tokens=tokens, notes=notes))
+    return [(result, row) for (result, _, _), row in zip(made, rows, strict=True)]
 
 
-def solve_data_free(origin: Origin, plans: tuple[PlanRow, ...]) -> list[tuple[QuantizedTensor, LayerRow]]:
+def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[Solved]:
+    """What was solved, in the order in which it was planned."""
+    waiting: dict[str, Solved] = {}
+    for name in (row.name for row in planned if row.method):
+        while name not in waiting:
+            made = next(solved)
+            waiting[made[1].name] = made
+        yield waiting.pop(name)
+
+
+def _rotated(stats: LayerStats) -> LayerStats:
+    return stats if stats.hessian is None else dataclasses.replace(stats, hessian=rotate_form(stats.hessian))
+
+
+def solve_data_free(origin: Origin, plans: tuple[PlanRow, ...]) -> list[Solved]:
     """Linears whose methods need no statistics, of a model that is opened here: one tensor at a time.
 
     Raises:
         SourceError: the model is not the one that was planned.
         QuantkitError: of method or format, with the Linear's name.
     """
-    source, made = _opened(origin), []
+    source = _opened(origin)
+    made: list[Solved] = []
     for plan in plans:
         name = f"{plan.name}.weight"
         info = source.tensors().get(name)
@@ -98,7 +129,7 @@ def solve_data_free(origin: Origin, plans: tuple[PlanRow, ...]) -> list[tuple[Qu
                               why="the model must be the same for all processes",
                               next="give a path that all nodes share, or a model on the hub with its commit")
         weight = source.tensor(name)
-        made.append(solve(plan, weight, weight.dtype, None))
+        made += solve([plan], weight.dtype, weight, None)
         del weight
         release(source)
     return made

@@ -47,8 +47,8 @@ def recipe(tmp_path):
 @pytest.fixture
 def found(monkeypatch):
     """How often it was worked out."""
-    calls, work = [], module.token_importance
-    monkeypatch.setattr(module, "token_importance", lambda *args: (calls.append(1), work(*args))[1])
+    calls, work = [], module.token_gradients
+    monkeypatch.setattr(module, "token_gradients", lambda *args: (calls.append(1), work(*args))[1])
     return calls
 
 

@@ -74,7 +74,7 @@ def test_a_calibrated_run_reads_a_layer_twice_and_keeps_none(model, tmp_path, mo
     layers = [int(name.split(".")[2]) for name in reads.names if name.startswith("model.layers.")]
     assert layers == sorted(layers), "a layer isn't touched again once the next one is read"
     assert all(reads.names.count(name) == 2 for name in reads.names if "layers" in name)
-    assert set(reads.alive) == {0}
+    assert set(reads.alive) <= {0, 1}, "two that are solved together, at most"
 
 
 @pytest.mark.parametrize("importance", ["gradient", "equal"])

@@ -23,6 +23,7 @@ from quantkit import __version__
 from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import NEVER, balanced, token_gradients
+from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import read, write
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
@@ -116,8 +117,11 @@ class _Run:
         label = "what each token matters"
         if not kept.has(GRADIENTS):
             self._step(label)
-            kept.put(GRADIENTS, token_gradients(self.config, self.weights, tokens, list(self.rows), self.seed,
-                                                kept.states, lambda: self._step(label)), [])
+            wanted = list(self.rows)
+            kept.put(GRADIENTS, gradients(
+                self.source, self.plan.recipe.transforms, tokens, self.seed, wanted,
+                lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, kept.states,
+                                        lambda: self._step(label))), [])
         squares = kept.get(GRADIENTS)[0]
         weighed = {name: balanced(one) for name, one in squares.items()}
         with Spill(kept.states) as states:

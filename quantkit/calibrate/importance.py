@@ -38,24 +38,6 @@ NEVER = -1.0
 """Stands for the square of a gradient where a token didn't reach an expert."""
 
 
-def token_importance(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
-                     seed: int, folder: Path,
-                     step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
-    """A weight on every token, for every Linear that wants one: what :func:`token_gradients` gives, in units
-    of its mean.
-
-    Returns:
-        By full name, float32 ``[samples · length]`` on the CPU, 1 on average over the tokens that reach
-        the Linear (an expert is reached by some); 1 everywhere for one on which no answer depends (what
-        follows it may be 0).
-
-    Raises:
-        As :func:`token_gradients`.
-    """
-    found = token_gradients(config, weights, tokens, wanted, seed, folder, step)
-    return {name: balanced(squares) for name, squares in found.items()}
-
-
 @torch.inference_mode(False)
 def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
                     seed: int, folder: Path,

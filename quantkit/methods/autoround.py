@@ -81,7 +81,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
         damped = hessian.clone()  # a pivot of 0 has no best level
         damped.diagonal().add_(0.01 * hessian.diagonal().mean())
         for _ in range(options.visits):
-            levels = descend_levels(weight, levels, grid, damped, spec, options.block)
+            levels = descend_levels(weight[None], levels[None], [grid], damped[None], spec, options.block)[0]
             grid = descend_scales(weight, levels, grid, damped, spec, 3)
         best.take(_loss(weight, levels, grid, hessian)[0], levels, grid)
         grid, levels = Grid(best.scale, best.zero), best.levels

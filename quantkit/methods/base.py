@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class Method:
         check: further limits on a spec, as the reason or ``None``.
         quick: options with which it takes less time and comes to nearly the same loss: what a choice between
             specs is measured with.
+        together: ``quantize`` for lists of weights of one shape and of their statistics → a list, if that is
+            quicker than one after the other.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Method:
     kinds: frozenset[str] = frozenset({"int"})
     check: Callable[[QuantSpec], str | None] = lambda spec: None
     quick: Mapping[str, Any] = field(default_factory=dict)
+    together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, Options],
+                       list[Codes]] | None = None
 
     def refuses(self, spec: QuantSpec) -> str | None:
         """Why this method can't produce ``spec``; ``None`` if it can."""
@@ -74,7 +78,17 @@ class Method:
     def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
             options: Options) -> Codes:
         """:attr:`quantize` with its contract checked. Raises SpecError if a plugin breaks it."""
-        codes = self.quantize(weight, stats, spec, options)
+        return self._checked(self.quantize(weight, stats, spec, options), weight, spec)
+
+    def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
+                     spec: QuantSpec, options: Options) -> list[Codes]:
+        """The same for several weights of one shape, in whatever way the method does that."""
+        if self.together is None or len(weights) == 1:
+            return [self.run(weight, own, spec, options) for weight, own in zip(weights, stats, strict=True)]
+        made = self.together(weights, stats, spec, options)
+        return [self._checked(codes, weight, spec) for codes, weight in zip(made, weights, strict=True)]
+
+    def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
         rows, cols = weight.shape
         if codes.codes.shape != weight.shape or codes.codes.dtype != torch.uint8:
             raise SpecError(f"method {self.name!r} returned codes {tuple(codes.codes.shape)} "

@@ -8,6 +8,8 @@ loss never rises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quantkit.methods.grid import SERIAL, Grid, from_grid, round_scale, settle_
@@ -16,44 +18,60 @@ from quantkit.spec import QuantSpec
 _FORM = 1 << 24  # values of intermediate results while the scales' quadratic form is made
 
 
-def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor,
+def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[Grid], hessian: torch.Tensor,
                    spec: QuantSpec, block: int) -> torch.Tensor:
-    """One visit to every weight, column after column.
+    """One visit to every weight, column after column; of several Linears, which depend on nothing of each
+    other, at once.
 
     Args:
-        weight: float32 ``[out, in]``.
-        levels: float32 ``[out, in]``: where to start.
-        grid: what levels stand for.
-        hessian: float32 ``[in, in]``, its diagonal positive.
+        weight: float32 ``[linears, out, in]``.
+        levels: float32 ``[linears, out, in]``: where to start.
+        grids: what each one's levels stand for.
+        hessian: float32 ``[linears, in, in]``, its diagonal positive.
         spec: kind and bits.
         block: columns visited before the rest is updated; changes speed, not the result.
 
     Returns:
         Levels as given.
     """
-    work = levels.T.clone(memory_format=torch.contiguous_format)
-    count, out = work.shape
-    scales, zeros = (part.T.expand(-1, out).contiguous() for part in (grid.scale, grid.zero))
-    size = count // scales.shape[0]
-    slopes = hessian @ (weight - from_grid(levels, grid)).T
-    pivots = hessian.diagonal().tolist()
-    steps, inner = torch.empty(block, out, device=work.device), max(1, min(block, SERIAL // out))
+    work = levels.mT.clone(memory_format=torch.contiguous_format)
+    linears, count, out = work.shape
+    scales, zeros = by_column(grids, out)
+    size = count // scales.shape[1]
+    off = torch.stack([w - from_grid(v, grid) for w, v, grid in zip(weight, levels, grids, strict=True)])
+    slopes = hessian @ off.mT
+    del off
+    pivots = hessian.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
+    steps = torch.empty(linears, block, out, device=work.device)
+    inner = max(1, min(block, SERIAL // (linears * out)))
     for start in range(0, count, block):
         stop = min(start + block, count)
         for first in range(start, stop, inner):
             last = min(first + inner, stop)
             for i in range(first, last):
-                scale, zero = scales[i // size], zeros[i // size]
-                level = torch.div(slopes[i], scale * pivots[i]).add_(work[i]).sub_(zero)
+                scale, zero = scales[:, i // size], zeros[:, i // size]
+                level = torch.div(slopes[:, i], scale * pivots[i]).add_(work[:, i]).sub_(zero)
                 settle_(level, zero, spec)
-                step = torch.sub(level, work[i], out=steps[i - start]).mul_(scale)
-                work[i] = level
+                step = torch.sub(level, work[:, i], out=steps[:, i - start]).mul_(scale)
+                work[:, i] = level
                 if i + 1 < last:
-                    slopes[i + 1:last].addr_(hessian[i, i + 1:last], step, alpha=-1)
-            slopes[last:stop].addmm_(hessian[last:stop, first:last], steps[first - start:last - start],
-                                     alpha=-1)
-        slopes[stop:].addmm_(hessian[stop:, start:stop], steps[:stop - start], alpha=-1)
-    return work.T.contiguous()
+                    slopes[:, i + 1:last].addcmul_(hessian[:, i, i + 1:last, None], step[:, None], value=-1)
+            slopes[:, last:stop].baddbmm_(hessian[:, last:stop, first:last],
+                                          steps[:, first - start:last - start], alpha=-1)
+        slopes[:, stop:].baddbmm_(hessian[:, stop:, start:stop], steps[:, :stop - start], alpha=-1)
+    return work.mT.contiguous()
+
+
+def by_column(grids: Sequence[Grid], out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros of several Linears, float32 ``[linears, groups, out]`` each."""
+    scales, zeros = (stacked([part.T.expand(-1, out) for part in parts]).contiguous()
+                     for parts in ([grid.scale for grid in grids], [grid.zero for grid in grids]))
+    return scales, zeros
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One below the other in a new first dimension; a single one is not copied."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor,

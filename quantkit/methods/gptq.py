@@ -12,13 +12,16 @@ rounding serves better is kept rounded, so that the loss on ``H`` is never above
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
 from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
-from quantkit.methods.descent import descend_levels, descend_scales
+from quantkit.methods.descent import by_column, descend_levels, descend_scales, stacked
 from quantkit.methods.grid import (
     SERIAL,
     Grid,
@@ -36,7 +39,8 @@ from quantkit.methods.hessian import NO_BETTER, Factors, damped, factorize, hess
 from quantkit.spec import QuantSpec
 
 TOGETHER = 1 << 24
-"""Weights that are solved at a time: rows don't depend on each other, and each takes working copies."""
+"""Weights that are solved at a time, of one Linear or of several: rows don't depend on each other, and each
+takes working copies."""
 
 
 class GptqOptions(Options):
@@ -69,44 +73,102 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
         CalibrationError: no Hessian, one of another size, or one that isn't finite.
         SpecError: the weight isn't finite, or is beyond the range of the scales' dtype.
     """
+    return together([weight], [stats], spec, options)[0]
+
+
+def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None], spec: QuantSpec,
+             options: Options) -> list[Codes]:
+    """The same for several weights of one shape. A column of all of them is solved at a time: of small
+    ones that is hardly more work than one.
+
+    Raises:
+        CalibrationError, SpecError: as :func:`quantize`.
+    """
     assert isinstance(options, GptqOptions)
-    require_finite(weight)
-    hessian = hessian_of(weight, stats)
-    factors, notes = factorize(hessian, options.damp, options.act_order)
-    if spec.kind == "trellis":
-        return trellis.solve(weight, hessian, factors, spec, options.visits, notes)
-    plain = find_grid(weight, spec)
-    if factors is None:
-        return to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
-    grid = plain
-    if options.clip_search:
-        grid = find_grid(weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
-    parts = row_parts(weight, spec, TOGETHER)
-    levels = torch.empty_like(weight)
-    for part in parts:
-        levels[part] = _solve(weight[part], grid.rows(part), factors, spec, options.block)
-    damping = factors.damping
-    del factors  # as large as what comes now
-    form = damped(hessian, damping)
-    made, worse = [], []
-    for part in parts:
-        codes, failed = _settled(weight[part], levels[part], grid.rows(part), plain.rows(part), form, hessian,
-                                 spec, options)
-        made.append(codes)
-        worse.append(failed)
-    if all(bool(failed.all()) for failed in worse):
-        notes += (NO_BETTER,)
-    return join(made, notes)
+    begun, found = [], {}
+    for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
+        require_finite(weight)
+        hessian = hessian_of(weight, known)
+        factors, notes = factorize(hessian, options.damp, options.act_order)
+        if spec.kind == "trellis":
+            found[number] = trellis.solve(weight, hessian, factors, spec, options.visits, notes)
+            continue
+        plain = find_grid(weight, spec)
+        if factors is None:
+            found[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
+            continue
+        grid = plain if not options.clip_search else find_grid(
+            weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
+        begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
+        del factors  # as large as the Hessian
+    if begun:
+        numbers = [one.number for one in begun]
+        found |= zip(numbers, _solved(begun, spec, options), strict=True)
+    return [found[number] for number in range(len(weights))]
 
 
-def _settled(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, plain: Grid, form: torch.Tensor,
-             hessian: torch.Tensor, spec: QuantSpec, options: GptqOptions) -> tuple[Codes, torch.Tensor]:
-    """Solved rows after coordinate descent on ``form``, the damped Hessian; rounded where they are no better,
-    bool ``[out]``."""
-    grid = descend_scales(weight, levels, grid, form, spec, options.refit)
+@dataclass
+class _Begun:
+    """A weight that is to be solved: its grid, and that of plain rounding."""
+
+    number: int
+    weight: torch.Tensor
+    hessian: torch.Tensor
+    factors: Factors | None
+    plain: Grid
+    grid: Grid
+    notes: tuple[str, ...]
+
+
+def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> list[Codes]:
+    parts = row_parts(begun[0].weight, spec, TOGETHER // len(begun))
+    levels = [torch.empty_like(one.weight) for one in begun]
+    factors = [one.factors for one in begun if one.factors]
+    upper, order = stacked([one.upper for one in factors]), torch.stack([one.order for one in factors])
+    for part in parts:
+        solved = _solve([one.weight[part] for one in begun], [one.grid.rows(part) for one in begun], upper,
+                        order, spec, options.block)
+        for mine, one in zip(levels, solved, strict=True):
+            mine[part] = one
+    damping = [one.damping for one in factors]
+    for one in begun:
+        one.factors = None
+    del upper, factors  # as large as what comes now
+    form = stacked([damped(one.hessian, mine) for one, mine in zip(begun, damping, strict=True)])
+    made: list[list[Codes]] = [[] for _ in begun]
+    failed: list[list[torch.Tensor]] = [[] for _ in begun]
+    for part in parts:
+        grids = _settled(begun, levels, part, form, spec, options)
+        for one, mine, grid, codes, worse in zip(begun, levels, grids, made, failed, strict=True):
+            better, rounded = _unless_rounded(one, mine[part], grid, part, spec)
+            codes.append(better)
+            worse.append(rounded)
+    return [join(codes, one.notes + (NO_BETTER,) * all(bool(part.all()) for part in worse))
+            for one, codes, worse in zip(begun, made, failed, strict=True)]
+
+
+def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slice, form: torch.Tensor,
+             spec: QuantSpec, options: GptqOptions) -> list[Grid]:
+    """Coordinate descent on ``form``, the damped Hessians; writes these rows' levels."""
+    def refitted() -> list[Grid]:
+        return [descend_scales(one.weight[part], mine[part], grid, own, spec, options.refit)
+                for one, mine, grid, own in zip(begun, levels, grids, form, strict=True)]
+
+    grids = [one.grid.rows(part) for one in begun]
+    grids = refitted()
     for _ in range(options.visits):
-        levels = descend_levels(weight, levels, grid, form, spec, options.block)
-        grid = descend_scales(weight, levels, grid, form, spec, options.refit)
+        visited = descend_levels(stacked([one.weight[part] for one in begun]),
+                                 stacked([mine[part] for mine in levels]), grids, form, spec, options.block)
+        for mine, one in zip(levels, visited, strict=True):
+            mine[part] = one
+        grids = refitted()
+    return grids
+
+
+def _unless_rounded(one: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
+                    spec: QuantSpec) -> tuple[Codes, torch.Tensor]:
+    """Solved rows; rounded where that is no worse, bool ``[out]``."""
+    weight, plain, hessian = one.weight[part], one.plain.rows(part), one.hessian
     rounded = round_to_grid(weight, plain, spec)
     solved = losses(weight - from_grid(levels, grid), hessian)
     baseline = losses(weight - from_grid(rounded, plain), hessian)
@@ -119,35 +181,40 @@ def _settled(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, plain: Grid
     return to_codes(torch.where(pick, rounded, levels), best, spec), worse
 
 
-def _solve(weight: torch.Tensor, grid: Grid, factors: Factors, spec: QuantSpec, block: int) -> torch.Tensor:
-    """The levels, float32 ``[out, in]``. Works on the transpose, where a column is contiguous."""
-    upper, order = factors.upper, factors.order
-    work = weight.T[order].contiguous()
-    out, count = work.shape[1], work.shape[0]
-    scales = grid.scale.T.expand(-1, out).contiguous()
-    zeros = grid.zero.T.expand(-1, out).contiguous()
-    group = (order // (count // scales.shape[0])).tolist()
-    pivots = upper.diagonal().tolist()
-    levels, errors = torch.empty_like(work), torch.empty(block, out, device=work.device)
-    inner = max(1, min(block, SERIAL // out))
+def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,
+           spec: QuantSpec, block: int) -> torch.Tensor:
+    """The levels, float32 ``[linears, out, in]``. Works on the transpose, where a column is contiguous."""
+    work = torch.stack([weight.T[mine] for weight, mine in zip(weights, order, strict=True)])
+    linears, count, out = work.shape
+    scales, zeros = by_column(grids, out)
+    places = order // (count // scales.shape[1])
+    lines: slice | torch.Tensor = torch.arange(linears, device=work.device)
+    groups: Sequence[int | torch.Tensor] = places.T.unbind()
+    if linears == 1:  # spares copies
+        lines, groups = slice(None), places[0].tolist()
+    pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
+    levels, errors = torch.empty_like(work), torch.empty(linears, block, out, device=work.device)
+    inner = max(1, min(block, SERIAL // (linears * out)))
     for start in range(0, count, block):
         stop = min(start + block, count)
         for first in range(start, stop, inner):
             last = min(first + inner, stop)
             for i in range(first, last):
-                scale, zero = scales[group[i]], zeros[group[i]]
-                level = settle_(torch.div(work[i], scale, out=levels[i]), zero, spec)
-                error = torch.sub(work[i], (level - zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
+                scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
+                level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
+                error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i - start])
+                error.div_(pivots[i])
                 if i + 1 < last:
-                    work[i + 1:last].addr_(upper[i, i + 1:last], error, alpha=-1)
-            spread = upper[first:last, last:stop].T
-            work[last:stop].addmm_(spread, errors[first - start:last - start], alpha=-1)
-        work[stop:].addmm_(upper[start:stop, stop:].T, errors[:stop - start], alpha=-1)
+                    work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)
+            work[:, last:stop].baddbmm_(upper[:, first:last, last:stop].mT,
+                                        errors[:, first - start:last - start], alpha=-1)
+        work[:, stop:].baddbmm_(upper[:, start:stop, stop:].mT, errors[:, :stop - start], alpha=-1)
     solved = torch.empty_like(levels)
-    solved[order] = levels
-    return solved.T.contiguous()
+    for mine, one, made in zip(order, levels, solved, strict=True):
+        made[mine] = one
+    return solved.mT.contiguous()
 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}),
-                quick={"refit": 0, "visits": 0})
+                quick={"refit": 0, "visits": 0}, together=together)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +41,11 @@ class LayerTensors:
         """A tensor as it is now, float32."""
         return (self.changed[name] if name in self.changed else self._read(name)).float()
 
-    def weight(self, name: str) -> tuple[torch.Tensor, torch.dtype]:
-        """A tensor as it is now, float32 if it was changed, and the dtype in which the model stores it."""
-        original = self._read(name)
-        return self.changed.get(name, original), original.dtype
+    def weights(self, names: Sequence[str]) -> tuple[torch.dtype | torch.Tensor, ...]:
+        """The dtype in which the model stores these tensors; then they as they are now, float32 if they were
+        changed."""
+        originals = [self._read(name) for name in names]
+        return originals[0].dtype, *(map(self.changed.get, names, originals))
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor as it is now, in the dtype in which the model stores it."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import runner as module
-from quantkit.calibrate.importance import token_importance
+from quantkit.calibrate.importance import balanced, token_gradients
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.methods.gptq import METHOD
 from quantkit.models.architecture import parse_config
@@ -67,7 +67,8 @@ def test_each_counts_its_own_tokens(batches):
 def test_each_token_counts_what_it_matters_to_that_expert(batches, tmp_path):
     config, weights = model()
     seen = seen_by_experts(config, weights)
-    importance = token_importance(config, weights, TOKENS, list(seen), 0, tmp_path / "states")
+    importance = {name: balanced(squares) for name, squares in token_gradients(
+        config, weights, TOKENS, list(seen), 0, tmp_path / "states").items()}
     stats = second_layer(LayerRunner(config, weights, TOKENS, importance | {
         name: torch.ones(60) for name in stats_of_the_rest(config)}))
     for name, (x, rows) in seen.items():

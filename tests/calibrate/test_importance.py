@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from quantkit.calibrate import importance as module
 from quantkit.calibrate import spill
-from quantkit.calibrate.importance import MOST, token_importance
+from quantkit.calibrate.importance import MOST, balanced, token_gradients
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import linear_slots, parse_config
@@ -40,6 +40,10 @@ def model(request):
     hf = HF | (KINDS | OTHERS)[request.param]
     tensors = tiny_weights(hf)
     return parse_config(hf), Weights(tensors.__getitem__, tensors.__contains__, torch.float32), tensors
+
+
+def token_importance(*args):
+    return {name: balanced(squares) for name, squares in token_gradients(*args).items()}
 
 
 def all_of(config):

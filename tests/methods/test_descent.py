@@ -27,6 +27,10 @@ def loss(weight, levels, grid, hessian):
     return ((error @ hessian.double()) * error).sum(1)
 
 
+def visit(weight, levels, grid, hessian, spec, block):
+    return descend_levels(weight[None], levels[None], [grid], hessian[None], spec, block)[0]
+
+
 def one_by_one(weight, levels, grid, hessian, spec):
     """In float64, every weight alone: of all levels the one with the least loss, tried one by one."""
     found = levels.clone()
@@ -44,7 +48,7 @@ def one_by_one(weight, levels, grid, hessian, spec):
 @pytest.mark.parametrize("block", [1, 5, 128])
 def test_a_visit_puts_every_weight_where_it_is_best(bits, symmetric, block):
     weight, levels, grid, hessian, spec = problem(7, 24, bits, bits, symmetric=symmetric)
-    found = descend_levels(weight, levels, grid, hessian, spec, block)
+    found = visit(weight, levels, grid, hessian, spec, block)
     assert torch.equal(found, one_by_one(weight, levels, grid, hessian, spec))
     assert not torch.equal(found, levels)
 
@@ -57,7 +61,7 @@ def test_the_loss_of_no_row_rises(rows, groups, size, bits, symmetric, seed):
     noise = 1e-5 * (weight.square().sum(1) * hessian.trace()).double()
     for _ in range(3):
         before = loss(weight, levels, grid, hessian)
-        levels = descend_levels(weight, levels, grid, hessian, spec, 128)
+        levels = visit(weight, levels, grid, hessian, spec, 128)
         between = loss(weight, levels, grid, hessian)
         grid = descend_scales(weight, levels, grid, hessian, spec, 2)
         after = loss(weight, levels, grid, hessian)
@@ -68,14 +72,24 @@ def test_the_loss_of_no_row_rises(rows, groups, size, bits, symmetric, seed):
 def test_at_the_end_nothing_moves():
     weight, levels, grid, hessian, spec = problem(9, 32, 1)
     for _ in range(60):
-        levels = descend_levels(weight, levels, grid, hessian, spec, 16)
-    assert torch.equal(levels, descend_levels(weight, levels, grid, hessian, spec, 128))
+        levels = visit(weight, levels, grid, hessian, spec, 16)
+    assert torch.equal(levels, visit(weight, levels, grid, hessian, spec, 128))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_arguments_are_left_alone(rows):
     weight, levels, grid, hessian, spec = problem(rows, 16, 2)
     kept = [x.clone() for x in (weight, levels, grid.scale, grid.zero, hessian)]
-    descend_levels(weight, levels, grid, hessian, spec, 16)
+    visit(weight, levels, grid, hessian, spec, 16)
     descend_scales(weight, levels, grid, hessian, spec, 2)
     assert all(torch.equal(a, b) for a, b in zip(kept, (weight, levels, grid.scale, grid.zero, hessian)))
+
+
+@pytest.mark.parametrize("block", [1, 128])
+def test_several_linears_at_once_are_visited_as_alone(block):
+    made = [problem(7, 24, seed, symmetric=False) for seed in range(3)]
+    weights, levels, grids, hessians, specs = zip(*made)
+    found = descend_levels(torch.stack(weights), torch.stack(levels), grids, torch.stack(hessians), specs[0],
+                           block)
+    for mine, (weight, before, grid, hessian, spec) in zip(found, made, strict=True):
+        assert torch.equal(mine, one_by_one(weight, before, grid, hessian, spec))

@@ -243,3 +243,29 @@ def test_bad_statistics() -> None:
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GptqOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"act_order": False, "visits": 3}, PAPER])
+@pytest.mark.parametrize("size", [None, 8])
+def test_several_at_once_come_to_what_each_comes_to_alone(size, options):
+    spec, chosen = spec_of(4, size, symmetric=False), GptqOptions(**options)
+    problems = [problem(9, 48, seed) for seed in range(3)]
+    unreached = LayerStats(0, torch.zeros(48, 48))
+    weights = [weight for weight, _ in problems] + [problems[0][0]]
+    stats = [stats for _, stats in problems] + [unreached]
+    found = METHOD.run_together(weights, stats, spec, chosen)
+    for codes, weight, own in zip(found, weights, stats, strict=True):
+        alone = METHOD.run(weight, own, spec, chosen)
+        assert codes.notes == alone.notes
+        # sums in another order may tip a level that is nearly halfway
+        assert (codes.codes != alone.codes).float().mean() < 0.02
+        assert loss(codes, weight, own) <= 1.02 * loss(alone, weight, own)
+    assert "no calibration input" in found[-1].notes[0]
+
+
+def test_several_at_once_fail_as_one():
+    weight, stats = problem(4, 16)
+    damaged = weight.clone()
+    damaged[1, 2] = float("nan")
+    with pytest.raises(SpecError, match="NaN or infinite"):
+        METHOD.run_together([weight, damaged], [stats, stats], spec_of(4), GptqOptions())

@@ -69,7 +69,7 @@ def test_a_norm_of_few_bits_loses_nothing_by_it(tmp_path):
         now = layer.tensor(f"{reader}.weight") * layer.tensor(name)
         assert torch.allclose(now, before[reader], rtol=1e-6, atol=0)
         assert layer.stored(f"{reader}.weight").dtype == torch.bfloat16
-        exact, dtype = layer.weight(f"{reader}.weight")
+        dtype, exact = layer.weights([f"{reader}.weight"])
         assert exact.dtype == torch.float32 and dtype == torch.bfloat16
 
 

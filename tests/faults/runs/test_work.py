@@ -59,8 +59,8 @@ def test_killed_while_states_are_on_disk(run, tmp_path, at_step, in_child, kill,
 @pytest.mark.parametrize("what, kept", [
     ("create part-work-text.json", ()), ("create part-work-importance.safetensors", ("write",)),
     ("rename part-work-importance.json", ("write",)),
-    ("create part-layer-0.safetensors", ("write", "token_importance")),
-    ("remove part-work-text.safetensors", ("write", "token_importance", "LayerRunner"))])
+    ("create part-layer-0.safetensors", ("write", "token_gradients")),
+    ("remove part-work-text.safetensors", ("write", "token_gradients", "LayerRunner"))])
 def test_what_was_found_is_not_found_again(run, tmp_path, at_step, in_child, kill, monkeypatch, what, kept):
     assert run.reference
     out = tmp_path / "here" / "out"
