@@ -24,8 +24,8 @@ test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and
 test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
-test-gpu: $(VENV)/.dev  ## run the kernels' tests on this machine's GPU
-	$(BIN)/python -m pytest -m gpu tests/kernels
+test-gpu: $(VENV)/.dev  ## run what needs a GPU on this machine's
+	$(BIN)/python -m pytest -m gpu tests
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/python -m ruff check .

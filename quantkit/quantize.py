@@ -29,6 +29,7 @@ from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, S
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.shards import Unread
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
+from quantkit.device import find_device
 from quantkit.errors import QuantkitError, Stopped
 from quantkit.executor.base import Executor, Item, make_executor
 from quantkit.formats.base import QuantizedTensor
@@ -48,8 +49,8 @@ from quantkit.transforms.apply import resolve
 from quantkit.transforms.base import LayerTensors
 
 LAYERS = "model.layers."
-TABLE, REST = "embedding", "rest"
-"""Units outside of the layers, in the checkpoint's order."""
+UNIT, TABLE, REST = "layer-{}", "embedding", "rest"
+"""Units: of a decoder layer; outside of them, in the checkpoint's order."""
 IMPORTANCE, OWN_TEXT = f"{WORK}importance", f"{WORK}text"
 
 
@@ -86,7 +87,8 @@ class QuantizeResult:
 
 def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str | None = None,
              calibration: CalibrationSpec | None = None, strict: bool = False,
-             progress: Listener = silent, executor: str | Executor = "local") -> QuantizeResult:
+             progress: Listener = silent, executor: str | Executor = "local",
+             device: str = "cpu") -> QuantizeResult:
     """Quantize a model into a checkpoint folder.
 
     Args:
@@ -98,6 +100,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         strict: a fallback is an error.
         progress: called before each unit and once at the end.
         executor: where Linears are solved: ``local``, ``ray``, or one that stays open.
+        device: what calibrated recipes compute on: ``cpu``, ``cuda``, or ``auto``.
 
     Warns:
         UserWarning: of what is bad about the calibration data, and of sources that aren't pinned.
@@ -109,6 +112,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     """
     start = time.monotonic()
     refuse_existing(out)
+    place = find_device(device)
     loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if calibration is not None:
         loaded = loaded.model_copy(update={"calibration": calibration})
@@ -117,17 +121,17 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         source = ends.enter_context(closing(origin.open()))
         plan = make_plan(loaded, source)
         if isinstance(executor, str):
-            executor = ends.enter_context(closing(make_executor(executor)))
-        result = _Run(source, plan, Path(out), strict, progress, origin, executor)(start)
+            executor = ends.enter_context(closing(make_executor(executor, place)))
+        result = _Run(source, plan, Path(out), strict, progress, origin, executor, place)(start)
     current().notify("on_run_finished", kind="quantize", summary=result.to_dict())
     return result
 
 
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
-                 progress: Listener, origin: Origin, executor: Executor) -> None:
+                 progress: Listener, origin: Origin, executor: Executor, device: torch.device) -> None:
         self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
-        self.origin, self.executor = origin, executor
+        self.origin, self.executor, self.device = origin, executor, device
         self.raw_config = source.config()
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
@@ -154,8 +158,8 @@ class _Run:
                               next="run the same command again to go on") from None
         made = read_manifest(out)
         notes = tuple(f"{row.name}: {note}" for row in made.layers for note in row.notes)
-        return QuantizeResult(out, self.plan, made.layers, notes, resumed, time.monotonic() - start,
-                              made.calibration)
+        seconds = time.monotonic() - start
+        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -172,7 +176,7 @@ class _Run:
                                  if p.distribution in owners})
 
     def _weights(self) -> Weights:
-        return Weights(self._tensor, self.source.tensors().__contains__, torch.float32)
+        return Weights(self._tensor, self.source.tensors().__contains__, torch.float32, device=self.device)
 
     def _tensor(self, name: str) -> torch.Tensor:
         """The source's; what was read of its files before is let go."""
@@ -193,7 +197,7 @@ class _Run:
         outside = [unit for unit in (TABLE, REST) if unit == REST or self._outside(unit)]
         # layers are calibrated behind an embedding that is rounded without them
         first = any(row.name not in self.measured for row in self._outside(TABLE))
-        missing = [index for index in range(layers) if not writer.has(_unit(index))]
+        missing = [index for index in range(layers) if not writer.has(UNIT.format(index))]
         with ExitStack() as ends:
             elsewhere = None
             if self.executor.remote and self.data is None:
@@ -274,9 +278,9 @@ class _Run:
 
         step()
         with self._tracing():
-            squares = gradients(self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted,
-                                lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed,
-                                                        writer.states, step))
+            squares = gradients(
+                self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
+                lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, writer.states, step))
         found = {name: balanced(one) for name, one in squares.items()}
         writer.put(IMPORTANCE, found, [])
         return found
@@ -285,7 +289,7 @@ class _Run:
                elsewhere: Iterator[list[Solved]] | None) -> tuple[dict[str, QuantizedTensor],
                                                                   dict[str, torch.Tensor]]:
         """Its quantized weights, and what else the transforms have changed: from disk if it is there."""
-        unit = _unit(index)
+        unit = UNIT.format(index)
         planned = self._inside(index)
         if writer.has(unit):
             tensors, rows = writer.get(unit)
@@ -297,6 +301,8 @@ class _Run:
         if runner is not None and wanted:
             with self._tracing():
                 stats = runner.measure(index, wanted)
+            if any(transform.layer for transform, _ in self.transforms):  # weights that they change are here
+                stats = {name: one.to(torch.device("cpu")) for name, one in stats.items()}
             runner.forget([row.name for row in planned if row.method])
         other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
         if elsewhere is None:
@@ -381,10 +387,6 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
-
-
-def _unit(index: int) -> str:
-    return f"layer-{index}"
 
 
 def _stored(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:

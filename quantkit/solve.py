@@ -20,6 +20,7 @@ from quantkit.plugins import registry
 from quantkit.recipe import Recipe
 from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, open_source, release
+from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
 
 FEW_TOKENS = 128
@@ -70,6 +71,8 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     method: Method = registry("methods").get(plan.method)
     form: Format = registry("formats").get(plan.format)
     options = method.options(**plan.options)
+    device = _place(spec, stats)
+    stats = [one and one.to(device) for one in stats]
     if spec.rotation:
         stats = [one and _rotated(one) for one in stats]
     made: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
@@ -78,14 +81,16 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
             made = [parts.solve(exact, method, form, own, spec, options)
                     for exact, own in zip(exacts, stats, strict=True)]
         else:
-            exacts = [rotate(exact.float()) if spec.rotation else exact.float() for exact in exacts]
+            exacts = [exact.to(device).float() for exact in exacts]
+            if spec.rotation:
+                exacts = [rotate(exact) for exact in exacts]
             found = method.run_together(exacts, stats, spec, options)
             for exact in exacts:
                 codes = found.pop(0)
                 result, notes = form.pack(codes, dtype), codes.notes
                 del codes
                 off = float(form.dequantize(result).sub_(exact).norm() / exact.norm().clamp(min=1e-30))
-                made.append((result, off, notes))
+                made.append((result.to(torch.device("cpu")), off, notes))
     except QuantkitError as error:
         names = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
         raise type(error)(f"{names}: {error.what}", why=error.why, next=error.next) from error
@@ -106,6 +111,13 @@ def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[S
             made = next(solved)
             waiting[made[1].name] = made
         yield waiting.pop(name)
+
+
+def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
+    """Where the statistics are, an unreached expert's aside; trellises are solved by kernels for CPUs."""
+    cpu = torch.device("cpu")
+    return cpu if spec.kind == "trellis" else next(
+        (one.device for one in stats if one and one.device != cpu), cpu)
 
 
 def _rotated(stats: LayerStats) -> LayerStats:

@@ -119,7 +119,7 @@ class _Run:
             self._step(label)
             wanted = list(self.rows)
             kept.put(GRADIENTS, gradients(
-                self.source, self.plan.recipe.transforms, tokens, self.seed, wanted,
+                self.source, self.plan.recipe.transforms, tokens, self.seed, wanted, self.weights.device,
                 lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, kept.states,
                                         lambda: self._step(label))), [])
         squares = kept.get(GRADIENTS)[0]

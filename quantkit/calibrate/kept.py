@@ -33,7 +33,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: torch.Tensor, seed: int,
-              wanted: Sequence[str], find: Callable[[], Gradients]) -> Gradients:
+              wanted: Sequence[str], device: torch.device, find: Callable[[], Gradients]) -> Gradients:
     """What ``find`` gives, as ``token_gradients`` does; from an earlier run if there was one.
 
     Args:
@@ -42,6 +42,7 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
         tokens: int64 ``[samples, length]``.
         seed: of the answers that are drawn.
         wanted: full names of Linears.
+        device: where ``find`` computes: sums are made in another order on another.
         find: walks through the model.
     """
     identity = source.identity()
@@ -50,7 +51,7 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     if folder is None or not known or tokens.numel() * len(wanted) < LEAST:
         return find()
     text = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    key = {"quantkit": __version__, "torch": torch.__version__, "seed": seed,
+    key = {"quantkit": __version__, "torch": torch.__version__, "seed": seed, "device": device.type,
            "tokens": [text, list(tokens.shape)],
            "source": SourceRecord.of(identity).model_dump(mode="json"), "wanted": sorted(wanted),
            "transforms": [spec.model_dump(mode="json") for spec, (one, _) in zip(

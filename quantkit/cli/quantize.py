@@ -55,12 +55,14 @@ MIXED = "mixed"
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where layers are solved: in this process, or spread over a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
+              help="What calibrated recipes compute on.")
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
             revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
-            packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str, device: str,
             strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, into a checkpoint.
 
@@ -105,7 +107,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             click.echo(f"{'next':<14}quantkit quantize {quote(source)} {asked} --out OUT")
         return
     assert out is not None
-    _run(source, recipe, out, revision, spec, executor, strict, quiet, as_json, choice)
+    _run(source, recipe, out, revision, spec, executor, device, strict, quiet, as_json, choice)
 
 
 def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
@@ -211,14 +213,15 @@ def _label(row: PlanRow) -> str:
 
 
 def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibration: CalibrationSpec | None,
-         executor: str, strict: bool, quiet: bool, as_json: bool, choice: Choice | None) -> None:
+         executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
+         choice: Choice | None) -> None:
     from quantkit.quantize import quantize
 
     if choice and not as_json:
         _print_choice(choice)
     with _terminate_is_interrupt(), Progress(f"{source} by {recipe.name}", quiet=quiet) as progress:
         result = quantize(source, recipe, out, revision=revision, strict=strict, progress=progress,
-                          executor=executor)
+                          executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:
         show_warning(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from quantkit.errors import UsageError, did_you_mean
 
 T = TypeVar("T")
@@ -37,13 +39,17 @@ class Executor(Protocol):
         """End what this started."""
 
 
-def make_executor(name: str) -> Executor:
-    """``local`` or ``ray``. Raises UsageError for another name, QuantkitError if it can't be started."""
+def make_executor(name: str, device: torch.device) -> Executor:
+    """``local`` or ``ray``, for work on ``device``. Raises UsageError for another name or a GPU that it can't
+    use, QuantkitError if it can't be started."""
     if name == "local":
         from quantkit.executor.local import LocalExecutor
 
         return LocalExecutor()
     if name == "ray":
+        if device.type != "cpu":
+            raise UsageError(f"--executor ray doesn't go with --device {device.type}",
+                             why="workers of a cluster compute on their CPUs", next="--executor local")
         from quantkit.executor.ray import RayExecutor
 
         return RayExecutor()

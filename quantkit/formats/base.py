@@ -39,6 +39,11 @@ class Codes:
     zero: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
 
+    def to(self, device: torch.device) -> Codes:
+        """The same on another device."""
+        return Codes(self.spec, self.codes.to(device), self.scale.to(device),
+                     None if self.zero is None else self.zero.to(device), self.notes)
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
@@ -64,6 +69,11 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def to(self, device: torch.device) -> QuantizedTensor:
+        """The same on another device, with nothing prepared."""
+        return QuantizedTensor(self.format, self.spec, self.shape, self.dtype,
+                               {suffix: t.to(device) for suffix, t in self.tensors.items()})
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,18 @@ class LayerStats:
     hessian: torch.Tensor | None = None
     largest: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are: there a Linear is solved, too."""
+        return next((one.device for one in (self.hessian, self.largest) if one is not None),
+                    torch.device("cpu"))
+
+    def to(self, device: torch.device) -> LayerStats:
+        """The same on another device."""
+        return self if self.device == device else dataclasses.replace(
+            self, hessian=None if self.hessian is None else self.hessian.to(device),
+            largest=None if self.largest is None else self.largest.to(device))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.methods.grid import SERIAL, Grid, from_grid, round_scale, settle_
+from quantkit.methods.grid import Grid, at_once, from_grid, round_scale, settle_
 from quantkit.spec import QuantSpec
 
 _FORM = 1 << 24  # values of intermediate results while the scales' quadratic form is made
@@ -43,7 +43,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[G
     del off
     pivots = hessian.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
     steps = torch.empty(linears, block, out, device=work.device)
-    inner = max(1, min(block, SERIAL // (linears * out)))
+    inner = max(1, min(block, at_once(work.device) // (linears * out)))
     for start in range(0, count, block):
         stop = min(start + block, count)
         for first in range(start, stop, inner):

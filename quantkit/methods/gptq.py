@@ -23,8 +23,8 @@ from quantkit.methods import trellis
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.descent import by_column, descend_levels, descend_scales, stacked
 from quantkit.methods.grid import (
-    SERIAL,
     Grid,
+    at_once,
     find_grid,
     from_grid,
     join,
@@ -194,7 +194,7 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
         lines, groups = slice(None), places[0].tolist()
     pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
     levels, errors = torch.empty_like(work), torch.empty(linears, block, out, device=work.device)
-    inner = max(1, min(block, SERIAL // (linears * out)))
+    inner = max(1, min(block, at_once(work.device) // (linears * out)))
     for start in range(0, count, block):
         stop = min(start + block, count)
         for first in range(start, stop, inner):

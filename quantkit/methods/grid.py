@@ -34,6 +34,9 @@ SERIAL = (1 << 15) - 1
 operations stay below it: parallel regions that are this short crawl when other work wants the cores."""
 
 
+LAUNCHED = 1 << 26
+"""The same on a GPU, where an operation takes as long to be launched as to work on so many values."""
+
 FARTHEST = 2.0**21
 """Quotients are clamped to this before rounding: further out, every level is clamped anyway."""
 
@@ -50,6 +53,11 @@ class Grid:
     def rows(self, part: slice) -> Grid:
         """That of some rows, where rows have scales of their own; all of it for ``slice(None)``."""
         return Grid(self.scale[part], self.zero[part])
+
+
+def at_once(device: torch.device) -> int:
+    """Values that an operation of many should take, so that none takes longer than it must."""
+    return SERIAL if device.type == "cpu" else LAUNCHED
 
 
 def require_finite(weight: torch.Tensor) -> None:
@@ -81,7 +89,7 @@ def find_grid(weight: torch.Tensor, spec: QuantSpec, *, importance: torch.Tensor
         raise SpecError(f"a weight is above {limit:g}, the range of {spec.scale_dtype} scales",
                         next="scale_dtype: bfloat16")
     parts = []
-    step = max(1, SERIAL // groups.shape[1])
+    step = max(1, at_once(weight.device) // groups.shape[1])
     costs = None if importance is None else _costs(importance, shape, groups.shape[1], step)
     for start in range(0, groups.shape[0], step):
         chunk = groups[start:start + step]

@@ -48,7 +48,9 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
         SpecError, CalibrationError: as the method and the format do.
     """
     step = rows_at_once(spec, (weight.shape[0], weight.shape[1]))
-    found = [method.run(_exact(part, spec), stats, spec, options) for part in weight.split(step)]
+    device = stats.device if stats else weight.device
+    found = [method.run(_exact(part.to(device), spec), stats, spec, options).to(weight.device)
+             for part in weight.split(step)]
     zeros = [one.zero for one in found if one.zero is not None]
     codes = Codes(found[0].spec, torch.cat([one.codes for one in found]),
                   torch.cat([one.scale for one in found]) if len(found) > 1 else found[0].scale,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import LayerRow, Manifest
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.device import find_device
 from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import all_slots, linear_slots, parse_config, tensor_shapes
@@ -97,7 +97,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *DTYPES]))
-    place = _device(device)
+    place = find_device(device)
     found = open_model(uri, revision)
     try:
         if isinstance(found, Checkpoint | ForeignCheckpoint):
@@ -137,8 +137,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
     for slot in all_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
             # its dtype stays that of the file, whatever activations have: scales are stored in it
-            packed[slot.name] = dataclasses.replace(
-                found, tensors={suffix: t.to(device) for suffix, t in found.tensors.items()})
+            packed[slot.name] = found.to(device)
     plain = {name: shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed}
     parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}
@@ -201,17 +200,3 @@ def _dtype(hf: dict[str, Any], dtype: str) -> torch.dtype:
         raise SourceError(f"config.json has dtype {dtype[:80]!r}", why=f"known: {', '.join(DTYPES)}",
                           next="give --dtype bfloat16")
     return DTYPES[dtype]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # where triton launches
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"the device {name!r} can't be used", why=str(error).splitlines()[0][:200],
-                         next="quantkit doctor shows what this machine has") from None
-    return device

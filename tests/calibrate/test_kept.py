@@ -11,6 +11,7 @@ from quantkit.sources.base import open_source
 from quantkit.spec import TransformSpec
 from quantkit.testing import tiny_model
 
+CPU = torch.device("cpu")
 TOKENS = torch.arange(12).view(3, 4)
 WANTED = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
 
@@ -32,7 +33,7 @@ def find(tiny, tmp_path, monkeypatch):
         source = open_source(str(uri))
         try:
             found = kept.gradients(
-                source, [TransformSpec(name=one) for one in transforms], tokens, seed, wanted,
+                source, [TransformSpec(name=one) for one in transforms], tokens, seed, wanted, CPU,
                 lambda: (walked.append(1), {name: made[name] for name in wanted})[1])
         finally:
             source.close()

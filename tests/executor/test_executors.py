@@ -95,7 +95,12 @@ def test_an_executor_of_another_name_is_refused(model, tmp_path):
     with pytest.raises(UsageError, match="no executor is called 'rai'") as caught:
         quantize(model, "int8", tmp_path / "out", executor="rai")
     assert "'ray'" in caught.value.why and not (tmp_path / "out.partial").exists()
-    assert isinstance(make_executor("local"), LocalExecutor)
+    assert isinstance(make_executor("local", torch.device("cpu")), LocalExecutor)
+
+
+def test_a_cluster_and_a_gpu_are_refused_together():
+    with pytest.raises(UsageError, match="--executor ray doesn't go with --device cuda"):
+        make_executor("ray", torch.device("cuda"))
 
 
 def test_without_ray_the_remedy_is_named(model, tmp_path, monkeypatch):

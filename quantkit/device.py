@@ -1,0 +1,23 @@
+"""A device by its name."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.errors import UsageError
+
+
+def find_device(name: str) -> torch.device:
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU if torch has one. Raises UsageError for one that
+    can't be used."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # where triton launches
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"the device {name!r} can't be used", why=str(error).splitlines()[0][:200],
+                         next="quantkit doctor shows what this machine has") from None
+    return device

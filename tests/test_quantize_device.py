@@ -1,0 +1,63 @@
+"""Calibrated runs on a GPU come to what they come to on a CPU, but for sums in another order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.plugins import registry
+from quantkit.quantize import quantize
+from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_model
+
+RECIPE = """transforms: {transforms}
+rules:
+  - {{match: "*", method: {method}, options: {options}, spec: {spec}}}
+"""
+GROUPS = "{bits: 4, granularity: {strategy: group, size: 32}}"
+TRELLIS = "{kind: trellis, bits: 4, window: 12, rotation: hadamard, granularity: {strategy: channel}}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", tie_word_embeddings=False))
+
+
+def test_a_device_that_is_not_there(model, tmp_path):
+    for name in ("cuda", "nonsense") if not torch.cuda.is_available() else ("nonsense",):
+        with pytest.raises(UsageError, match=f"the device '{name}' can't be used"):
+            quantize(model, "int4", tmp_path / "out", device=name)
+    assert not list(tmp_path.iterdir())
+
+
+def weights(folder):
+    with Checkpoint.open(folder) as checkpoint:
+        return {row.name: registry("formats").get(row.format).dequantize(packed)
+                for row in checkpoint.layers if (packed := checkpoint.quantized(row.name)) is not None}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("importance", ["equal", "gradient"])
+@pytest.mark.parametrize("method, options, spec, transforms", [
+    ("gptq", "{}", GROUPS, "[]"), ("gptq", "{visits: 3}", GROUPS.replace("4,", "4, symmetric: false,"), "[]"),
+    ("gptq", "{}", GROUPS, "[awq]"), ("gptq", "{}", GROUPS[:-1] + ", rotation: hadamard}", "[]"),
+    ("autoround", "{}", GROUPS, "[]"), ("gptq", "{}", TRELLIS, "[]")])
+def test_a_gpu_comes_to_the_same(model, tmp_path, importance, method, options, spec, transforms):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(method=method, options=options, spec=spec, transforms=transforms))
+    text = CalibrationSpec(samples=8, length=64, importance=importance)
+    here, there = (quantize(model, str(path), tmp_path / name, calibration=text, device=name)
+                   for name in ("cpu", "cuda"))
+    assert [row.notes for row in here.rows] == [row.notes for row in there.rows]
+    for one, other in zip(here.rows, there.rows, strict=True):
+        assert math.isclose(one.error, other.error, rel_tol=0.02), one.name
+    theirs = weights(there.out)
+    for name, weight in weights(here.out).items():
+        same = (weight - theirs[name]).abs() <= 1e-6 * weight.abs().max()
+        # a level that is nearly halfway may tip, and what is solved after it with it
+        assert same.float().mean() > (0.9 if spec != TRELLIS else 0.3), name
