@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
-from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.sources.base import ModelSource
 from quantkit.spec import TransformSpec
 from quantkit.transforms.apply import resolve
@@ -53,7 +52,8 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
     text = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     key = {"quantkit": __version__, "torch": torch.__version__, "seed": seed, "device": device.type,
            "tokens": [text, list(tokens.shape)],
-           "source": SourceRecord.of(identity).model_dump(mode="json"), "wanted": sorted(wanted),
+           "source": [identity.kind, "" if identity.files else identity.uri, identity.revision,
+                      dict(identity.files)], "wanted": sorted(wanted),
            "transforms": [spec.model_dump(mode="json") for spec, (one, _) in zip(
                transforms, resolve(transforms), strict=True) if one.layer is None]}
     file = folder.with_name("gradients") / f"{_digest(key)}.safetensors"
