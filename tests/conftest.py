@@ -5,12 +5,14 @@ from __future__ import annotations
 import getpass
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -71,6 +73,21 @@ def numpy_layouts() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def stop_at() -> Callable[[str | int], Callable[[Any], None]]:
+    """``stop_at("layer 2")``, ``stop_at(3)``: a listener, Ctrl-C at that label or after so many events."""
+    def make(when: str | int) -> Callable[[Any], None]:
+        events = itertools.count()
+
+        def listen(event: Any) -> None:
+            if when in (event.label, next(events)):
+                raise KeyboardInterrupt
+
+        return listen
+
+    return make
 
 
 @pytest.fixture(autouse=True)

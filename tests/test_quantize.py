@@ -85,17 +85,6 @@ def with_nan(folder: Path, to: Path, name: str) -> Path:
     return changed(folder, to, **{name.replace(".", "__"): weight})
 
 
-class Stop:
-    """A listener that interrupts when a label comes up."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def __call__(self, event) -> None:
-        if event.label == self.label:
-            raise KeyboardInterrupt
-
-
 # -- what is made
 
 
@@ -189,10 +178,10 @@ def test_the_summary_is_plain_data(llama, tmp_path):
 
 @pytest.mark.parametrize("label", ["layer 0", "layer 1", "layer 2", "embeddings and head",
                                    "assembling and rereading"])
-def test_a_stopped_run_resumes_to_the_same_bytes(deep, gptq_recipe, undisturbed, tmp_path, label):
+def test_a_stopped_run_resumes_to_the_same_bytes(deep, gptq_recipe, undisturbed, tmp_path, label, stop_at):
     done = ["layer 0", "layer 1", "layer 2", "embeddings and head", "assembling and rereading"].index(label)
     with pytest.raises(Stopped, match=f"{done} of 4 units are kept") as caught:
-        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop(label))
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=stop_at(label))
     assert caught.value.exit_code == 75 and "same command" in caught.value.next
     assert not (tmp_path / "out").exists()
     result = quantize(str(deep), gptq_recipe, tmp_path / "out")
@@ -201,9 +190,10 @@ def test_a_stopped_run_resumes_to_the_same_bytes(deep, gptq_recipe, undisturbed,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_finished_unit_is_neither_measured_nor_solved_again(deep, gptq_recipe, tmp_path, monkeypatch):
+def test_a_finished_unit_is_neither_measured_nor_solved_again(deep, gptq_recipe, tmp_path,
+                                                              monkeypatch, stop_at):
     with pytest.raises(Stopped):
-        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("layer 2"))
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=stop_at("layer 2"))
     measured, advanced, runner = [], [], module.LayerRunner
 
     class Watched(runner):
@@ -220,16 +210,16 @@ def test_a_finished_unit_is_neither_measured_nor_solved_again(deep, gptq_recipe,
     assert (measured, advanced) == ([2], [0, 1])
 
 
-def test_a_run_with_every_layer_done_computes_nothing(deep, gptq_recipe, tmp_path, monkeypatch):
+def test_a_run_with_every_layer_done_computes_nothing(deep, gptq_recipe, tmp_path, monkeypatch, stop_at):
     with pytest.raises(Stopped):
-        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("embeddings and head"))
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=stop_at("embeddings and head"))
     monkeypatch.setattr(module, "LayerRunner", None)
     assert quantize(str(deep), gptq_recipe, tmp_path / "out").resumed == 3
 
 
-def test_another_run_does_not_take_over(deep, gptq_recipe, tmp_path):
+def test_another_run_does_not_take_over(deep, gptq_recipe, tmp_path, stop_at):
     with pytest.raises(Stopped):
-        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=Stop("layer 1"))
+        quantize(str(deep), gptq_recipe, tmp_path / "out", progress=stop_at("layer 1"))
     with pytest.raises(CheckpointError, match="another run"):
         quantize(str(deep), "int8", tmp_path / "out")
 

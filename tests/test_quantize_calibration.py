@@ -43,17 +43,6 @@ def manifest(folder: Path) -> Manifest:
         return checkpoint.manifest
 
 
-class Interrupt:
-    """When so many layers are done."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def __call__(self, event) -> None:
-        if event.label == self.label:
-            raise KeyboardInterrupt
-
-
 # -- what the manifest says
 
 
@@ -118,10 +107,10 @@ def test_text_of_the_models_own(model, tmp_path):
 
 
 @pytest.mark.parametrize("label", ["layer 0", "layer 1", "embeddings and head", "assembling and rereading"])
-def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monkeypatch, label):
+def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monkeypatch, label, stop_at):
     whole = contents(quantize(model, "int4", tmp_path / "whole", calibration=OWN).out)
     with pytest.raises(Stopped):
-        quantize(model, "int4", tmp_path / "out", calibration=OWN, progress=Interrupt(label))
+        quantize(model, "int4", tmp_path / "out", calibration=OWN, progress=stop_at(label))
     monkeypatch.setattr(prepare, "write_windows", lambda *a: pytest.fail("it was written again"))
     assert contents(quantize(model, "int4", tmp_path / "out", calibration=OWN).out) == whole
 

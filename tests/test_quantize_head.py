@@ -64,17 +64,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-class Stop:
-    """A listener that interrupts when a label comes up."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def __call__(self, event) -> None:
-        if event.label == self.label:
-            raise KeyboardInterrupt
-
-
 # -- the head
 
 
@@ -109,14 +98,14 @@ def _planned(folder, recipe):
     return source, make_plan(loaded, source)
 
 
-def test_a_run_with_a_calibrated_head_resumes_to_the_same_bytes(models, tmp_path):
+def test_a_run_with_a_calibrated_head_resumes_to_the_same_bytes(models, tmp_path, stop_at):
     path = tmp_path / "head.yaml"
     path.write_text(HEAD)
     whole = contents(quantize(str(models[False]), str(path), tmp_path / "whole").out)
     assert contents(quantize(str(models[False]), str(path), tmp_path / "again").out) == whole
     for label in ("layer 1", "embeddings and head", "assembling and rereading"):
         with pytest.raises(Stopped):
-            quantize(str(models[False]), str(path), tmp_path / "out", progress=Stop(label))
+            quantize(str(models[False]), str(path), tmp_path / "out", progress=stop_at(label))
     result = quantize(str(models[False]), str(path), tmp_path / "out")
     assert contents(result.out) == whole and result.resumed == 3
 
@@ -138,7 +127,7 @@ def test_a_head_of_nan_is_named(models, tmp_path, recipe):
 
 
 @pytest.mark.parametrize(("tied", "method"), [(True, "gptq"), (True, "rtn"), (False, "rtn")])
-def test_the_embedding_is_stored_once_and_resumed(models, recipe, tmp_path, tied, method):
+def test_the_embedding_is_stored_once_and_resumed(models, recipe, tmp_path, tied, method, stop_at):
     path = recipe(RULES[method], "{match: lm_head, optional: true}")
     seen = []
     result = quantize(str(models[tied]), path, tmp_path / "whole", progress=seen.append)
@@ -158,7 +147,7 @@ def test_the_embedding_is_stored_once_and_resumed(models, recipe, tmp_path, tied
     assert [event.label for event in events][:4] == labels
     for done, label in enumerate(labels):
         with pytest.raises(Stopped, match=f"{done} of 4 units are kept"):
-            quantize(str(models[tied]), path, tmp_path / "out", progress=Stop(label))
+            quantize(str(models[tied]), path, tmp_path / "out", progress=stop_at(label))
     assert contents(quantize(str(models[tied]), path, tmp_path / "out").out) == whole
 
 

@@ -52,18 +52,6 @@ def found(monkeypatch):
     return calls
 
 
-class Interrupt:
-    """At the n-th event."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, event) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -81,11 +69,12 @@ def test_it_is_worked_out_where_it_is_asked_for_and_changes_the_result(model, re
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_stopped_anywhere_and_run_again_it_ends_with_the_same_bytes(model, recipe, tmp_path, found, at):
+def test_stopped_anywhere_and_run_again_it_ends_with_the_same_bytes(model, recipe, tmp_path, found,
+                                                                    at, stop_at):
     whole = contents(quantize(model, recipe("gradient"), tmp_path / "whole").out)
     found.clear()
     with pytest.raises(Stopped):
-        quantize(model, recipe("gradient"), tmp_path / "out", progress=Interrupt(at))
+        quantize(model, recipe("gradient"), tmp_path / "out", progress=stop_at(at))
     result = quantize(model, recipe("gradient"), tmp_path / "out")
     assert contents(result.out) == whole and not (tmp_path / "out.partial").exists()
     # five events while it is found: at the beginning and after each layer, forward and backward
@@ -121,9 +110,10 @@ def test_a_disk_that_is_full_says_so(model, recipe, tmp_path, monkeypatch):
     assert quantize(model, recipe("gradient"), tmp_path / "out").resumed == 0
 
 
-def test_what_a_killed_run_left_counts_as_room_that_the_next_one_has(model, recipe, tmp_path, monkeypatch):
+def test_what_a_killed_run_left_counts_as_room_that_the_next_one_has(model, recipe, tmp_path,
+                                                                     monkeypatch, stop_at):
     with pytest.raises(Stopped):
-        quantize(model, recipe("gradient"), tmp_path / "out", progress=Interrupt(2))
+        quantize(model, recipe("gradient"), tmp_path / "out", progress=stop_at(2))
     states = tmp_path / "out.partial" / "states"
     states.mkdir()
     (states / "0.0").write_bytes(bytes(5_000_000))

@@ -57,18 +57,6 @@ def measured(folder):
     return Measured(folder)
 
 
-class Interrupt:
-    """At the n-th event."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, event) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-
 def test_every_linear_and_candidate_is_measured_and_more_bits_cost_less(measured):
     found = measured()
     assert list(found) == list(measured.rows) and len(found) == 14
@@ -153,12 +141,12 @@ def test_a_rotation_is_measured_where_it_works(tmp_path):
     assert 0.3 < whole[1] / whole[0] < 3 and 0 < whole[2] < 10 * whole[0]
 
 
-def test_stopped_anywhere_and_run_again_it_finds_the_same(measured, folder, kept, monkeypatch):
+def test_stopped_anywhere_and_run_again_it_finds_the_same(measured, folder, kept, monkeypatch, stop_at):
     whole = measured()
     for at in range(8):
         monkeypatch.setenv("QUANTKIT_CACHE", str(kept / str(at)))
         with pytest.raises(Stopped, match="is kept in") as caught:
-            measured(progress=Interrupt(at))
+            measured(progress=stop_at(at))
         assert "same command again" in caught.value.next
         assert measured() == whole
 

@@ -13,6 +13,7 @@ import torch
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.errors import CheckpointError
 from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.spec import Granularity, QuantSpec
@@ -120,6 +121,24 @@ def in_child():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     return start
+
+
+@pytest.fixture
+def refused_without_rights(in_child):
+    """``refused_without_rights(work)``: to a user with none it is an error that says where to go."""
+    def check(work: Callable[[], object]) -> None:
+        def as_a_nobody() -> int:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            try:
+                work()
+            except CheckpointError as error:
+                return 7 if "can't be made" in error.what and "choose another --out" in error.next else 8
+            return 0
+
+        assert in_child(as_a_nobody) == 7
+
+    return check
 
 
 @pytest.fixture(scope="session")
