@@ -26,7 +26,8 @@ BATCH_TOKENS = 4096
 BACKWARD_TOKENS = 2048
 """Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
 BACKWARD_LOGITS = 1 << 23
-"""Logits in memory at a time."""
+"""Logits in memory at a time, at least: so many floats, 32 MiB, the allocator gives back to the system when they
+are freed. Of fewer it keeps a growing heap."""
 WRITTEN = 32
 """Calibration windows that a model writes at a time, where it writes them itself."""
 STATES_IN_MEMORY = 1 << 30
@@ -103,9 +104,9 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
     batch = min(tokens, max(BACKWARD_TOKENS, calibration.length))
     activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
-    logits = config.vocab_size * min(batch, max(1, BACKWARD_LOGITS // config.vocab_size))
-    head = config.vocab_size * config.hidden_size
-    backward = max(weights + 4 * activations * batch, 4 * head + max(table, 24 * logits))
+    logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
+    head = 4 * config.vocab_size * config.hidden_size
+    backward = max(weights + 4 * activations * batch, table + head + 24 * logits)
     return RUNTIME_BYTES + weighing + max(solving, min(states + between, STATES_IN_MEMORY) + backward)
 
 

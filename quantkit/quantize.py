@@ -43,7 +43,7 @@ from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.rows import PlanRow, together
 from quantkit.solve import Origin, Solved, in_order, solve, solve_data_free
-from quantkit.sources.base import ModelSource, prefetch, release
+from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
 from quantkit.transforms.base import LayerTensors
@@ -132,7 +132,7 @@ class _Run:
                  progress: Listener, origin: Origin, executor: Executor, device: torch.device) -> None:
         self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
         self.origin, self.executor, self.device = origin, executor, device
-        self.raw_config = source.config()
+        self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
@@ -177,11 +177,6 @@ class _Run:
 
     def _weights(self) -> Weights:
         return Weights(self._tensor, self.source.tensors().__contains__, torch.float32, device=self.device)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        """The source's; what was read of its files before is let go."""
-        release(self.source)
-        return self.source.tensor(name)
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""

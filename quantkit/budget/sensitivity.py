@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Candidate
 from quantkit.rows import PlanRow
-from quantkit.sources.base import ModelSource
+from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit_kernels.cpu.compiled import cache_folder
 
@@ -95,7 +96,7 @@ class _Run:
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
         self.data = read(spec, source, widest, progress)
         self.config = parse_config(source.config())
-        self.weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
+        self.weights = Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32)
         self.identity = _identity(source, spec, candidates, rows, self.data)
         self.done, self.total = 0, 3 * self.config.num_layers
 
@@ -151,7 +152,7 @@ def _losses(source: ModelSource, choices: Mapping[int, PlanRow], stats: LayerSta
     reached = squares[squares != NEVER]
     # the Hessian's weights are 1 on average: this is what a unit of them is
     unit = float(reached.sum(dtype=torch.float64)) / squares.numel()
-    weight = source.tensor(f"{next(iter(choices.values())).name}.weight")
+    weight = tensor_alone(source, f"{next(iter(choices.values())).name}.weight")
     return torch.tensor([0.5 * unit * _loss(row, weight, stats) for row in choices.values()],
                         dtype=torch.float64)
 

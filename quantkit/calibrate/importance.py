@@ -111,7 +111,7 @@ def _head(config: ModelConfig, weights: Weights, states: Spill, batches: int, se
     norm = RMSNorm("model.norm", config.hidden_size, config, weights)
     head = weights.tensor(f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
-    count, sample = max(1, BACKWARD_LOGITS // head.shape[0]), 0
+    count, sample = -(-BACKWARD_LOGITS // head.shape[0]), 0
     squares = []
     for i in range(batches):
         x = states.take(f"{config.num_layers}.{i}").to(head.device)

@@ -122,6 +122,12 @@ def release(source: ModelSource) -> None:
         method()
 
 
+def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:
+    """One tensor; the memory of what was read before is given back."""
+    release(source)
+    return source.tensor(name)
+
+
 def open_source(uri: str, revision: str | None = None) -> ModelSource:
     """Find the kind of source that ``uri`` names and open it; of a model of images and text the text model.
 

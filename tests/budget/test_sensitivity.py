@@ -18,6 +18,7 @@ from quantkit.plan import candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Candidate, Recipe, Rule
 from quantkit.sources.base import open_source
+from quantkit.sources.local import LocalSource
 from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import tiny_model
 
@@ -64,6 +65,20 @@ def test_every_linear_and_candidate_is_measured_and_more_bits_cost_less(measured
         assert list(losses) == [0, 1, 2, 3, 4, 5] and losses[5] == 0
         assert losses[0] > losses[1] > losses[3] > losses[4] > 0
         assert losses[2] > losses[3], "GPTQ is never worse than rounding on its own Hessian"
+
+
+def test_tensors_are_read_alone(measured, monkeypatch):
+    """A model larger than memory is walked through three times: what was read is given back each time."""
+    left = [0]
+
+    def tensor(source, name, real=LocalSource.tensor):
+        left[0] += 1
+        assert left[0] == 1, f"{name} is read beside another"
+        return real(source, name)
+
+    monkeypatch.setattr(LocalSource, "tensor", tensor)
+    monkeypatch.setattr(LocalSource, "release", lambda source: left.__setitem__(0, 0))
+    assert measured() and left[0] == 1
 
 
 def test_it_is_half_the_fisher_weighted_error(measured, tmp_path, monkeypatch):
