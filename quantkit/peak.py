@@ -26,8 +26,8 @@ BATCH_TOKENS = 4096
 BACKWARD_TOKENS = 2048
 """Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
 BACKWARD_LOGITS = 1 << 23
-"""Logits in memory at a time, at least: so many floats, 32 MiB, the allocator gives back to the system when they
-are freed. Of fewer it keeps a growing heap."""
+"""Logits in memory at a time, at least: so many floats, 32 MiB, the allocator gives back to the system when
+they are freed. Of fewer it keeps a growing heap."""
 WRITTEN = 32
 """Calibration windows that a model writes at a time, where it writes them itself."""
 STATES_IN_MEMORY = 1 << 30
