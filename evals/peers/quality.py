@@ -102,6 +102,18 @@ rules:
   - {{match: lm_head, optional: true}}
   - {{match: "*", {rule}}}
 """
+WIDTHS = (2, 3, 4, 5, 6)
+BUDGETS = {  # ours: bits, budget, whether grids are symmetric; 8 bits a row beside WIDTHS
+    "mixed 4.25": (4, "4.25bpw", True),
+    "mixed asym 4.25": (4, "4.25bpw", False),
+    "mixed asym 3.5": (3, "3.5bpw", False),
+    "mixed asym 3": (3, "3bpw", False),
+}
+CANDIDATES = """rules:
+  - {match: lm_head, optional: true}
+candidates:
+  - {method: gptq, spec: {bits: 8, granularity: {strategy: channel}}}
+"""
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,8 @@ UNQUANTIZED = Variant("", "unquantized", 16, False)
 def variants(group: int) -> list[Variant]:
     """All of them, quick ones first."""
     ours = [Variant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
+    ours += [Variant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
+             for name, (bits, budget, symmetric) in BUDGETS.items()]
     quick = [one for one in ours if not one.calibrated]
     quick.append(Variant("bitsandbytes", "nf4", 4, False))
     quick += [Variant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
@@ -291,12 +305,18 @@ class Run:
     def _ours(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
         given, group = self._given, self._given.group
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
-        recipe = self._work / f"{one.key}.yaml"
-        recipe.write_text(RECIPE.format(rule=one.spec["rule"].format(group=grain),
-                                        transforms="[awq]" if one.name.startswith("awq") else "[]"),
-                          encoding="utf-8")
         extra = ["--calibration", str(given.calibration), "--samples", str(given.samples), "--length",
                  str(given.window)] if one.calibrated else []
+        if budget := one.spec.get("budget"):
+            extra += ["--budget", budget]
+            said = CANDIDATES + "".join(
+                f"  - {{method: gptq, options: {{visits: 3}}, spec: {{bits: {bits}, granularity: {grain}, "
+                f"symmetric: {str(one.spec['symmetric']).lower()}}}}}\n" for bits in WIDTHS)
+        else:
+            said = RECIPE.format(rule=one.spec["rule"].format(group=grain),
+                                 transforms="[awq]" if one.name.startswith("awq") else "[]")
+        recipe = self._work / f"{one.key}.yaml"
+        recipe.write_text(said, encoding="utf-8")
         return [*_QUANTKIT, "quantize", str(self._base), "--recipe", str(recipe), "--out", str(folder),
                 "--strict", "--quiet", *extra], self._env()
 
