@@ -84,6 +84,8 @@ RULES = {  # ours: bits, calibrated, rule
                       "scale_dtype: float32}}"),
     "gptq int8 channel": (8, True, "method: gptq, spec: {{bits: 8, " + CHANNEL + "}}"),
     "gptq int8": (8, True, "method: gptq, spec: {{bits: 8, " + GROUP + "}}"),
+    "gptq int5 asym": (5, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 5, symmetric: false, "
+                       + GROUP + "}}"),
     "gptq int4": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
     "gptq int4 asym": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, symmetric: false, "
                        + GROUP + "}}"),
