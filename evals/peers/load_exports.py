@@ -49,8 +49,13 @@ TRANSFORMERS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
+said = transformers.AutoConfig.from_pretrained(sys.argv[1], local_files_only=True).quantization_config
+# of GPTQModel's kernels the plain one: faster ones compute in bfloat16 where the processor can
+exact = {"gptq": (transformers.GPTQConfig, "torch"), "awq": (transformers.AwqConfig, "torch_awq")}
+kind, backend = exact.get(said["quant_method"], (None, ""))
 model = transformers.AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], dtype=torch.float32, local_files_only=True)
+    sys.argv[1], dtype=torch.float32, local_files_only=True,
+    **({"quantization_config": kind(bits=said["bits"], backend=backend)} if kind else {}))
 prompts, count = json.loads(sys.argv[2]), int(sys.argv[3])
 out = []
 for ids in prompts:
