@@ -164,8 +164,9 @@ class _Run:
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
         identity = self.source.identity()
-        if identity.kind == "hub":  # the commit that was found, for whoever opens it again
-            self.origin = dataclasses.replace(self.origin, revision=identity.revision)
+        # of the hub the commit that was found, for whoever opens it again
+        revision = identity.revision if identity.kind == "hub" else self.origin.revision
+        self.origin = dataclasses.replace(self.origin, revision=revision, identity=identity)
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
         owners |= {registry("transforms").entry(one.name).owner for one in self.plan.recipe.transforms}

@@ -19,7 +19,7 @@ from quantkit.plan import with_own_head
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
 from quantkit.rows import PlanRow
-from quantkit.sources.base import ModelSource, open_source, release
+from quantkit.sources.base import ModelSource, SourceIdentity, open_source, release
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
 
@@ -29,11 +29,18 @@ FEW_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A model, for a process that has to open it itself."""
+    """A model, for a process that has to open it itself.
+
+    Attributes:
+        uri, revision: its name.
+        recipe: that is applied to it.
+        identity: what was planned; another is refused.
+    """
 
     uri: str
     revision: str | None
     recipe: Recipe
+    identity: SourceIdentity | None = None
 
     def __hash__(self) -> int:
         return hash((self.uri, self.revision, self.recipe.name))
@@ -42,6 +49,8 @@ class Origin:
         """The model as the recipe sees it. Raises SourceError if there is none."""
         source = open_source(self.uri, self.revision)
         try:
+            if self.identity is not None and source.identity() != self.identity:
+                raise _another(self.uri, "model")
             return with_own_head(self.recipe, transformed(self.recipe.transforms, source))
         except BaseException:
             source.close()
@@ -137,14 +146,18 @@ def solve_data_free(origin: Origin, plans: tuple[PlanRow, ...]) -> list[Solved]:
         name = f"{plan.name}.weight"
         info = source.tensors().get(name)
         if info is None or (tuple(info.shape), f"torch.{plan.dtype}") != (plan.shape, str(info.dtype)):
-            raise SourceError(f"{origin.uri} has another {name} where a worker opened it",
-                              why="the model must be the same for all processes",
-                              next="give a path that all nodes share, or a model on the hub with its commit")
+            raise _another(origin.uri, name)
         weight = source.tensor(name)
         made += solve([plan], weight.dtype, weight, None)
         del weight
         release(source)
     return made
+
+
+def _another(uri: str, what: str) -> SourceError:
+    return SourceError(f"{uri} has another {what} where a worker opened it",
+                       why="the model must be the same for all processes",
+                       next="give a path that all nodes share, or a model on the hub with its commit")
 
 
 @functools.lru_cache(maxsize=1)

@@ -39,13 +39,12 @@ from quantkit.peak import STATES_IN_MEMORY
 from quantkit.plan import Plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
-from quantkit.recipe import Candidate
+from quantkit.recipe import Candidate, Recipe
 from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, tensor_alone
-from quantkit.spec import CalibrationSpec
 from quantkit_kernels.cpu.compiled import cache_folder
 
-VERSION = 1
+VERSION = 2
 """Of what is measured: another one finds nothing of what was kept."""
 TEXT, GRADIENTS, LAYER = f"{WORK}text", f"{WORK}gradients", f"{WORK}layer."
 Rows = Mapping[str, Mapping[int, PlanRow]]
@@ -97,7 +96,7 @@ class _Run:
         self.data = read(spec, source, widest, progress)
         self.config = parse_config(source.config())
         self.weights = Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32)
-        self.identity = _identity(source, spec, candidates, rows, self.data)
+        self.identity = _identity(source, plan.recipe, candidates, rows, self.data)
         self.done, self.total = 0, 3 * self.config.num_layers
 
     def __call__(self, kept: CheckpointWriter) -> dict[str, dict[int, float]]:
@@ -175,15 +174,17 @@ def _loss(row: PlanRow, weight: torch.Tensor, stats: LayerStats) -> float:
     return float((error @ hessian).mul_(error).sum(dtype=torch.float64).clamp(min=0))
 
 
-def _identity(source: ModelSource, spec: CalibrationSpec, candidates: Sequence[Candidate], rows: Rows,
+def _identity(source: ModelSource, recipe: Recipe, candidates: Sequence[Candidate], rows: Rows,
               data: CalibrationData | None) -> dict[str, Any]:
     """All that the numbers depend on."""
+    assert recipe.calibration is not None
     return {"version": VERSION, "quantkit": __version__,
             "plugins": {plugin.distribution: plugin.version for plugin in current().plugins},
             "source": SourceRecord.of(source.identity()).model_dump(mode="json"),
+            "transforms": [one.model_dump(mode="json") for one in recipe.transforms],
             "candidates": [one.model_dump(mode="json") for one in candidates],
             "rows": {name: sorted(choices) for name, choices in rows.items()},
-            "calibration": spec.without_folders().model_dump(mode="json"),
+            "calibration": recipe.calibration.without_folders().model_dump(mode="json"),
             "tokens": data.sha256 if data else None}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import __version__
+from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource
+from quantkit.sources.local import sha256_file
 from quantkit.spec import TransformSpec
 from quantkit.transforms.apply import resolve
 from quantkit_kernels.cpu.compiled import cache_folder
@@ -28,6 +32,7 @@ LEAST = 1 << 20
 """Numbers: fewer are found again as quickly as they are looked for."""
 MOST = 8
 """Files that are kept, the newest; one takes 4 bytes for each token and Linear."""
+HASH, PART, DAY = ".sha256", ".part", 24 * 60 * 60
 Gradients = dict[str, torch.Tensor]
 
 
@@ -57,10 +62,10 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
            "transforms": [spec.model_dump(mode="json") for spec, (one, _) in zip(
                transforms, resolve(transforms), strict=True) if one.layer is None]}
     file = folder.with_name("gradients") / f"{_digest(key)}.safetensors"
-    found = _read(file, wanted, tokens.numel())
+    found = _read(file, wanted)
     if found is None:
         found = find()
-        with contextlib.suppress(OSError):  # what can't be kept is found again
+        with contextlib.suppress(OSError, SafetensorError, SourceError):  # what can't be kept is found again
             _write(file, found)
     return found
 
@@ -69,28 +74,29 @@ def _digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _read(file: Path, wanted: Sequence[str], tokens: int) -> Gradients | None:
+def _read(file: Path, wanted: Sequence[str]) -> Gradients | None:
+    """``None`` unless the file is as it was written, by its own hash: a damaged one would change results."""
     try:
+        if sha256_file(file) != file.with_suffix(HASH).read_text(encoding="ascii"):
+            return None
         found = load_file(file)
-    except (OSError, SafetensorError):
+        return {name: found[name] for name in wanted}
+    except (OSError, ValueError, KeyError, SafetensorError, SourceError):
         return None
-    if set(found) != set(wanted) or any(
-            one.dtype != torch.float32 or one.shape != (tokens,) or not bool(torch.isfinite(one).all())
-            for one in found.values()):
-        return None
-    return {name: found[name] for name in wanted}
 
 
 def _write(file: Path, found: Gradients) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
-        pass
-    try:
-        save_file({name: one.contiguous().clone() for name, one in found.items()}, part.name)
-        Path(part.name).replace(file)
-    except BaseException:
-        Path(part.name).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(dir=file.parent, suffix=PART) as folder:
+        part = Path(folder) / file.name
+        save_file({name: one.contiguous().clone() for name, one in found.items()}, part)
+        part.with_suffix(HASH).write_text(sha256_file(part), encoding="ascii")
+        for one in (part, part.with_suffix(HASH)):
+            one.replace(file.parent / one.name)
     others = sorted(file.parent.glob("*.safetensors"), key=lambda one: one.stat().st_mtime, reverse=True)
     for one in others[MOST:]:
         one.unlink(missing_ok=True)
+        one.with_suffix(HASH).unlink(missing_ok=True)
+    for left in file.parent.glob(f"*{PART}"):  # of a run that was killed
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)

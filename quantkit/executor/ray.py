@@ -63,10 +63,12 @@ class RayExecutor:
         """See :meth:`Executor.map`. Pieces that weren't waited for are cancelled."""
         running: deque[tuple[str, Any]] = deque()
         cpus = int(self._ray.cluster_resources().get("CPU", 1))
-        if cpus < self._threads:
+        largest = max((int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]),
+                      default=cpus)
+        if largest < self._threads:
             raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
                                 why="each computes with as many threads as torch has here",
-                                next=f"OMP_NUM_THREADS={max(1, cpus)} quantkit quantize … --executor ray")
+                                next=f"OMP_NUM_THREADS={max(1, largest)} quantkit quantize … --executor ray")
         most = cpus // self._threads
         try:
             for label, arguments in items:

@@ -21,6 +21,7 @@ from quantkit.sources.base import open_source
 from quantkit.sources.local import LocalSource
 from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import tiny_model
+from quantkit.transforms.apply import transformed
 
 CALIBRATION = CalibrationSpec(samples=6, length=64)
 
@@ -43,9 +44,10 @@ def folder(tmp_path_factory):
 class Measured:
     """Everything that :func:`sensitivities` takes, of a model."""
 
-    def __init__(self, uri, candidates=CANDIDATES, calibration=CALIBRATION, rules=()):
-        self.source = open_source(str(uri))
-        recipe = Recipe(name="r", calibration=calibration, candidates=candidates, rules=rules)
+    def __init__(self, uri, candidates=CANDIDATES, calibration=CALIBRATION, rules=(), transforms=()):
+        recipe = Recipe(name="r", calibration=calibration, candidates=candidates, rules=rules,
+                        transforms=[{"name": one} for one in transforms])
+        self.source = transformed(recipe.transforms, open_source(str(uri)))
         self.plan = make_plan(recipe.model_copy(update={"candidates": ()}), self.source)
         self.candidates, self.rows = candidates, candidate_rows(recipe, self.source)
 
@@ -65,6 +67,14 @@ def test_every_linear_and_candidate_is_measured_and_more_bits_cost_less(measured
         assert list(losses) == [0, 1, 2, 3, 4, 5] and losses[5] == 0
         assert losses[0] > losses[1] > losses[3] > losses[4] > 0
         assert losses[2] > losses[3], "GPTQ is never worse than rounding on its own Hessian"
+
+
+def test_what_is_kept_is_of_the_transformed_model(folder):
+    """Another order of rotated and plain finds the same."""
+    rules = (Rule(match="lm_head", optional=True),)
+    plain, rotated = (Measured(folder, rules=rules, transforms=one) for one in ((), ("rotate",)))
+    found = rotated()
+    assert found != plain() and rotated() == found
 
 
 def test_tensors_are_read_alone(measured, monkeypatch):

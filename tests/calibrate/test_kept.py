@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate import kept
@@ -40,7 +43,8 @@ def find(tiny, tmp_path, monkeypatch):
         assert list(found) == list(wanted) and all(torch.equal(found[name], made[name]) for name in wanted)
         return bool(walked)
 
-    ask.files = lambda: sorted((tmp_path / "cache" / "gradients").glob("*"))
+    ask.folder = tmp_path / "cache" / "gradients"
+    ask.files = lambda: sorted(ask.folder.glob("*.safetensors"))
     return ask
 
 
@@ -74,14 +78,34 @@ def test_another_model_of_the_same_name(find, tiny, tmp_path):
 
 @pytest.mark.parametrize("damage", [
     lambda file: file.write_bytes(b""), lambda file: file.write_bytes(file.read_bytes()[:-8]),
-    lambda file: save_file({name: torch.rand(11) for name in WANTED}, file),
-    lambda file: save_file({name: torch.full((12,), torch.nan) for name in WANTED}, file),
-    lambda file: save_file({name: torch.zeros(12, dtype=torch.int32) for name in WANTED}, file),
-    lambda file: save_file({WANTED[0]: torch.rand(12)}, file)])
+    lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+    lambda file: save_file({name: torch.rand(12) for name in WANTED}, file),
+    lambda file: file.with_suffix(kept.HASH).unlink(),
+    lambda file: file.with_suffix(kept.HASH).write_bytes(b"\xff")])
 def test_what_is_damaged_is_found_again(find, damage):
     find()
     damage(find.files()[0])
     assert find() and not find()
+    assert [file.suffix for file in sorted(find.folder.iterdir())] == [".safetensors", kept.HASH]
+
+
+def test_a_full_disk_is_no_error(find, monkeypatch):
+    def full(*given):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(kept, "save_file", full)
+    assert find() and find() and not list(find.folder.iterdir())
+
+
+def test_what_a_killed_run_has_left_is_removed_a_day_later(find):
+    find()
+    old, new = (find.folder / f"{name}{kept.PART}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "x.safetensors").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    find(seed=1)
+    assert new.exists() and not old.exists()
 
 
 def test_few_numbers_are_not_kept(find, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -208,9 +209,18 @@ def test_a_stopped_run_goes_on_with_another_executor(two, model, mixed, tmp_path
     assert result.resumed == 2 and contents(result.out) == whole
 
 
+def test_a_worker_opens_a_model_again_that_has_changed_since(two, mixed, tmp_path):
+    folder = tmp_path / "model"
+    for seed in (0, 1):
+        tiny_model(folder, seed=seed)
+        here = quantize(str(folder), mixed, tmp_path / f"here{seed}")
+        there = quantize(str(folder), mixed, tmp_path / f"there{seed}", executor=two)
+        assert contents(there.out) == contents(here.out)
+        shutil.rmtree(folder)
+
+
 def test_a_model_that_changes_under_a_worker_is_refused(two, mixed, tmp_path, monkeypatch):
-    first, second = (tiny_model(tmp_path / name, intermediate_size=size)
-                     for name, size in (("first", 128), ("second", 160)))
+    first, second = (tiny_model(tmp_path / name, seed=seed) for name, seed in (("first", 0), ("second", 1)))
     link = tmp_path / "model"
     link.symlink_to(first)
 
@@ -220,7 +230,7 @@ def test_a_model_that_changes_under_a_worker_is_refused(two, mixed, tmp_path, mo
             link.symlink_to(second)
 
     monkeypatch.setattr(two, "map", _after(two.map, switch, type("E", (), {"label": "layer 0"})))
-    with pytest.raises(QuantkitError, match=r"has another model\.layers\.0\..* where a worker opened it"):
+    with pytest.raises(QuantkitError, match="has another model where a worker opened it"):
         quantize(str(link), mixed, tmp_path / "out", executor=two)
 
 
