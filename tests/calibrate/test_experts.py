@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate import runner as module
 from quantkit.calibrate.importance import balanced, token_gradients
 from quantkit.calibrate.runner import LayerRunner
+from quantkit.errors import CalibrationError
 from quantkit.methods.gptq import METHOD
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -126,3 +128,20 @@ def test_a_checkpoint_says_which_experts_were_not_reached(tmp_path, importance):
         name.split(".")[5] for name in missed}
     assert 1 <= len(reached) <= 8 and len(missed) == 3 * (64 - len(reached))
     assert torch.isfinite(load(str(result.out)).model(torch.arange(5, 25)[None])).all()
+
+
+@pytest.mark.parametrize(("importance", "part"), [("gradient", "w2"), ("equal", "w1")])
+def test_an_experts_weight_that_is_not_finite_is_named(tmp_path, importance, part):
+    folder = tiny_model(tmp_path / "model", "mixtral")
+    name = f"model.layers.1.block_sparse_moe.experts.0.{part}"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "r.yaml").write_text(
+        f"calibration: {{samples: 4, length: 32, importance: {importance}}}\n"
+        "rules: [{match: '*', method: gptq, "
+        "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
+    with pytest.raises(CalibrationError) as caught:
+        quantize(str(folder), str(tmp_path / "r.yaml"), tmp_path / "out")
+    assert caught.value.what.startswith(f"{name}.weight holds NaN")
+    assert caught.value.why.startswith(f"the output of {name} is NaN or infinite in calibration window 0 (")
