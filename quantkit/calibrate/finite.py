@@ -112,11 +112,13 @@ def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) ->
     Args:
         error: what was met.
         source: of the model.
-        origins: of each calibration window.
+        origins: of each calibration window, if they are known.
     """
     window = ""
     if error.sample is not None:
-        window = f" in calibration window {error.sample} ({origins[error.sample]})"
+        window = f" in calibration window {error.sample}"
+        if error.sample < len(origins):
+            window += f" ({origins[error.sample]})"
     for name in source.tensors():
         inside = name.startswith(LAYERS)
         if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):

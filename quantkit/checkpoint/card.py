@@ -82,6 +82,8 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
+    if facts is not None and facts.coverage is not None and facts.coverage.fallback:
+        notes.insert(0, f"- calibration: {facts.coverage.fallback}")
     if notes:
         lines += ["", "## Fallbacks taken", "", *notes]
     lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, ensure_ascii=False), "```"]

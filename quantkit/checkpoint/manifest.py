@@ -206,6 +206,12 @@ class Manifest(Frozen):
         text = self.recipe.get("kv")
         return parse_kv(text) if isinstance(text, str) else KVSpec()
 
+    def fallbacks(self) -> list[str]:
+        """What was done in place of what was asked for: of the calibration text, then layer by layer."""
+        coverage = self.calibration.coverage if self.calibration else None
+        text = [f"calibration: {coverage.fallback}"] if coverage and coverage.fallback else []
+        return text + [f"{row.name}: {note}" for row in self.layers for note in row.notes]
+
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""
         plain = self.model_dump(mode="json") | {"digest": ""}
