@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from quantkit.calibrate.runner import EXPERT
-from quantkit.checkpoint.manifest import LayerRow
+from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.methods import parts
@@ -24,9 +24,6 @@ from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, open_source, release
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
-
-FEW_TOKENS = 128
-"""Of fewer an expert's Hessian says little."""
 
 
 @dataclasses.dataclass(frozen=True)
