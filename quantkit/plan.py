@@ -139,6 +139,7 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
     _check_alone(recipe, rows, resolver)
+    _check_transforms(recipe, rows)
     linear = {f"{slot.name}.weight" for slot in slots}
     if config.tie_word_embeddings:
         linear.add(f"{HEAD}.weight")  # the embedding matrix itself; some files repeat it
@@ -227,6 +228,16 @@ def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: Resolver) -> Non
                                   + "\n".join(said),
                               next=f"give every rule format {row.format} and one spec (or method: null), "
                                    "or leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _check_transforms(recipe: Recipe, rows: list[PlanRow]) -> None:
+    """RecipeError if a transform has nothing to do for any of the layers."""
+    specs = dict.fromkeys(row.spec for row in rows if row.layer is not None and row.spec is not None)
+    for transform, _ in resolve(recipe.transforms):
+        whys = [transform.idle(spec) for spec in specs]
+        if whys and whys[0] is not None and None not in whys:
+            raise RecipeError(f"transform {transform.name} would change nothing", why=whys[0],
+                              next="leave it out of the recipe")
 
 
 def _unfit(recipe: Recipe, uri: str, refused: list[tuple[str, str]], total: int) -> RecipeError:

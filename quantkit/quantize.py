@@ -62,7 +62,7 @@ class QuantizeResult:
         out: the checkpoint's folder.
         plan: what was to be done; exact in bits and bytes.
         rows: what was done, a row a Linear.
-        fallbacks: every note of every row, with its layer's name.
+        fallbacks: every note of every row, with its layer's name, and that on the calibration text.
         resumed: units that an earlier attempt had finished.
         seconds: of this attempt.
         calibration: what the calibrated methods saw, if there were any.
@@ -136,7 +136,7 @@ class _Run:
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
-        self.data = prepare(plan, source, progress)
+        self.data = prepare(plan, source, progress, strict)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -157,7 +157,7 @@ class _Run:
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
         made = read_manifest(out)
-        notes = tuple(f"{row.name}: {note}" for row in made.layers for note in row.notes)
+        notes = tuple(made.fallbacks())
         seconds = time.monotonic() - start
         return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
 
@@ -184,7 +184,8 @@ class _Run:
         if not writes_itself(self.plan):
             return
         if not writer.has(OWN_TEXT):
-            tokens = write(self.plan, self.source, self._weights(), self.progress)
+            with self._tracing():
+                tokens = write(self.plan, self.source, self._weights(), self.progress)
             writer.put(OWN_TEXT, {"tokens": tokens}, [])
         self.data = own(self.plan, self.source, writer.get(OWN_TEXT)[0]["tokens"])
 

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from quantkit.errors import RecipeError, UsageError, did_you_mean
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
+from quantkit.patterns import compiled
 from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
@@ -82,9 +83,9 @@ class Rule(Candidate):
     def _compiles(self) -> Self:
         if self.match.startswith("re:"):
             try:
-                re.compile(self.match[3:])
-            except re.error as error:
-                raise ValueError(f"match {self.match!r} is no regular expression: {error}") from None
+                compiled(self.match[3:])
+            except ValueError as error:
+                raise ValueError(f"match {self.match!r} {error}") from None
         return self
 
     def matches(self, layer: str) -> bool:

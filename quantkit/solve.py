@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from quantkit.calibrate.runner import EXPERT
-from quantkit.checkpoint.manifest import LayerRow
+from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
+from quantkit.methods.grid import require_finite
+from quantkit.ops.finite import squares
 from quantkit.ops.rotation import rotate, rotate_form
 from quantkit.plan import with_own_head
 from quantkit.plugins import registry
@@ -22,9 +24,6 @@ from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, SourceIdentity, open_source, release
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
-
-FEW_TOKENS = 128
-"""Of fewer an expert's Hessian says little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +84,17 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     if spec.rotation:
         stats = [one and _rotated(one) for one in stats]
     made: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
+    blamed = everyone = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
     try:
         if plan.layer is None and parts.rows_at_once(spec, plan.shape) < plan.shape[0]:
             made = [parts.solve(exact, method, form, own, spec, options)
                     for exact, own in zip(exacts, stats, strict=True)]
         else:
             exacts = [exact.to(device).float() for exact in exacts]
+            for one, exact in zip(plans, exacts, strict=True):
+                blamed = one.name
+                require_finite(exact)
+            blamed = everyone
             if spec.rotation:
                 exacts = [rotate(exact) for exact in exacts]
             found = method.run_together(exacts, stats, spec, options)
@@ -98,11 +102,10 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
                 codes = found.pop(0)
                 result, notes = form.pack(codes, dtype), codes.notes
                 del codes
-                off = float(form.dequantize(result).sub_(exact).norm() / exact.norm().clamp(min=1e-30))
-                made.append((result.to(torch.device("cpu")), off, notes))
+                off = squares(form.dequantize(result).sub_(exact)) / max(squares(exact), 1e-60)
+                made.append((result.to(torch.device("cpu")), off ** 0.5, notes))
     except QuantkitError as error:
-        names = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
-        raise type(error)(f"{names}: {error.what}", why=error.why, next=error.next) from error
+        raise type(error)(f"{blamed}: {error.what}", why=error.why, next=error.next) from error
     rows = []
     for one, (_, off, notes), own in zip(plans, made, stats, strict=True):
         tokens = None

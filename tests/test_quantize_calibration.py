@@ -106,6 +106,31 @@ def test_text_of_the_models_own(model, tmp_path):
     assert manifest(other).calibration.sha256 != facts.sha256
 
 
+def test_a_template_that_fails_is_noted_and_strict_refuses(tmp_path):
+    folder = tiny_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no such thing') }}")
+    result = quantize(str(folder), "int4", tmp_path / "out", calibration=OWN)
+    note = manifest(result.out).calibration.coverage.fallback
+    assert "plain text" in note and "no such thing" in note
+    assert result.fallbacks == (f"calibration: {note}",)
+    assert f"- calibration: {note}" in (result.out / "README.md").read_text()
+    with pytest.raises(QuantkitError, match="plain text") as caught:
+        quantize(str(folder), "int4", tmp_path / "strict", calibration=OWN, strict=True)
+    assert "--strict" in caught.value.why and not list(tmp_path.glob("strict*"))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_of_nan_is_named_where_the_model_writes(tmp_path, name):
+    folder = tiny_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QuantkitError) as caught:
+        quantize(str(folder), "int4", tmp_path / "out", calibration=OWN)
+    assert caught.value.what.startswith(f"{name} holds NaN")
+    assert "in calibration window 0" in caught.value.why
+
+
 @pytest.mark.parametrize("label", ["layer 0", "layer 1", "embeddings and head", "assembling and rereading"])
 def test_a_stopped_run_goes_on_with_the_text_that_it_wrote(model, tmp_path, monkeypatch, label, stop_at):
     whole = contents(quantize(model, "int4", tmp_path / "whole", calibration=OWN).out)

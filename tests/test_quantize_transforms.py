@@ -108,5 +108,29 @@ def test_what_is_written_wrongly(tmp_path):
         assert not list(tmp_path.glob("out*"))
 
 
+NF4 = "kind: nf, bits: 4, granularity: {strategy: block, size: 64}"
+
+
+@pytest.mark.parametrize(("transforms", "method", "spec", "said"), [
+    ("smoothquant", "rtn", INT8, ("transform smoothquant", "activations", "int8 channel sym", "awq")),
+    ("rotate, awq, smoothquant", "gptq", INT8, ("transform smoothquant", "activations")),
+    ("awq", "nf4", NF4, ("transform awq", "int or fp", "nf4 b64"))])
+def test_a_transform_that_would_change_nothing_is_refused(tmp_path, transforms, method, spec, said):
+    path = tmp_path / "idle.yaml"
+    path.write_text(RECIPE.replace("TRANSFORMS", transforms).replace("METHOD", method).replace("SPEC", spec))
+    with pytest.raises(RecipeError, match="would change nothing") as caught:
+        quantize(str(tiny_model(tmp_path / "tiny")), str(path), tmp_path / "out")
+    assert all(one in f"{caught.value.what} {caught.value.why}" for one in said)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_one_layer_is_enough_for_a_transform(tmp_path):
+    path = tmp_path / "mixed.yaml"
+    rule = f"rules:\n  - {{match: '*.q_proj', method: rtn, spec: {{{INT8}, activations: token}}}}"
+    path.write_text(RECIPE.replace("TRANSFORMS", "smoothquant").replace("METHOD", "rtn").replace(
+        "SPEC", INT8).replace("rules:", rule))
+    assert make_plan(load_recipe(str(path)), open_source(str(tiny_model(tmp_path / "tiny")))).calibrated
+
+
 def test_a_recipe_without_any_is_written_as_before():
     assert "transforms" not in load_recipe("int4").snapshot()

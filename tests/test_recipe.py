@@ -301,6 +301,8 @@ def test_what_a_rule_matches(match, hits):
 
 @pytest.mark.parametrize("rule, said", [
     ({"match": "re:("}, "no regular expression"), ({"match": ""}, "at least 1"),
+    ({"match": "re:(.*)*Z"}, "repeats so much"), ({"match": "re:" + ".?" * 100 + "Z"}, "so many choices"),
+    ({"match": "re:a{99999999999999999999}"}, "no regular expression"),
     ({"match": "*", "options": {"a": 1}}, "takes no spec"), ({"match": "*", "format": "x"}, "takes no spec"),
     ({"match": "*", "method": "rtn"}, "needs a spec"), ({"match": "*", "optional": "yes"}, "boolean")])
 def test_rules_that_contradict_themselves(rule, said):

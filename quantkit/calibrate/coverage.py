@@ -54,6 +54,7 @@ class Coverage(Frozen):
         same: windows equal to an earlier one.
         similar: other windows that repeat earlier ones by half.
         overlaps: with texts that models are evaluated on.
+        fallback: what else the text was to be, if it isn't, and why.
     """
 
     documents: int
@@ -71,6 +72,7 @@ class Coverage(Frozen):
     same: int = 0
     similar: int = 0
     overlaps: tuple[Overlap, ...] = Field(default=(), strict=False)
+    fallback: str | None = None
 
     def lines(self) -> list[str]:
         """The report, a sentence each."""

@@ -93,9 +93,10 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
 
 
 def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
-                    widest: int) -> CalibrationData:
+                    widest: int, fallback: str | None = None) -> CalibrationData:
     """The same of windows (int64 ``[samples, length]``) that the model has written itself."""
-    coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest)
+    coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest,
+                        fallback=fallback)
     return CalibrationData(tokens, tuple(f"{SELF}, window {i}" for i in range(len(tokens))), "documents", (),
                            _Exams(spec, tokenizer).look(tokens, coverage))
 

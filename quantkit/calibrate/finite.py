@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quantkit.errors import CalibrationError
-from quantkit.models.linear import Linear
+from quantkit.models.linear import Linear, Watcher
 from quantkit.ops.finite import all_finite
 from quantkit.sources.base import ModelSource
 
@@ -90,12 +90,15 @@ def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mappin
     return None
 
 
-def _input_watch(name: str) -> Callable[[torch.Tensor], None]:
-    return lambda x: require_finite_input(x, name)
+def _input_watch(name: str) -> Watcher:
+    def watch(x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        require_finite_input(x, name)
+
+    return watch
 
 
-def _output_watch(name: str) -> Callable[[torch.Tensor], None]:
-    def watch(y: torch.Tensor) -> None:
+def _output_watch(name: str) -> Watcher:
+    def watch(y: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         if bad := int((~torch.isfinite(y)).sum()):
             raise NonFiniteError(f"the output of {name} is NaN or infinite",
                                  why=f"{bad} of {y.numel()} values")
@@ -109,11 +112,13 @@ def blame(error: NonFiniteError, source: ModelSource, origins: Sequence[str]) ->
     Args:
         error: what was met.
         source: of the model.
-        origins: of each calibration window.
+        origins: of each calibration window, if they are known.
     """
     window = ""
     if error.sample is not None:
-        window = f" in calibration window {error.sample} ({origins[error.sample]})"
+        window = f" in calibration window {error.sample}"
+        if error.sample < len(origins):
+            window += f" ({origins[error.sample]})"
     for name in source.tensors():
         inside = name.startswith(LAYERS)
         if inside if error.layer is None else not name.startswith(f"{LAYERS}{error.layer}."):

@@ -14,6 +14,7 @@ from quantkit.calibrate.data import (
     own_calibration,
 )
 from quantkit.calibrate.written import Form, write_windows
+from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.plan import Plan
@@ -22,13 +23,15 @@ from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
 
 
-def prepare(plan: Plan, source: ModelSource, progress: Listener = silent) -> CalibrationData | None:
+def prepare(plan: Plan, source: ModelSource, progress: Listener = silent,
+            strict: bool = False) -> CalibrationData | None:
     """What a run of ``plan`` calibrates on, with a warning of all that is bad about it.
 
     Args:
         plan: for the model of ``source``.
         source: gives tokenizer and chat template.
         progress: told of downloads.
+        strict: a fallback is an error.
 
     Returns:
         ``None`` if no method needs any, or the model has yet to write it.
@@ -39,16 +42,19 @@ def prepare(plan: Plan, source: ModelSource, progress: Listener = silent) -> Cal
     spec, widest = plan.recipe.calibration, _widest(plan)
     if not widest or spec is None:
         return None
-    return read(spec, source, widest, progress)
+    return read(spec, source, widest, progress, strict)
 
 
-def read(spec: CalibrationSpec, source: ModelSource, widest: int,
-         progress: Listener = silent) -> CalibrationData | None:
+def read(spec: CalibrationSpec, source: ModelSource, widest: int, progress: Listener = silent,
+         strict: bool = False) -> CalibrationData | None:
     """As :func:`prepare`, where the widest Linear that is calibrated has ``widest`` inputs."""
     config = source.config()
     tokenizer = model_tokenizer(source.side_files(), config)
     if spec.text == SELF:
-        Form.of(tokenizer)  # raises where it can't
+        form = Form.of(tokenizer)  # raises where it can't
+        if strict and form.fallback:
+            raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
+                                   next="--calibration builtin, a template that works, or leave out --strict")
         return None
     return _warned(load_calibration(spec, tokenizer, parse_config(config).vocab_size, widest, progress))
 
@@ -72,7 +78,8 @@ def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationDat
     spec, config = plan.recipe.calibration, source.config()
     assert spec is not None
     tokenizer = model_tokenizer(source.side_files(), config)
-    return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, _widest(plan)))
+    return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, _widest(plan),
+                                   Form.of(tokenizer).fallback))
 
 
 def _widest(plan: Plan) -> int:

@@ -6,24 +6,27 @@ at a user's turn, and so makes up the question too, as in Magpie, https://arxiv.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.layers import Step
 from quantkit.models.linear import Weights
 from quantkit.ops.attention import Visibility, attention
+from quantkit.ops.finite import all_finite
 from quantkit.ops.rope import rotate
 from quantkit.peak import WRITTEN
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
 _ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
+_OUTPUT = "the model's output is NaN or infinite while it writes its calibration text"
 
 Part = tuple[tuple[int, ...], frozenset[int]]
 
@@ -35,10 +38,12 @@ class Form:
     Attributes:
         first: the beginning.
         then: the parts that follow, again and again.
+        fallback: why it is plain text although the model has a chat template.
     """
 
     first: Part
     then: tuple[Part, ...]
+    fallback: str | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Form:
@@ -47,9 +52,14 @@ class Form:
         Raises:
             CalibrationError: the model has neither a chat template nor a BOS or EOS token.
         """
-        text, turns = "", [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
-        with suppress(SourceError):  # no template, or one that can't be used
-            text = tokenizer.chat_text(turns, answer=False)
+        turns = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        text, why = "", None
+        try:
+            if tokenizer.has_chat:
+                why = "the chat template doesn't show where turns begin and end"
+                text = tokenizer.chat_text(turns, answer=False)
+        except SourceError as error:
+            why = error.what + (f" ({error.why[:200]})" if error.why else "")
         if text.count(_ASKED) == text.count(_ANSWERED) == 1 and text.index(_ASKED) < text.index(_ANSWERED):
             before, rest = text.split(_ASKED)
             between, after = (tuple(tokenizer.encode(one, special=False)) for one in rest.split(_ANSWERED))
@@ -62,7 +72,7 @@ class Form:
             raise CalibrationError("the model can't write a calibration text", next="--calibration builtin",
                                    why="it has neither a chat template nor a BOS or EOS token to begin with")
         part = ((begin,), tokenizer.eos_ids)
-        return cls(part, (part,))
+        return cls(part, (part,), why and f"the model wrote plain text, not conversations: {why}")
 
 
 class _Writer:
@@ -129,7 +139,8 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
         int64 ``[samples, length]``.
 
     Raises:
-        CalibrationError: nothing says how a text begins, or the model's output isn't finite.
+        CalibrationError: nothing says how a text begins.
+        NonFiniteError: the model's output isn't finite; window, layer and tensor are named.
     """
     form, known = Form.of(tokenizer), min(tokenizer.vocab_size, config.vocab_size)
     model = CausalLM(config, weights)
@@ -146,8 +157,28 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
                 positions = torch.full((len(part), 1), at, device=model.device)
                 logits = model(part[:, at:at + 1].to(model.device), positions, cache)[:, 0, :known].float()
                 if not bool(torch.isfinite(logits).all()):
-                    raise CalibrationError("the model's output is NaN or infinite while it writes its "
-                                           "calibration text", next="check the model with quantkit eval")
+                    raise _traced(model, part[:, :at + 1], first)
                 drawn = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0].tolist()
             step(first * spec.length + (at + 1) * len(part))
     return tokens
+
+
+def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError:
+    """Which tensor isn't finite, found by going through windows ``[B, T]`` again; ``first``: the first one's
+    number."""
+    for sample, one in enumerate(tokens.to(model.device), first):
+        x, positions = model.embed(one[None]), torch.arange(len(one), device=model.device)[None]
+        try:
+            require_finite_states(x, sample, "the embedding")
+        except NonFiniteError as error:
+            return error
+        for index, layer in enumerate(model.layers):
+            entered, x = x, layer(x, positions, None)
+            if not all_finite(x):
+                found = first_nonfinite(functools.partial(layer, positions=positions, cache=None),
+                                        layer.linears(), entered, sample, index)
+                if found is not None:
+                    return found
+        if not all_finite(model.logits(x)):
+            return NonFiniteError(_OUTPUT, sample=sample)
+    return NonFiniteError(_OUTPUT)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.checkpoint.manifest import Manifest
+from quantkit.checkpoint.manifest import Manifest, reached_experts
 from quantkit.models.architecture import EMBEDDING
 
 _TRANSFORMERS = """### transformers
@@ -77,11 +77,15 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
         if facts.coverage is not None:
             lines += [f"  - {line}" for line in facts.coverage.lines()]
             lines += [f"  - **{line}**" for line in facts.coverage.warnings(facts.length)]
+        if (experts := reached_experts(manifest.layers)) is not None:
+            lines.append(f"  - experts: {experts}")
     if (table := next((row for row in manifest.layers if row.name == EMBEDDING), None)) and table.spec:
         lines.append(f"- the embedding: {table.method}, {table.spec.label()}, {table.format}")
     lines += ["", "| layers | method | spec | format | mean relative weight error |", "|---|---|---|---|---|"]
     lines += _table(manifest)
     notes = [f"- `{row.name}`: {note}" for row in manifest.layers for note in row.notes]
+    if facts is not None and facts.coverage is not None and facts.coverage.fallback:
+        notes.insert(0, f"- calibration: {facts.coverage.fallback}")
     if notes:
         lines += ["", "## Fallbacks taken", "", *notes]
     lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, ensure_ascii=False), "```"]

@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
 from quantkit.calibrate.coverage import Coverage, SourceFile
+from quantkit.calibrate.runner import EXPERT
 from quantkit.errors import CheckpointError
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "quantkit.json"
 SCHEMA_VERSION = 1
+FEW_TOKENS = 128
+"""Of fewer an expert's Hessian says little."""
 MAX_BYTES = 64 * 2**20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -154,6 +158,22 @@ def bits_per_weight(rows: Sequence[LayerRow]) -> float:
     return 8 * sum(row.bytes for row in rows) / weights if weights else 0.0
 
 
+def reached_experts(rows: Sequence[LayerRow]) -> str | None:
+    """How many calibration tokens the experts got; ``None`` if there are none that are calibrated."""
+    found: dict[str, int] = {}
+    for row in rows:
+        before, inside, after = row.name.partition(EXPERT)
+        if inside and row.tokens is not None:
+            name = f"{before}.{after.partition('.')[0]}"
+            found[name] = min(row.tokens, found.get(name, row.tokens))
+    if not found:
+        return None
+    counts = sorted(found.values())
+    few = sum(count < FEW_TOKENS for count in counts)
+    return (f"{counts[0]:,} to {counts[-1]:,} tokens each (median {median_low(counts):,})"
+            + (f"; {few:,} of {len(counts):,} got fewer than {FEW_TOKENS}" if few else ""))
+
+
 class FileRecord(Frozen):
     """One file of the checkpoint."""
 
@@ -205,6 +225,12 @@ class Manifest(Frozen):
         """How keys and values are kept when it runs. Raises UsageError if a plugin of it is missing."""
         text = self.recipe.get("kv")
         return parse_kv(text) if isinstance(text, str) else KVSpec()
+
+    def fallbacks(self) -> list[str]:
+        """What was done in place of what was asked for: of the calibration text, then layer by layer."""
+        coverage = self.calibration.coverage if self.calibration else None
+        text = [f"calibration: {coverage.fallback}"] if coverage and coverage.fallback else []
+        return text + [f"{row.name}: {note}" for row in self.layers for note in row.notes]
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: sorted keys, an indent of one, a final newline, the digest set."""

@@ -215,6 +215,7 @@ def _label(row: PlanRow) -> str:
 def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibration: CalibrationSpec | None,
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
          choice: Choice | None) -> None:
+    from quantkit.checkpoint.manifest import reached_experts
     from quantkit.quantize import quantize
 
     if choice and not as_json:
@@ -236,6 +237,8 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
     click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}"))
     if result.calibration is not None:
         click.echo(wrapped("calibration", _windows(result.calibration)))
+    if (experts := reached_experts(result.rows)) is not None:
+        click.echo(wrapped("experts", experts))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
     click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}")

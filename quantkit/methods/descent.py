@@ -42,6 +42,7 @@ def descend_levels(weight: torch.Tensor, levels: torch.Tensor, grids: Sequence[G
     slopes = hessian @ off.mT
     del off
     pivots = hessian.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
+    block = min(block, count)
     steps = torch.empty(linears, block, out, device=work.device)
     inner = max(1, min(block, at_once(work.device) // (linears * out)))
     for start in range(0, count, block):

@@ -193,6 +193,7 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
     if linears == 1:  # spares copies
         lines, groups = slice(None), places[0].tolist()
     pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
+    block = min(block, count)
     levels, errors = torch.empty_like(work), torch.empty(linears, block, out, device=work.device)
     inner = max(1, min(block, at_once(work.device) // (linears * out)))
     for start in range(0, count, block):

@@ -12,6 +12,7 @@ import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.ops.finite import squares
 from quantkit.ops.rotation import rotate
 from quantkit.spec import QuantSpec
 
@@ -65,8 +66,8 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
         part = _exact(weight[start:start + step], spec)
         back = rows(packed, torch.arange(start, start + len(part))) if stored is None else stored[
             start:start + step]
-        off += float((back - part).norm()) ** 2
-        of += float(part.norm()) ** 2
+        off += squares(back - part)
+        of += squares(part)
     return packed, (off / max(of, 1e-60)) ** 0.5, codes.notes
 
 

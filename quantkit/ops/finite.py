@@ -1,12 +1,19 @@
-"""Whether values are finite, asked in pieces: torch's own question takes twice the tensor's memory."""
+"""Whether values are finite, and how large together, asked in pieces: torch takes a whole tensor's memory, or
+twice that."""
 
 from __future__ import annotations
 
 import torch
 
-_ROWS = 1024
+_ROWS, _VALUES = 1024, 1 << 20
 
 
 def all_finite(values: torch.Tensor) -> bool:
     """Whether no value of a floating tensor of one dimension or more is NaN or infinite."""
     return all(bool(torch.isfinite(part).all()) for part in values.split(_ROWS))
+
+
+def squares(values: torch.Tensor) -> float:
+    """The sum of the squares of ``[rows, columns]``, in float64: no finite float32 overflows it."""
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+               for part in values.split(max(1, _VALUES // max(1, values.shape[1]))))

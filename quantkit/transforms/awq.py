@@ -97,4 +97,6 @@ def _scales(inputs: torch.Tensor, size: torch.Tensor, steps: int) -> Iterator[to
 
 
 TRANSFORM = Transform(name="awq", paper="https://arxiv.org/abs/2306.00978", layer=layer,
-                      needs=frozenset({"hessian"}), options=AwqOptions)
+                      needs=frozenset({"hessian"}), options=AwqOptions,
+                      idle=lambda spec: None if spec.kind in GRIDS else
+                      f"it is for weights of kind {' or '.join(GRIDS)}, not for {spec.label()}")

@@ -123,6 +123,7 @@ class Transform:
         needs: statistics that ``layer`` must be given: ``"hessian"`` or ``"largest"``.
         options: its options' model.
         refuses: why a model can't be changed so; ``None`` if it can.
+        idle: why ``layer`` has nothing to do for Linears of a spec; ``None`` if it has.
     """
 
     name: str
@@ -132,3 +133,4 @@ class Transform:
     needs: frozenset[str] = frozenset()
     options: type[Options] = Options
     refuses: Callable[[ModelConfig], str | None] = lambda config: None
+    idle: Callable[[QuantSpec], str | None] = lambda spec: None

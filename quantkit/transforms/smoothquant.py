@@ -50,4 +50,7 @@ def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: Optio
 
 
 TRANSFORM = Transform(name="smoothquant", paper="https://arxiv.org/abs/2211.10438", layer=layer,
-                      needs=frozenset({"largest"}), options=SmoothOptions)
+                      needs=frozenset({"largest"}), options=SmoothOptions,
+                      idle=lambda spec: None if spec.activations else
+                      f"it is for inputs that are rounded too (spec: activations), not for {spec.label()}; "
+                      "awq is for weights alone")

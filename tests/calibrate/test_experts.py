@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate import runner as module
 from quantkit.calibrate.importance import balanced, token_gradients
 from quantkit.calibrate.runner import LayerRunner
+from quantkit.checkpoint.manifest import reached_experts
+from quantkit.checkpoint.reader import read_manifest
+from quantkit.cli.main import main
+from quantkit.errors import CalibrationError
 from quantkit.methods.gptq import METHOD
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -126,3 +132,40 @@ def test_a_checkpoint_says_which_experts_were_not_reached(tmp_path, importance):
         name.split(".")[5] for name in missed}
     assert 1 <= len(reached) <= 8 and len(missed) == 3 * (64 - len(reached))
     assert torch.isfinite(load(str(result.out)).model(torch.arange(5, 25)[None])).all()
+
+
+@pytest.mark.parametrize(("importance", "part"), [("gradient", "w2"), ("equal", "w1")])
+def test_an_experts_weight_that_is_not_finite_is_named(tmp_path, importance, part):
+    folder = tiny_model(tmp_path / "model", "mixtral")
+    name = f"model.layers.1.block_sparse_moe.experts.0.{part}"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "r.yaml").write_text(
+        f"calibration: {{samples: 4, length: 32, importance: {importance}}}\n"
+        "rules: [{match: '*', method: gptq, "
+        "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
+    with pytest.raises(CalibrationError) as caught:
+        quantize(str(folder), str(tmp_path / "r.yaml"), tmp_path / "out")
+    assert caught.value.what.startswith(f"{name}.weight holds NaN")
+    assert caught.value.why.startswith(f"the output of {name} is NaN or infinite in calibration window 0 (")
+
+
+def test_a_run_says_how_many_tokens_each_expert_got(tmp_path):
+    folder = tiny_model(tmp_path / "model", "mixtral")
+    (tmp_path / "r.yaml").write_text(
+        "calibration: {samples: 8, length: 32, importance: equal}\n"
+        "rules: [{match: '*', method: gptq, "
+        "spec: {bits: 4, granularity: {strategy: group, size: 32}}}]\n")
+    result = CliRunner().invoke(main, ["quantize", str(folder), "-r", str(tmp_path / "r.yaml"),
+                                       "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    rows = read_manifest(tmp_path / "out").layers
+    counts = sorted(row.tokens for row in rows if row.name.endswith(".w1"))
+    few = sum(count < 128 for count in counts)
+    assert len(counts) == 8 and sum(counts) == 2 * 2 * 256 and 0 < few < 8
+    said = f"{counts[0]} to {counts[-1]} tokens each (median {counts[3]}); {few} of 8 got fewer than 128"
+    assert said == reached_experts(rows)
+    assert f"  - experts: {said}" in (tmp_path / "out" / "README.md").read_text()
+    assert f"experts       {said}" in " ".join(result.stdout.replace("\n" + " " * 14, " ").splitlines())
+    assert reached_experts([row for row in rows if "experts" not in row.name]) is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import written
+from quantkit.calibrate.finite import NonFiniteError
 from quantkit.calibrate.written import Form, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
@@ -28,6 +29,7 @@ class Model:
         if not chat:
             settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": None}
             files["tokenizer_config.json"] = json.dumps(settings).encode()
+        self.files, self.raw = files, raw
         self.config, self.tokenizer = parse_config(raw), Tokenizer(files, raw)
         self.weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
 
@@ -100,7 +102,19 @@ def test_the_seed_chooses_and_batches_are_whole(model, monkeypatch):
 def test_a_template_that_hides_what_is_said_is_not_used(tmp_path):
     model = Model(tmp_path)
     model.tokenizer._files = {"chat_template.jinja": b"{{ bos_token }}{{ messages | length }}"}
-    assert Form.of(model.tokenizer).first == ((END,), model.tokenizer.eos_ids)
+    form = Form.of(model.tokenizer)
+    assert form.first == ((END,), model.tokenizer.eos_ids)
+    assert form.fallback.startswith("the model wrote plain text") and "turns begin and end" in form.fallback
+
+
+@pytest.mark.parametrize("template", [b"{{ raise_exception('no such thing') }}", b"{% if %}"])
+def test_a_template_that_fails_is_a_fallback_with_the_reason(tmp_path, template):
+    model = Model(tmp_path)
+    assert Form.of(model.tokenizer).fallback is None
+    model.tokenizer = Tokenizer({**model.files, "chat_template.jinja": template}, model.raw)
+    form = Form.of(model.tokenizer)
+    assert form.first == ((END,), model.tokenizer.eos_ids) and "chat template" in form.fallback
+    assert ("no such thing" in form.fallback) == (b"raise" in template)
 
 
 def test_nothing_to_begin_with(tmp_path):
@@ -111,9 +125,14 @@ def test_nothing_to_begin_with(tmp_path):
     assert "builtin" in caught.value.next
 
 
-def test_an_output_that_is_not_finite(tmp_path):
+@pytest.mark.parametrize(("name", "tensor", "layer"), [
+    ("model.norm.weight", "the model's output is NaN or infinite while it writes its calibration text", None),
+    ("model.layers.1.mlp.up_proj.weight", "the output of model.layers.1.mlp.up_proj is NaN or infinite", 1),
+    ("model.embed_tokens.weight", "the hidden state after the embedding is NaN or infinite", None)])
+def test_what_is_not_finite_is_named(tmp_path, name, tensor, layer):
     model = Model(tmp_path)
-    tensor = model.weights._tensor
-    model.weights._tensor = lambda name: tensor(name) * (float("nan") if name == "model.norm.weight" else 1)
-    with pytest.raises(CalibrationError, match="while it writes its calibration text"):
+    plain = model.weights._tensor
+    model.weights._tensor = lambda one: plain(one) * (float("nan") if one == name else 1)
+    with pytest.raises(NonFiniteError) as caught:
         model.write()
+    assert (caught.value.tensor, caught.value.sample, caught.value.layer) == (tensor, 0, layer)

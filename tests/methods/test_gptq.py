@@ -269,3 +269,9 @@ def test_several_at_once_fail_as_one():
     damaged[1, 2] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):
         METHOD.run_together([weight, damaged], [stats, stats], spec_of(4), GptqOptions())
+
+
+def test_a_block_is_never_wider_than_the_weight() -> None:
+    weight, stats = problem(8, 32)
+    wide, usual = (METHOD.run(weight, stats, spec_of(4, 8), GptqOptions(block=size)) for size in (10**11, 32))
+    assert torch.equal(wide.codes, usual.codes) and torch.equal(wide.scale, usual.scale)

@@ -1,12 +1,15 @@
 """Patterns of strangers: those that tools write are read, those that may never end are refused."""
 
 import re
+import time
 
 import pytest
 
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.errors import QuantkitError
 from quantkit.models.reader import ConfigReader
+
+NAME = "model.layers.10.mlp.experts.100.down_proj".ljust(64, "y")
 
 
 def read(text: str) -> re.Pattern[str]:
@@ -19,16 +22,36 @@ def read(text: str) -> re.Pattern[str]:
     (r"model\.layers\.[0-9]+\.mlp\..*", "model.layers.31.mlp.down_proj"),
     (r".*experts\.\d+\.(gate|up)_proj", "model.layers.1.mlp.experts.7.up_proj"),
     (r"model\.layers\.(?:1|2)\..*", "model.layers.2.mlp.up_proj"),
-    (r".*[*+]{0}mlp.*", "model.mlp"), (r"a{2}\)\*", "aa)*")])
+    (r".*[*+]{0}mlp.*", "model.mlp"), (r"a{2}\)\*", "aa)*"),
+    (r"model\.layers\.(0|1|2)\..*", "model.layers.1.mlp.up_proj"), (r".*q_proj.*", "model.q_proj"),
+    (r".*\.(gate|up)_proj.*", "model.layers.1.mlp.up_proj"), (r"(?i).*MLP", "model.mlp"),
+    (r"^model\.layers\.[0-9]\..*", "model.layers.7.mlp.up_proj"), (r"^(?!.*lm_head).*$", "model.mlp"),
+    (r".*layers.*mlp.*experts.*down_proj", "model.layers.1.mlp.experts.0.down_proj"),
+    (r".*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj.*", "model.layers.1.mlp.experts.7.up_proj"),
+    (r"(model\.)?layers\.(" + "|".join(map(str, range(120))) + r")\.mlp\..*", "layers.119.mlp.up_proj")])
 def test_what_tools_write(text: str, name: str) -> None:
     assert read(text).match(name)
 
 
 @pytest.mark.parametrize(("text", "said"), [
     (r"(a+)+$", "repeats so much"), (r"(.*)*x", "repeats so much"), (r"(a|a){2,9}b", "repeats so much"),
-    (r".*.*.*.*.*x", "repeats so much"), (r"(a)\1", "isn't read"), (r"(?P<n>a)(?P=n)", "isn't read"),
+    (r".*.*.*.*.*x", "repeats so much"), (".?" * 100 + "Z", "so many choices"),
+    ("(?:.|.)" * 22 + "Z", "so many choices"), (r".{0,63}" * 4 + "Z", "so many choices"),
+    ("(?=.*.*.*Z)" * 2, "so many choices"), ("(((.*.*)?.*)?.*)?.*x", "so many choices"),
+    (r"(a)?(?(1)a|b)", "isn't read"), (r"(?#a)a", "isn't read"), (r"(?x)a", "isn't read"),
+    (r"a{,}" * 5 + "b", "so many choices"), ("[^]*]*" * 5 + "b", "so many choices"),
+    (r"(a)\1", "isn't read"), (r"(?P<n>a)(?P=n)", "isn't read"),
     ("a" * 1001, "isn't read"), (r"(", "no regular expression"), (r"[", "no regular expression"),
     (r"a{99999999999999999999}", "no regular expression")])
 def test_what_may_never_end(text: str, said: str) -> None:
     with pytest.raises(QuantkitError, match=said):
         read(text)
+
+
+@pytest.mark.parametrize("text", [
+    ".*.*.*.*Z", ".*?.*?.*?.*?Z", "(.*)(.*)(.*)(.*)Z", "(?:.|.)" * 19 + "Z", ".?" * 20 + "Z",
+    ".{0,31}" * 4 + "Z", "(?=.*Z|.*).*.*Z", "(.?(.?.*)?.*)?.*Z", "(?:.*|.*)(?:.*|.*)(?:.*|.*)Z"])
+@pytest.mark.parametrize("name", [NAME, "y" * 64])
+def test_what_is_read_is_soon_done(text: str, name: str) -> None:
+    pattern, start = read(text), time.process_time()
+    assert not pattern.match(name) and time.process_time() - start < 1

@@ -1,0 +1,56 @@
+"""Linears solved: how far off they are, and which one an error names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import SpecError
+from quantkit.formats.pack_quantized import FORMAT
+from quantkit.methods import parts
+from quantkit.methods.base import LayerStats
+from quantkit.methods.rtn import METHOD
+from quantkit.ops.finite import squares
+from quantkit.rows import PlanRow
+from quantkit.solve import solve
+from quantkit.spec import Granularity, QuantSpec
+
+SPEC = QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="float32")
+
+
+def row(name: str = "model.layers.0.self_attn.q_proj", method: str = "rtn", **options: object) -> PlanRow:
+    return PlanRow(name=name, shape=(64, 32), layer=0, shares=name, method=method, format="pack-quantized",
+                   spec=SPEC, options=options, dtype="float32", bytes_before=8192, bytes_after=2304)
+
+
+def weight(seed: int = 0) -> torch.Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e25, 1e38, 1e-25])
+def test_the_error_of_a_weight_of_any_size(size, monkeypatch):
+    exact = weight() / 8 * size
+    ((_, made),) = solve([row()], torch.float32, exact, None)
+    ((_, usual),) = solve([row()], torch.float32, exact / size, None)
+    assert made.error == pytest.approx(usual.error, rel=1e-4) and 0 < made.error < 0.01
+    monkeypatch.setattr(parts, "PART", 1)
+    _, off, _ = parts.solve(torch.cat([exact, exact]), METHOD, FORMAT, None, SPEC, METHOD.options())
+    assert off == pytest.approx(made.error, rel=1e-6)
+
+
+def test_squares_are_summed_in_pieces(monkeypatch):
+    whole = squares(weight())
+    assert whole == pytest.approx(float(weight().double().square().sum()), rel=1e-12)
+    monkeypatch.setattr("quantkit.ops.finite._VALUES", 1)
+    assert squares(weight()) == pytest.approx(whole, rel=1e-12) and squares(torch.zeros(0, 0)) == 0
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_of_linears_solved_together_the_one_that_is_not_finite_is_named(method):
+    names = [f"model.layers.0.mlp.experts.{i}.up_proj" for i in range(3)]
+    weights = [weight(i) for i in range(3)]
+    weights[1][4, 5], weights[1][4, 6] = float("nan"), float("inf")
+    stats = [LayerStats(64, torch.eye(32))] * 3
+    with pytest.raises(SpecError) as caught:
+        solve([row(name, method) for name in names], torch.float32, *weights, *stats)
+    assert caught.value.what == f"{names[1]}: the weight holds 2 values that are NaN or infinite"
