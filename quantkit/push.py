@@ -11,6 +11,7 @@ from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.paths import typed_path
 from quantkit.sources.hub import PREFIX
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
 
     Raises:
         CheckpointError: ``quantkit verify`` rejects the folder.
-        UsageError: no such name can be, or the repository holds a model already.
+        UsageError: no such name or path can be, or the repository holds a model already.
         QuantkitError: the hub refuses or can't be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    path, name = Path(folder).expanduser(), repo.removeprefix(PREFIX)
+    path, name = typed_path(folder), repo.removeprefix(PREFIX)
     try:
         validate_repo_id(name)
     except HFValidationError as error:

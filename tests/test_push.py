@@ -210,3 +210,8 @@ def test_what_verify_rejects_is_not_pushed(checkpoint, tmp_path):
 def test_names_that_can_not_be(checkpoint, name):
     with pytest.raises(UsageError):
         push(checkpoint, name, dry_run=True)
+
+
+def test_a_folder_that_can_not_be():
+    with pytest.raises(UsageError, match="can't be a path"):
+        push("~nobody-of-that-name/x", "ann/tiny", dry_run=True)

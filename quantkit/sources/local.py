@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
 from quantkit.sources.strict_json import read_object
@@ -105,8 +106,13 @@ class LocalSource:
         """Close the weight files."""
         self._tensors.close()
 
-    def _side_names(self) -> list[str]:
-        return [name for name in SIDE_FILES if (self.folder / name).exists()]
+    def _side_paths(self) -> dict[str, Path]:
+        found = {name: plain_file(self.folder, name) for name in SIDE_FILES if (self.folder / name).exists()}
+        for path in found.values():
+            if path.stat().st_size > MAX_SIDE_FILE:
+                raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
+                                  why="no such file needs to be")
+        return found
 
 
 def sha256_file(path: Path) -> str:
