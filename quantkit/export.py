@@ -78,7 +78,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
-    refuse_existing(out)
+    refuse_existing(out, uri)
     form: Format = registry("formats").get(to)
     opened = open_model(uri, revision)
     try:
