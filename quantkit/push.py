@@ -105,6 +105,8 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
                              next="choose another name, or delete that repository's files first")
         done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
         return str(done.commit_url), bool(api.repo_info(name).private)
+    except QuantkitError:
+        raise
     except LocalTokenNotFoundError as error:
         raise QuantkitError("the hub wants to know who you are", why=_first_line(error),
                             next=LOGIN) from error
@@ -116,7 +118,7 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
                             why=_first_line(error),
                             next=f"{LOGIN}, with a token that may write to {name.split('/')[0]}" if denied
                             else again) from error
-    except OSError as error:
+    except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes
         raise QuantkitError(f"the hub can't be reached to upload {name}", why=_first_line(error),
                             next="check the connection, then run the same command again") from error
 
