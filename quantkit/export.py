@@ -28,6 +28,7 @@ from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, all_slots, parse_config
+from quantkit.paths import local_path
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.spec import QuantSpec
@@ -77,7 +78,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
-    refuse_existing(out)
+    refuse_existing(out, uri)
     form: Format = registry("formats").get(to)
     opened = open_model(uri, revision)
     try:
@@ -150,8 +151,8 @@ def _spec(spec: QuantSpec, form: Format, row: LayerRow) -> QuantSpec:
 
 def _name(uri: str) -> str:
     """A folder by its last part, a name on the hub as it is."""
-    path = Path(uri).expanduser()
-    return path.resolve().name if path.is_dir() else uri
+    path = local_path(uri)
+    return path.resolve().name if path is not None and path.is_dir() else uri
 
 
 def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:

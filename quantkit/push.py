@@ -11,6 +11,7 @@ from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.paths import typed_path
 from quantkit.sources.hub import PREFIX
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
 
     Raises:
         CheckpointError: ``quantkit verify`` rejects the folder.
-        UsageError: no such name can be, or the repository holds a model already.
+        UsageError: no such name or path can be, or the repository holds a model already.
         QuantkitError: the hub refuses or can't be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    path, name = Path(folder).expanduser(), repo.removeprefix(PREFIX)
+    path, name = typed_path(folder), repo.removeprefix(PREFIX)
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -104,6 +105,8 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
                              next="choose another name, or delete that repository's files first")
         done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
         return str(done.commit_url), bool(api.repo_info(name).private)
+    except QuantkitError:
+        raise
     except LocalTokenNotFoundError as error:
         raise QuantkitError("the hub wants to know who you are", why=_first_line(error),
                             next=LOGIN) from error
@@ -115,7 +118,7 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
                             why=_first_line(error),
                             next=f"{LOGIN}, with a token that may write to {name.split('/')[0]}" if denied
                             else again) from error
-    except OSError as error:
+    except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes
         raise QuantkitError(f"the hub can't be reached to upload {name}", why=_first_line(error),
                             next="check the connection, then run the same command again") from error
 

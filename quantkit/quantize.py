@@ -111,7 +111,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
-    refuse_existing(out)
+    refuse_existing(out, uri)
     place = find_device(device)
     loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if calibration is not None:

@@ -14,6 +14,7 @@ from quantkit.errors import RecipeError, UsageError, did_you_mean
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
 from quantkit.patterns import compiled
+from quantkit.paths import local_path
 from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
@@ -151,7 +152,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         RecipeError: not found, found twice, malformed (with the line), or its ``extends`` is bad.
     """
     if _is_path(name_or_path):
-        return _load(Path(name_or_path).expanduser(), ())
+        return _load(local_path(name_or_path) or Path(name_or_path), ())
     return _load(_find(name_or_path), (name_or_path,))
 
 

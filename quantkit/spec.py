@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from quantkit.paths import local_path
+
 Kind = Literal["int", "nf", "fp", "trellis"]
 ScaleDtype = Literal["model", "bfloat16", "float16", "float32"]
 
@@ -188,7 +190,9 @@ class CalibrationSpec(Frozen):
 
 
 def _last_part(text: str) -> str:
-    return text if text.startswith("hub:") else Path(text).expanduser().name or text
+    if text.startswith("hub:"):
+        return text
+    return (local_path(text) or Path(text)).name or text
 
 
 class KVSpec(Frozen):

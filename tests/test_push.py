@@ -12,9 +12,10 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub
 import pytest
 
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.push import push
 from quantkit.quantize import quantize
 from quantkit.testing import tiny_model
@@ -185,6 +186,17 @@ def test_a_token_that_may_not_write(hub, checkpoint, tmp_path, status):
     assert done.returncode == 1 and "next: hf auth login" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("error", [OSError, type("ConnectError", (Exception,), {})])
+def test_a_hub_out_of_reach(checkpoint, monkeypatch, error):
+    def create_repo(*_, **__):
+        raise error("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    with pytest.raises(QuantkitError, match="can't be reached") as caught:
+        push(checkpoint, "ann/tiny")
+    assert caught.value.why == "no route" and "check the connection" in caught.value.next
+
+
 def test_a_dry_run_reaches_no_network(hub, checkpoint, tmp_path):
     done = quantkit(hub, tmp_path, "push", checkpoint, "ann/tiny", "--dry-run", token="")
     assert done.returncode == 0, done.stderr
@@ -210,3 +222,8 @@ def test_what_verify_rejects_is_not_pushed(checkpoint, tmp_path):
 def test_names_that_can_not_be(checkpoint, name):
     with pytest.raises(UsageError):
         push(checkpoint, name, dry_run=True)
+
+
+def test_a_folder_that_can_not_be():
+    with pytest.raises(UsageError, match="can't be a path"):
+        push("~nobody-of-that-name/x", "ann/tiny", dry_run=True)

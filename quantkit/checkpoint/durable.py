@@ -90,6 +90,8 @@ def disk_errors(what: str, kept: str) -> Iterator[None]:
             remedy = "free some space, then run the same command again: it resumes"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR):
             remedy = "choose another --out, in a folder that you may write to"
+        elif error.errno in (errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP):
+            remedy = "choose another --out"
         else:
             remedy = "run the same command again: it resumes"
         raise CheckpointError(what, why=f"{reason}; {kept}", next=remedy) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from quantkit.calibrate.coverage import Coverage, SourceFile
 from quantkit.calibrate.runner import EXPERT
@@ -138,6 +138,13 @@ class LayerRow(Frozen):
     tokens: int | None = Field(default=None, ge=0)
     notes: tuple[str, ...] = Field(default=(), strict=False)
 
+    @model_validator(mode="after")
+    def _whole(self) -> LayerRow:
+        given = [key for key in ("method", "format", "spec") if getattr(self, key) is not None]
+        if given and len(given) < 3:
+            raise ValueError(f"a layer with {' and '.join(given)} alone is neither quantized nor kept")
+        return self
+
     @classmethod
     def of(cls, row: PlanRow, *, error: float | None = None, tokens: int | None = None,
            notes: tuple[str, ...] = ()) -> LayerRow:
@@ -251,7 +258,7 @@ class Manifest(Frozen):
             raise CheckpointError(f"{label} is larger than {MAX_BYTES // 2**20} MiB", next=again)
         try:
             plain = json.loads(raw)
-            version = plain["schema_version"]
+            version, written = plain["schema_version"], _canonical(plain)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{label} is damaged", why=f"{type(error).__name__}: {error}",
                                   next=again) from None
@@ -268,7 +275,7 @@ class Manifest(Frozen):
         # comparing bytes also catches a duplicate key and damage between the values; what a later version
         # added is not in it, so it is the JSON itself that is compared
         digest = hashlib.sha256(_canonical(plain | {"digest": ""})).hexdigest()
-        if _canonical(plain) != raw or manifest.digest != digest:
+        if written != raw or manifest.digest != digest:
             raise CheckpointError(f"{label} is damaged or was edited",
                                   why="it is not what its own digest says", next=again)
         return manifest

@@ -8,6 +8,7 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint, is_unfinished
 from quantkit.errors import UsageError
+from quantkit.paths import local_path, typed_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, open_source
 
 AnyCheckpoint = Checkpoint | ForeignCheckpoint
@@ -18,8 +19,9 @@ def open_checkpoint(folder: str | Path, identity: SourceIdentity | None = None) 
 
     Raises:
         CheckpointError, SourceError: it is unfinished, damaged, or can't be read.
+        UsageError: no such path can be.
     """
-    path = Path(folder).expanduser()
+    path = typed_path(folder)
     if (path / MANIFEST).is_file() or is_unfinished(path) or foreign_method(path) is None:
         return Checkpoint.open(path)
     return ForeignCheckpoint(path, identity)
@@ -32,8 +34,8 @@ def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckp
         UsageError: a revision of a checkpoint's folder.
         QuantkitError: it isn't there or can't be read.
     """
-    folder = Path(uri).expanduser()
-    if is_checkpoint(folder):
+    folder = local_path(uri)
+    if folder is not None and is_checkpoint(folder):
         if revision is not None:
             raise UsageError(f"--revision {revision} makes no sense for a checkpoint's folder",
                              next="leave it out")

@@ -105,8 +105,13 @@ class Checkpoint:
         return sum(r.bytes for name, r in self.manifest.files.items() if name.endswith(".safetensors"))
 
     def config(self) -> dict[str, Any]:
-        """``config.json``, ``quantization_config`` included."""
-        return read_json(self.path / CONFIG)
+        """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
+        config = read_json(self.path / CONFIG)
+        found = config.get("quantization_config")
+        if found and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
+            raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
+                                  why="its quantization_config is no table with a quant_method")
+        return config
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that full name is stored."""

@@ -3,15 +3,15 @@
 ``OUT.partial/`` holds, while a run lasts::
 
     lock                          held by the one writer
-    state.json                    which run this is
+    state.json                    which run this is; at last, the hash of the manifest that OUT gets
     part-UNIT.safetensors, .json  a finished unit: its tensors; then its rows and hash
     part-work-NAME…               the same for what only the run needs
     states/                       hidden states, while they are needed
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
-    finished                      hash of the manifest that was renamed, until all this is removed
 
 Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
-does, and a checkpoint once ``OUT`` does.
+does, and a checkpoint once ``OUT`` does. What else lies there is nobody's to touch; ``state.json`` is
+removed last, so that until then the same run knows its own ``OUT``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, writ
 from quantkit.checkpoint.manifest import MANIFEST, LayerRow, Manifest
 from quantkit.checkpoint.reader import PARTIAL, STATE
 from quantkit.checkpoint.shards import SHARD_BYTES, Unread, stored_tensors, tensor_chunks
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.paths import local_path, typed_path
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LOCK, _FINISHED, _ASSEMBLED = "lock", "finished", "checkpoint"
+_PART = re.compile(rf"part-{_UNIT.pattern}\.(safetensors|json)")
+_LOCK, _STATES, _ASSEMBLED, _PUBLISHED = "lock", "states", "checkpoint", "published"
 WORK = "work-"
 """A unit whose name begins so is kept while the run lasts, and is no part of the checkpoint."""
 
@@ -68,13 +70,8 @@ class CheckpointWriter:
 
     def __init__(self, out: str | Path, identity: Mapping[str, Any], *, needed_bytes: int = 0,
                  shard_bytes: int = SHARD_BYTES) -> None:
-        self.out = Path(out).expanduser().resolve()
-        if not self.out.name or self.out.suffix == PARTIAL:
-            raise CheckpointError(f"{out} can't be a checkpoint's folder",
-                                  why=f"it needs a name that doesn't end in {PARTIAL}",
-                                  next="choose another --out")
-        self.partial = self.out.with_name(self.out.name + PARTIAL)
-        self.states = self.partial / "states"
+        self.out, self.partial = _folders(out)
+        self.states = self.partial / _STATES
         self.finished = False
         self._shard_bytes = shard_bytes
         self._units: set[str] = set()  # those whose bytes this process wrote or checked
@@ -82,6 +79,7 @@ class CheckpointWriter:
         self._state = {"layout": LAYOUT_VERSION, "identity": json.loads(json.dumps(dict(identity)))}
         refuse_existing(self.out)
         with disk_errors(f"{self.partial} can't be made", "nothing was written"):
+            self._refuse_strangers()
             self._check_space(needed_bytes)
             durable.step("create the folder")
             self.partial.mkdir(parents=True, exist_ok=True)
@@ -195,23 +193,25 @@ class CheckpointWriter:
         folder = self.partial / _ASSEMBLED
         durable.step("remove an earlier attempt")
         shutil.rmtree(folder, ignore_errors=True)
-        (self.partial / _FINISHED).unlink(missing_ok=True)
         folder.mkdir()
         digest = assemble(folder, tensors, rows, config, side_files, manifest, self._shard_bytes)
-        write_file(self.partial / _FINISHED, [digest.encode()])
+        self._write_state({_PUBLISHED: digest})
         durable.step("publish the checkpoint")
         durable.rename(folder, self.out)
 
     def _clean(self) -> None:
+        for path in sorted(self.partial.iterdir()):
+            if path.name not in (_LOCK, STATE) and _is_ours(path.name):
+                durable.step(f"remove {path.name}")
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        durable.sync_folder(self.partial)
         durable.step("forget the run")
-        (self.partial / STATE).unlink(missing_ok=True)  # from here on the rest is litter
-        self._remove_litter()
+        (self.partial / STATE).unlink(missing_ok=True)
         self._remove_folder()
 
     def abandon(self) -> None:
         """Remove the unfinished run: it can't be completed."""
         with disk_errors(f"{self.partial} can't be removed", "it holds an unfinished run"):
-            write_file(self.partial / _FINISHED, [b""])
             self._clean()
         self.close()
 
@@ -249,59 +249,53 @@ class CheckpointWriter:
                     f"them), {free / 1e9:.2f} GB are free", next="free some space, or choose another --out")
 
     def _resume(self) -> None:
-        state, finished = self.partial / STATE, self.partial / _FINISHED
-        if not state.is_file():
-            if finished.is_file():
-                self._remove_litter()
-            self._refuse_strangers()
+        self._refuse_strangers()  # now that nobody else is at work there
+        if not (self.partial / STATE).is_file():
             if os.path.lexists(self.out):
                 self._remove_folder()
                 raise _exists(self.out)
-            write_file(state, [json.dumps(self._state, sort_keys=True, indent=1).encode()])
+            self._write_state({})
             return
-        self._compare(state)
+        self._compare()
         if os.path.lexists(self.out):
-            manifest = self.out / MANIFEST
-            done = finished.is_file() and manifest.is_file() and (
-                finished.read_text() == hash_file(manifest)[0])
-            if not done:
+            if not _is_published(self.out, self.partial):
                 raise _exists(self.out)
             self.finished = True
         for leftover in self.partial.glob("*" + durable.TEMPORARY):
-            durable.step(f"remove {leftover.name}")
-            leftover.unlink()
+            if _is_ours(leftover.name):
+                durable.step(f"remove {leftover.name}")
+                leftover.unlink()
 
-    def _remove_litter(self) -> None:
-        """Empty the folder of a run that ended; ``finished`` goes last, so that this can resume too."""
-        for path in sorted(self.partial.iterdir()):
-            if path.name not in (_LOCK, _FINISHED):
-                durable.step(f"remove {path.name}")
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        durable.step("remove the mark")
-        (self.partial / _FINISHED).unlink()
+    def _write_state(self, more: dict[str, str]) -> None:
+        content = json.dumps(self._state | more, sort_keys=True, indent=1)
+        write_file(self.partial / STATE, [content.encode()])
 
     def _remove_folder(self) -> None:
         durable.step("remove the folder")
         (self.partial / _LOCK).unlink()
-        self.partial.rmdir()
+        with suppress(OSError):  # something of somebody else's is in it
+            self.partial.rmdir()
 
     def _refuse_strangers(self) -> None:
-        strangers = sorted(p.name for p in self.partial.iterdir()
-                           if p.name not in (_LOCK, STATE + durable.TEMPORARY))
-        if strangers:
+        """Raise CheckpointError for a folder that no run made."""
+        names = {path.name for path in self.partial.iterdir()} if self.partial.is_dir() else set()
+        begun = STATE in names or (self.partial / STATE).is_file()
+        strange = sorted(name for name in names if not (
+            _is_ours(name) if begun else name in (_LOCK, STATE + durable.TEMPORARY)))
+        if strange and _read_state(self.partial) is None:
             raise CheckpointError(f"{self.partial} is not a quantkit run's folder",
-                                  why=f"it holds {', '.join(strangers[:3])} and no {STATE}",
+                                  why=f"it holds {', '.join(strange[:3])} and no {STATE}"
+                                      + (" of a run" if begun else ""),
                                   next="choose another --out, or move that folder away")
 
-    def _compare(self, state: Path) -> None:
-        try:
-            found = json.loads(state.read_bytes())
-        except ValueError:
-            found = None
-        if found == self._state:
+    def _compare(self) -> None:
+        found = _read_state(self.partial)
+        if found and {key: value for key, value in found.items() if key != _PUBLISHED} == self._state:
             return
-        drop = f"choose another --out, or drop that run: rm -r {shlex.quote(str(self.partial))}"
-        if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
+        drop = "choose another --out"
+        if all(_is_ours(path.name) for path in self.partial.iterdir()):
+            drop += f", or drop that run: rm -r {shlex.quote(str(self.partial))}"
+        if found is None:
             raise CheckpointError(f"{self.partial} belongs to another run", next=drop,
                                   why=f"nobody can read in its {STATE} which")
         old, new = ({"layout": one.get("layout"), **one["identity"]} for one in (found, self._state))
@@ -312,24 +306,62 @@ class CheckpointWriter:
             next=f"to end it, pip install {' '.join(versions)}; or {drop}" if versions else drop)
 
 
-def refuse_existing(out: str | Path) -> None:
+def refuse_existing(out: str | Path, source: str | None = None) -> None:
     """Raise CheckpointError if something is at ``out``, unless a run only has to be tidied up there.
 
-    Cheap, so that a caller can ask before any work.
+    Cheap, so that a caller can ask before any work. Nobody is told to remove what ``source`` lies in.
     """
-    path = Path(out).expanduser().resolve()
+    path, partial = _folders(out)
     if not os.path.lexists(path):
         return
-    left: set[str] = set()
     with suppress(OSError):
-        left = {one.name for one in path.with_name(path.name + PARTIAL).iterdir()}
-    if _FINISHED not in left and left != {_LOCK}:
-        raise _exists(path)
+        if {one.name for one in partial.iterdir()} == {_LOCK} or _is_published(path, partial):
+            return
+    raise _exists(path, source)
 
 
-def _exists(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} already exists", why="nothing is ever written over",
-                           next=f"choose another --out, or remove it: rm -r {shlex.quote(str(path))}")
+def _folders(out: str | Path) -> tuple[Path, Path]:
+    """``OUT`` and ``OUT.partial``. Raises CheckpointError if ``out`` can't name a checkpoint."""
+    why = f"it needs a name that doesn't end in {PARTIAL}"
+    try:
+        path = typed_path(out).resolve()
+        if path.name and path.suffix != PARTIAL:
+            return path, path.with_name(path.name + PARTIAL)
+    except UsageError as error:
+        why = error.why or error.what
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links
+        why = str(error)
+    raise CheckpointError(f"{out} can't be a checkpoint's folder", why=why, next="choose another --out")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a run makes something of that name in its folder."""
+    name = name.removesuffix(durable.TEMPORARY)
+    return name in (_LOCK, STATE, _STATES, _ASSEMBLED) or _PART.fullmatch(name) is not None
+
+
+def _read_state(partial: Path) -> dict[str, Any] | None:
+    """Which run a folder is of; ``None`` if nobody can read that there."""
+    try:
+        found = json.loads((partial / STATE).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("identity"), dict) else None
+
+
+def _is_published(out: Path, partial: Path) -> bool:
+    """Whether the run in ``partial`` made ``out``."""
+    manifest, state = out / MANIFEST, _read_state(partial)
+    return state is not None and manifest.is_file() and state.get(_PUBLISHED) == hash_file(manifest)[0]
+
+
+def _exists(path: Path, source: str | None = None) -> CheckpointError:
+    next = "choose another --out"
+    with suppress(OSError, RuntimeError):
+        used = [Path.cwd(), *filter(None, [local_path(source or "")])]
+        if (path / MANIFEST).is_file() and not any(one.resolve().is_relative_to(path) for one in used):
+            next += f", or remove it: rm -r {shlex.quote(str(path))}"
+    return CheckpointError(f"{path} already exists", why="nothing is ever written over", next=next)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

@@ -90,7 +90,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     choice = None
     if budget is not None:
         if out is not None:
-            refuse_existing(out)
+            refuse_existing(out, source)
         choice = _choose(source, recipe, budget, revision, quiet)
         recipe = choice.recipe
     if dry_run:

@@ -12,6 +12,7 @@ import rich_click as click
 
 from quantkit.cli.present import human_bytes, note, show_error, show_warning
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.paths import local_path
 
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
@@ -115,8 +116,9 @@ def _key(file: Path | None) -> str | None:
 def _called(model: str, name: str | None) -> str:
     """The model's name in requests."""
     if name is None:
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.exists() else model.rstrip("/").rpartition("/")[2]
+        path = local_path(model)
+        there = path is not None and path.exists()
+        name = path.resolve().name if path and there else model.rstrip("/").rpartition("/")[2]
         name = name.partition("@")[0] or model
     if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
         raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from quantkit.errors import UsageError, did_you_mean
+from quantkit.paths import local_path
 from quantkit.plugins import current
 from quantkit.safe_yaml import read_yaml
 from quantkit.spec import Frozen
@@ -203,7 +204,7 @@ def find_task(name: str) -> tuple[TaskFile, Path]:
         UsageError: there is none, there are several, or its file is malformed.
     """
     if "/" in name or "\\" in name or name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = local_path(name) or Path(name)
         return read_task(path), path
     _, path, task = _only(name, _files())
     return task, path

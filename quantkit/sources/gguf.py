@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.gguf_config import HF_FOLDER, hf_config
 from quantkit.sources.gguf_header import GGUFTensor, open_gguf
 from quantkit.sources.gguf_tokenizer import tokenizer_files
-from quantkit.sources.local import local_path, sha256_file
+from quantkit.sources.local import sha256_file
 
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight"}

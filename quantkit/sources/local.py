@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
 from quantkit.sources.strict_json import read_object
@@ -68,24 +69,25 @@ class LocalSource:
             SourceError: one is a link that leaves the folder, unreadable, or absurdly large.
         """
         found: dict[str, bytes] = {}
-        for name in self._side_names():
-            path = plain_file(self.folder, name)
+        for name, path in self._side_paths().items():
             try:
-                if path.stat().st_size > MAX_SIDE_FILE:
-                    raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
-                                      why="no such file needs to be")
                 found[name] = path.read_bytes()
             except OSError as error:
                 raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
         return found
 
     def identity(self) -> SourceIdentity:
-        """With the sha256 of the config, the index, every weight file and every side file."""
+        """With the sha256 of the config, the index, every weight file and every side file.
+
+        Raises:
+            SourceError: as :meth:`side_files`, and before anything is hashed.
+        """
         index = [INDEX] if (self.folder / INDEX).is_file() else []
-        names = [CONFIG, *index, *self._tensors.files, *self._side_names()]
+        paths = {name: plain_file(self.folder, name) for name in (CONFIG, *index, *self._tensors.files)}
+        paths |= self._side_paths()
         known = self._identity
         return SourceIdentity(known.kind, known.uri, known.revision,
-                              {name: sha256_file(self.folder / name) for name in names}, known.pinned)
+                              {name: sha256_file(path) for name, path in paths.items()}, known.pinned)
 
     @property
     def file_bytes(self) -> int:
@@ -105,8 +107,13 @@ class LocalSource:
         """Close the weight files."""
         self._tensors.close()
 
-    def _side_names(self) -> list[str]:
-        return [name for name in SIDE_FILES if (self.folder / name).exists()]
+    def _side_paths(self) -> dict[str, Path]:
+        found = {name: plain_file(self.folder, name) for name in SIDE_FILES if (self.folder / name).exists()}
+        for path in found.values():
+            if path.stat().st_size > MAX_SIDE_FILE:
+                raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
+                                  why="no such file needs to be")
+        return found
 
 
 def sha256_file(path: Path) -> str:
@@ -116,18 +123,6 @@ def sha256_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
-
-
-def local_path(uri: str) -> Path | None:
-    """The path that ``uri`` names, ``~`` expanded; ``None`` if there can't be one."""
-    if not uri:
-        return None  # pathlib would take it for the current folder
-    try:
-        path = Path(uri).expanduser()
-        path.exists()  # raises when a part is longer than a file system takes
-    except (OSError, RuntimeError, ValueError):
-        return None
-    return path
 
 
 def _model_folder(folder: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
-from quantkit.errors import UsageError
+from quantkit.checkpoint.verify import verify
+from quantkit.errors import CheckpointError, UsageError
 
 CHANNEL = {"strategy": "channel"}
 
@@ -126,6 +127,18 @@ def test_usage(tiny, tmp_path):
             check_engine("vlm", opened)
         with pytest.raises(UsageError, match="no device is called 'tpu'"):
             check_engine("vllm", opened, "tpu")
+
+
+@pytest.mark.parametrize("value", ["aaaa", [1], {"bits": 4}, {"quant_method": ["gptq"]}])
+def test_a_quantization_config_that_is_no_table(tiny, tmp_path, value):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": spec(4)})
+    config = json.loads((out / "config.json").read_text())
+    size = (out / "config.json").stat().st_size
+    text = json.dumps(config | {"quantization_config": value})
+    (out / "config.json").write_text(text + " " * (size - len(text)))
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        open_checkpoint(out)
+    assert [check.name for check in verify(out).failed] == ["config.json"]
 
 
 TABLE = {"match": "model.embed_tokens", "method": "rtn"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -49,6 +50,31 @@ def test_a_repeated_key_is_refused():
 def test_an_unknown_key_is_refused():
     with pytest.raises(CheckpointError, match="surprise"):
         Manifest.from_bytes(json.dumps({**json.loads(manifest().to_bytes()), "surprise": 1}).encode())
+
+
+def sealed(data) -> bytes:
+    """Its own digest recomputed, as by someone who knows how."""
+    def dumped(digest):
+        return (json.dumps(data | {"digest": digest}, sort_keys=True, indent=1, ensure_ascii=False)
+                + "\n").encode("utf-8", "surrogatepass")
+    return dumped(hashlib.sha256(dumped("")).hexdigest())
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_values_that_are_no_json_are_refused(value):
+    raw = manifest().to_bytes().decode().replace('"recipe": {', f'"recipe": {{"a": {value},')
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.from_bytes(raw.encode())
+
+
+@pytest.mark.parametrize("given", [{"spec": {"bits": 4, "granularity": {"strategy": "channel"}}},
+                                   {"format": "awq"}, {"method": "rtn"}, {"method": "rtn", "format": "awq"}])
+def test_a_layer_is_quantized_or_kept(given):
+    data = json.loads(manifest().to_bytes())
+    assert Manifest.from_bytes(sealed(data)).layers
+    data["layers"][0] |= given
+    with pytest.raises(CheckpointError, match=r"layers\.0: .*neither quantized nor kept"):
+        Manifest.from_bytes(sealed(data))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "a\\b", "..", ".", "", ".env", "a\0b", "-rf",

@@ -11,8 +11,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
-from quantkit.checkpoint.open import open_model
+from quantkit.checkpoint.open import open_checkpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import SourceError, UsageError
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
@@ -58,3 +59,11 @@ def test_it_runs_by_its_name(hub, ours):
     assert loaded.label == ("rtn int8 channel sym" if ours else "gptq int8 channel sym")
     if not ours:
         assert ForeignCheckpoint(hub).identity().files.keys() >= {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "x" * 5000])
+def test_names_that_can_be_no_path(name):
+    with pytest.raises(UsageError, match="can't be"):
+        open_checkpoint(name)
+    with pytest.raises(SourceError):
+        open_model(name)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 
 import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter, natural
+from quantkit.checkpoint.writer import CheckpointWriter, natural, refuse_existing
 from quantkit.errors import CheckpointError
 
 
@@ -93,11 +94,71 @@ def test_a_strangers_folder_is_left_alone(tmp_path):
     assert (tmp_path / "out.partial" / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("out", ["/", "x.partial"])
-def test_bad_names_for_out(tmp_path, monkeypatch, out):
+@pytest.mark.parametrize("names", [["finished"], ["finished", "thesis.txt"], ["lock", "thesis.txt"],
+                                   ["part-a.json"], ["checkpoint"], ["state.json", "thesis.txt"],
+                                   ["x.tmp"]])
+def test_a_folder_that_no_run_made_stays_as_it_is(tmp_path, names):
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("years of work")
+    with pytest.raises(CheckpointError, match="not a quantkit run's folder") as caught:
+        CheckpointWriter(tmp_path / "out", {})
+    assert "rm -r" not in caught.value.next
+    assert contents(folder) == dict.fromkeys(sorted(names), b"years of work")
+
+
+def test_what_a_run_did_not_make_outlives_it(tiny, tmp_path, rules):
+    plan = tiny.plan(*rules["int4"])
+    with CheckpointWriter(tmp_path / "out", {"a": 1}):
+        pass
+    folder = tmp_path / "out.partial"
+    for name in ("thesis.txt", "thesis.tmp"):
+        (folder / name).write_text("years of work")
+    with pytest.raises(CheckpointError, match="belongs to another run") as caught:
+        CheckpointWriter(tmp_path / "out", {"a": 2})
+    assert "rm -r" not in caught.value.next
+    with CheckpointWriter(tmp_path / "out", {"a": 1}) as writer:
+        for unit, (tensors, rows) in tiny.units(plan).items():
+            writer.put(unit, tensors, rows)
+        writer.finish(tiny.source.config(), {}, tiny.manifest(plan))
+    assert contents(folder) == dict.fromkeys(["thesis.tmp", "thesis.txt"], b"years of work")
+
+
+@pytest.mark.parametrize("out, why", [("/", "a name"), ("x.partial", "a name"), ("", "empty"),
+                                      ("~nobody-of-that-name/x", "home"), ("loop", "loop"),
+                                      ("x" * 300, "too long")])
+def test_bad_names_for_out(tmp_path, monkeypatch, out, why):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="can't be a checkpoint's folder"):
-        CheckpointWriter(out, {})
+    if out == "loop":
+        (tmp_path / "loop").symlink_to("loop")
+    before = list(tmp_path.iterdir())
+    for ask in (refuse_existing, lambda out: CheckpointWriter(out, {})):
+        with pytest.raises(CheckpointError) as caught:
+            ask(out)
+        if out != "loop" or sys.version_info < (3, 13):  # later ones take it for a name
+            assert "can't be a checkpoint's folder" in caught.value.what
+            assert why in caught.value.why
+        assert caught.value.next.startswith("choose another --out")
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_only_a_checkpoint_that_nobody_is_in_is_advised_to_be_removed(tmp_path, monkeypatch):
+    def advice(out, source=None):
+        with pytest.raises(CheckpointError, match="already exists") as caught:
+            refuse_existing(out, source)
+        return caught.value.next
+
+    out = tmp_path / "out"
+    (out / "deep").mkdir(parents=True)
+    assert advice(out) == "choose another --out"
+    (out / "quantkit.json").touch()
+    assert advice(out, "owner/name") == f"choose another --out, or remove it: rm -r {out}"
+    assert advice(out, str(out)) == advice(out, str(out / "deep")) == "choose another --out"
+    monkeypatch.chdir(out / "deep")
+    assert advice("..") == advice(out) == "choose another --out"
+    monkeypatch.chdir(out)
+    assert advice(".") == "choose another --out"
 
 
 @pytest.mark.parametrize("unit", ["", "../x", "a/b", ".hidden", "a b", "x" * 200])

@@ -45,6 +45,8 @@ class Run:
         self.made = []
         with CheckpointWriter(out, identity or {"run": 1}, **options) as writer:
             for unit, (tensors, rows) in self.units.items():
+                if writer.finished:
+                    continue
                 if writer.has(unit):
                     found, found_rows = writer.get(unit)
                     assert found_rows == rows and all(torch.equal(found[n], t) for n, t in tensors.items())

@@ -31,10 +31,12 @@ def test_the_disk_fails_at_every_point(run, steps, tmp_path, at_step, reference,
         assert os.strerror(code) in caught.value.why and remedy in caught.value.next, what
         monkeypatch.setattr(durable, "step", lambda what: None)
         assert not list(out.parent.rglob("*.tmp")) or "rename" in what, "its space is given back"
+        over = out.exists() and not (out.with_name("out.partial") / "state.json").exists()
         try:
             run(out)
+            assert not over, what
         except CheckpointError as error:
-            assert "already exists" in str(error)
+            assert over and "already exists" in str(error), what
         assert contents(out) == reference
 
 
@@ -113,6 +115,25 @@ def test_a_parent_that_is_a_file(tmp_path):
         CheckpointWriter(tmp_path / "file" / "out", {})
     assert "choose another --out" in caught.value.next
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def in_the_way(folder: Path) -> None:
+    (folder / "out.partial").write_text("mine")
+
+
+def a_loop(folder: Path) -> None:
+    (folder / "out.partial").symlink_to("out.partial")
+
+
+@pytest.mark.parametrize("name, make", [
+    ("out", in_the_way), ("out", a_loop), ("x" * 250, lambda folder: None), ("x" * 300, lambda folder: None)])
+def test_what_no_other_attempt_would_change(tmp_path, name, make):
+    make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="can't be") as caught:
+        CheckpointWriter(tmp_path / name, {})
+    assert caught.value.next.startswith("choose another --out")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_file_system_that_is_not_for_files():

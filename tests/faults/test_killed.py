@@ -8,16 +8,20 @@ import pytest
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError
 
 
 def again(run, out, reference, contents):
-    """Run again after a fault; the checkpoint may have been complete already."""
+    """Run again after a fault; only where the run was over but for its empty folder, OUT isn't its own."""
+    over = out.exists() and not (out.with_name("out.partial") / "state.json").exists()
     try:
         run(out)
+        assert not over
     except CheckpointError as error:
-        assert "already exists" in str(error)
+        assert over and "already exists" in str(error)
     assert contents(out) == reference
+    assert not out.with_name("out.partial").exists()
 
 
 def whole_or_absent(out, reference, contents):
@@ -69,7 +73,7 @@ def test_interrupted_at_every_point(run, steps, tmp_path, at_step, reference, co
     def interrupt():
         raise error
 
-    for number, what in enumerate(steps):
+    for number in range(len(steps)):
         out = tmp_path / str(number) / "out"
         at_step(number, interrupt)
         with pytest.raises(error):
@@ -77,18 +81,40 @@ def test_interrupted_at_every_point(run, steps, tmp_path, at_step, reference, co
         monkeypatch.setattr(durable, "step", lambda what: None)
         whole_or_absent(out, reference, contents)
         again(run, out, reference, contents)
-        assert not out.with_name("out.partial").exists() or "remove" in what or "forget" in what
 
 
 def test_stopped_after_publishing_the_next_run_only_cleans_up(run, steps, tmp_path, at_step, reference,
                                                               contents, in_child, kill, monkeypatch):
-    out = tmp_path / "out"
-    at_step(steps.index("forget the run"), kill)
-    assert in_child(lambda: run(out) and 0) == -9
-    monkeypatch.setattr(durable, "step", lambda what: None)
-    assert out.exists() and out.with_name("out.partial").exists()
-    assert run(out) == out and run.made == []
-    assert contents(out) == reference and [p.name for p in tmp_path.iterdir()] == ["out"]
+    first, last = steps.index("publish the checkpoint") + 1, steps.index("forget the run")
+    assert last - first > 5
+    for number in range(first, last + 1):
+        out = tmp_path / str(number) / "out"
+        at_step(number, kill)
+        assert in_child(lambda out=out: run(out) and 0) == -9
+        monkeypatch.setattr(durable, "step", lambda what: None)
+        assert out.exists() and out.with_name("out.partial").exists()
+        assert run(out) == out and run.made == [], steps[number]
+        assert contents(out) == reference and [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_stopped_while_it_is_abandoned_a_run_goes_on(run, tmp_path, at_step, in_child, kill, reference,
+                                                     contents, monkeypatch):
+    def abandoned(out):
+        with CheckpointWriter(out, {"run": 1}) as writer:
+            for unit, (tensors, rows) in run.units.items():
+                writer.put(unit, tensors, rows)
+            writer.abandon()
+
+    seen: list[str] = []
+    monkeypatch.setattr(durable, "step", seen.append)
+    abandoned(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    for number in range(seen.index("remove part-model.layers.0.json"), len(seen)):
+        out = tmp_path / str(number) / "out"
+        at_step(number, kill)
+        assert in_child(lambda out=out: abandoned(out)) == -9
+        monkeypatch.setattr(durable, "step", lambda what: None)
+        again(run, out, reference, contents)
 
 
 def test_a_part_torn_by_a_power_cut_is_made_again(run, steps, tmp_path, at_step, in_child, kill, reference,

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 
 from quantkit.errors import SourceError
+from quantkit.sources import local
 from quantkit.sources.base import open_source
 from quantkit.sources.local import KIND, SIDE_FILES, LocalSource
 from quantkit.testing import tiny_model
@@ -121,8 +122,20 @@ def test_links_that_leave_are_not_followed(tmp_path, folder, name):
     outside.write_bytes((folder / name).read_bytes())
     (folder / name).unlink()
     (folder / name).symlink_to(outside)
-    with pytest.raises(SourceError, match=f"{name} is a link that leaves"):
-        open_source(str(folder)).side_files()
+    for ask in (LocalSource.side_files, LocalSource.identity):
+        with pytest.raises(SourceError, match=f"{name} is a link that leaves"):
+            ask(open_source(str(folder)))
+
+
+def test_what_is_refused_is_refused_before_anything_is_hashed(folder, monkeypatch):
+    monkeypatch.setattr(local, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(local, "MAX_SIDE_FILE", 1)
+    with pytest.raises(SourceError, match=r"tokenizer\.json is larger than 1 bytes"):
+        open_source(str(folder)).identity()
+    (folder / "merges.txt").unlink()
+    (folder / "merges.txt").symlink_to("/etc/passwd")
+    with pytest.raises(SourceError, match=r"merges\.txt is a link that leaves"):
+        open_source(str(folder)).identity()
 
 
 def test_a_pipe_is_not_waited_for(folder):
