@@ -21,13 +21,13 @@ from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import ExportRecord, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.quantization_config import OWN, quantization_config
-from quantkit.checkpoint.reader import Checkpoint, read_manifest
+from quantkit.checkpoint.reader import CARD, Checkpoint, read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
 from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
-from quantkit.models.architecture import EMBEDDING, all_slots, parse_config
+from quantkit.models.architecture import EMBEDDING, all_slots, layer_of, parse_config
 from quantkit.paths import local_path
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
@@ -74,7 +74,7 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     Raises:
         UsageError: it isn't quantized, or there is no such format.
         SpecError: the layout can't hold a layer's spec or shape.
-        CheckpointError: the layout can't hold a layer exactly, or a file is damaged; nothing is left.
+        CheckpointError: the layout can't hold a layer exactly: nothing is left. Or a file is damaged.
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
@@ -180,7 +180,7 @@ def _manifest(checkpoint: AnyCheckpoint, to: str, name: str) -> Manifest:
 def _intact(checkpoint: Checkpoint) -> None:
     """Damage must not be given a new hash. Raises CheckpointError."""
     for name, record in checkpoint.manifest.files.items():
-        if name.endswith(".safetensors") and hash_file(checkpoint.path / name)[0] != record.sha256:
+        if name != CARD and hash_file(checkpoint.path / name)[0] != record.sha256:
             raise CheckpointError(f"{checkpoint.path / name} is damaged",
                                   why="its hash is not the manifest's",
                                   next="copy the checkpoint again from where it came, or quantize again")
@@ -202,7 +202,7 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
             progress(Event(len(units) - 1 if index is None else index, len(units), unit.replace("-", " ")))
             if writer.finished or writer.has(unit):
                 continue
-            mine = [n for n in other if _unit_of(n) == index]
+            mine = [n for n in other if layer_of(n, shape.num_layers) == index]
             writer.put(unit, _tensors(checkpoint, form, members) | {n: checkpoint.tensor(n) for n in mine},
                        [row.to_dict() for row in members])
             checkpoint.release()
@@ -222,11 +222,6 @@ def _suffixes(checkpoint: AnyCheckpoint, row: LayerRow) -> Sequence[str]:
     if before.format is None or before.spec is None:
         return ("weight",)
     return tuple(registry("formats").get(before.format).layout(before.spec, row.shape, FLOATS[row.dtype]))
-
-
-def _unit_of(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdigit() else None
 
 
 def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from quantkit.errors import QuantkitError, Stopped
 from quantkit.executor.base import Executor, Item, make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
-from quantkit.models.architecture import EMBEDDING, parse_config
+from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
 from quantkit.peak import BATCH
 from quantkit.plan import Plan, make_plan
@@ -140,7 +140,9 @@ class _Run:
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
-        identity = manifest.model_dump(mode="json")
+        # sums are made in another order elsewhere, so that a run ends where it was begun
+        identity = manifest.model_dump(mode="json") | {
+            "torch": torch.__version__, "device": self.device.type if self.measured else "cpu"}
         with CheckpointWriter(self.out, identity, needed_bytes=self.plan.needed_disk_bytes) as writer:
             resumed = len(writer.units())
             total = self.config.num_layers + 1 + bool(self._outside(TABLE))
@@ -237,6 +239,9 @@ class _Run:
         return self.executor.map(solve_data_free, (
             (label, (self.origin, tuple(row for row in rows if row.method))) for label, rows in units))
 
+    def _other(self, index: int | None) -> list[str]:
+        return [name for name in self.plan.other if layer_of(name, self.config.num_layers) == index]
+
     def _inside(self, index: int) -> list[PlanRow]:
         return [row for row in self.plan.rows if row.layer == index]
 
@@ -252,7 +257,7 @@ class _Run:
             tensors, rows = writer.get(unit)
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
             return {row.name: _stored(row, tensors) for row in planned if row.method}
-        other = [] if unit == TABLE else [n for n in self.plan.other if not n.startswith(LAYERS)]
+        other = [] if unit == TABLE else self._other(None)
         return self._store(writer, unit, planned, other, self._tensors(planned, stats), elsewhere)
 
     def _importance(self, writer: CheckpointWriter, weights: Weights,
@@ -301,7 +306,7 @@ class _Run:
             if any(transform.layer for transform, _ in self.transforms):  # weights that they change are here
                 stats = {name: one.to(torch.device("cpu")) for name, one in stats.items()}
             runner.forget([row.name for row in planned if row.method])
-        other = [n for n in self.plan.other if n.startswith(f"{LAYERS}{index}.")]
+        other = self._other(index)
         if elsewhere is None:
             following = f"{LAYERS}{index + 1}."
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])

@@ -13,8 +13,8 @@ from pydantic import Field, field_validator, model_validator
 from quantkit.errors import RecipeError, UsageError, did_you_mean
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
-from quantkit.patterns import compiled
 from quantkit.paths import local_path
+from quantkit.patterns import compiled
 from quantkit.plugins import current
 from quantkit.safe_yaml import Document, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec

@@ -170,14 +170,28 @@ def test_asymmetric_weights_do_not_become_symmetric(made, tmp_path, tiny):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_damage_gets_no_new_hash(made, tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_damage_gets_no_new_hash(made, tmp_path, name):
     first = tmp_path / "first"
     shutil.copytree(made("int8"), first)
-    data = bytearray((first / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (first / "model.safetensors").write_bytes(data)
+    data = (first / name).read_bytes()
+    at = data.rindex(b"0") if name.endswith(".json") else len(data) - 1
+    (first / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
     with pytest.raises(CheckpointError, match="damaged"):
         export(str(first), "gptq", tmp_path / "out")
+
+
+def test_layers_beyond_the_last_stay(tmp_path):
+    """Some models carry layers that config.json doesn't count, for drafts."""
+    model = tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    before = load_file(model / "model.safetensors")
+    made = quantize(str(model), "int8", tmp_path / "made").out
+    for folder in (made, export(str(made), "bnb-int8", tmp_path / "out").out):
+        after = load_file(folder / "model.safetensors")
+        extra = {name for name in before if ".layers.1." in name}
+        assert extra and all(torch.equal(after[name], before[name]) for name in extra)
 
 
 def test_a_stopped_export_goes_on_to_the_same_bytes(made, tmp_path):

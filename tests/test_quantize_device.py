@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import CheckpointError, Stopped, UsageError
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.spec import CalibrationSpec
@@ -32,6 +32,15 @@ def test_a_device_that_is_not_there(model, tmp_path):
         with pytest.raises(UsageError, match=f"the device '{name}' can't be used"):
             quantize(model, "int4", tmp_path / "out", device=name)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_ends_where_it_was_begun(model, tmp_path, monkeypatch, stop_at):
+    with pytest.raises(Stopped):
+        quantize(model, "int8", tmp_path / "out", progress=stop_at("layer 1"))
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    with pytest.raises(CheckpointError, match="belongs to another run") as caught:
+        quantize(model, "int8", tmp_path / "out")
+    assert "torch" in caught.value.why and "9.9.9" in caught.value.why
 
 
 def weights(folder):

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from shlex import quote
 from typing import Any
 
 from quantkit.budget.allocate import allocate
@@ -211,9 +210,11 @@ def _common(names: Sequence[str], rows: Rows, recipe: Recipe) -> list[int]:
 
 def _check_range(source: ModelSource, budget: Budget, limit: int, base: Plan, fixed: int, least: int,
                  most: int) -> None:
-    if least <= limit < most:
-        return
     weights = _weights(base.rows)
+    rounding = 1000 if budget.bits is None else weights // 800 + 1  # of what is named below
+    nothing = fixed + most == sum(row.bytes_before for row in base.rows)  # is quantized, if all that fits
+    if least <= limit and (limit < most if nothing else limit <= most + rounding):
+        return
 
     def told(size: int) -> tuple[str, str]:
         """Rounded up: what is named can be had."""
@@ -226,7 +227,7 @@ def _check_range(source: ModelSource, budget: Budget, limit: int, base: Plan, fi
     raise UsageError(f"--budget {budget.text} is {'less' if small else 'more'} than any choice takes",
                      why=f"the candidates take from {low[0]} ({low[1]} with all other tensors) to {high[0]} "
                          f"({high[1]})",
-                     next=f"quantkit quantize {quote(source.uri)} --budget {low[kind]} --out OUT" if small
+                     next=f"the same command with --budget {low[kind]}" if small
                      else "give less, or leave the model as it is")
 
 

@@ -30,7 +30,7 @@ from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
-from quantkit.errors import QuantkitError, Stopped
+from quantkit.errors import CheckpointError, QuantkitError, Stopped
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
@@ -46,6 +46,8 @@ from quantkit_kernels.cpu.compiled import cache_folder
 
 VERSION = 2
 """Of what is measured: another one finds nothing of what was kept."""
+ELSEWHERE = ("free some space, wait for another run to end, or keep what is measured elsewhere: "
+             "QUANTKIT_CACHE=DIR quantkit quantize …")
 TEXT, GRADIENTS, LAYER = f"{WORK}text", f"{WORK}gradients", f"{WORK}layer."
 Rows = Mapping[str, Mapping[int, PlanRow]]
 """By Linear, then by the candidate's number."""
@@ -75,14 +77,16 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     """
     run = _Run(source, plan, candidates, rows, progress)
     needed = max(0, 4 * run.config.num_layers * run.config.hidden_size * run.tokens - STATES_IN_MEMORY)
-    with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as kept:
-        try:
+    try:
+        with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as kept:
             return run(kept)
-        except NonFiniteError as error:
-            raise blame(error, source, run.data.origins if run.data else ()) from error
-        except KeyboardInterrupt:
-            raise Stopped(f"stopped; what was measured is kept in {kept.partial}",
-                          next="run the same command again to go on") from None
+    except NonFiniteError as error:
+        raise blame(error, source, run.data.origins if run.data else ()) from error
+    except CheckpointError as error:
+        raise CheckpointError(error.what, why=error.why, next=ELSEWHERE) from error
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; what was measured is kept in {_folder(run.identity)}.partial",
+                      next="run the same command again to go on") from None
 
 
 class _Run:

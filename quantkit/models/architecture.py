@@ -89,6 +89,13 @@ def all_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:
     return (LinearSlot(EMBEDDING, config.vocab_size, config.hidden_size, None, shares), *linear_slots(config))
 
 
+def layer_of(name: str, count: int) -> int | None:
+    """Which of ``count`` decoder layers a tensor is of; ``None``: of none, or of one beyond these."""
+    parts = name.split(".", 3)
+    index = int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else count
+    return index if index < count else None
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that an unquantized model has, by its Hugging Face name, in order."""
     hidden, experts = config.hidden_size, config.experts

@@ -145,8 +145,19 @@ def test_a_budget_out_of_range_says_what_can_be_had(source, text, said, kept):
         chosen(source, text)
     assert "2.53bpw" in caught.value.why and "16bpw" in caught.value.why and not kept.exists()
     if "less" in said:
-        assert caught.value.next.startswith(f"quantkit quantize {source.uri} --budget ")
-        assert chosen(source, caught.value.next.split()[4]).plan.bits_per_weight < 2.6
+        assert caught.value.next.startswith("the same command with --budget ")
+        assert chosen(source, caught.value.next.split()[-1]).plan.bits_per_weight < 2.6
+
+
+@pytest.mark.parametrize("text, fits", [("4.51bpw", True), ("4.52bpw", True), ("4.55bpw", False)])
+def test_what_the_largest_choice_takes_is_a_budget(source, text, fits):
+    """It takes 4.516 bits: named rounded up."""
+    ladder = (candidate(2), candidate(4))
+    if fits:
+        assert set(chosen(source, text, candidates=ladder).chosen.values()) <= {0, 1}
+    else:
+        with pytest.raises(UsageError, match="more than any choice takes"):
+            chosen(source, text, candidates=ladder)
 
 
 @pytest.mark.parametrize("change, said", [

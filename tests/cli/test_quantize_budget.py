@@ -71,7 +71,7 @@ def test_a_run_prints_the_choice_too(cli, tiny, ladder, tmp_path):
 @pytest.mark.parametrize("arguments, said", [
     ((), ("neither --recipe nor --budget", "--budget 4.25bpw")),
     (("--budget", "4.25"), ("'4.25' is no budget", "5GB")),
-    (("--budget", "1bpw"), ("less than any choice", "--budget 2.28bpw --out OUT")),
+    (("--budget", "1bpw"), ("less than any choice", "the same command with --budget 2.28bpw")),
     (("--budget", "99GB"), ("more than any choice", "16bpw")),
     (("-r", "int4", "--budget", "4bpw"), ("recipe 'int4' has no candidates", "leave out --recipe")),
     (("-r", "mixed"), ("recipe 'mixed' leaves a choice", "--budget 4.25bpw")),
