@@ -10,7 +10,7 @@ import torch
 from quantkit.budget import sensitivity as module
 from quantkit.budget.sensitivity import sensitivities
 from quantkit.calibrate.prepare import read
-from quantkit.errors import CalibrationError, Stopped
+from quantkit.errors import CalibrationError, CheckpointError, Stopped
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
@@ -75,6 +75,21 @@ def test_what_is_kept_is_of_the_transformed_model(folder):
     plain, rotated = (Measured(folder, rules=rules, transforms=one) for one in ((), ("rotate",)))
     found = rotated()
     assert found != plain() and rotated() == found
+
+
+def test_a_folder_that_is_taken_says_how_to_measure_elsewhere(measured, tmp_path, monkeypatch):
+    """What it has to do with isn't the checkpoint's folder."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+
+    def second(event):
+        with pytest.raises(CheckpointError, match="another quantkit is writing") as caught:
+            measured()
+        assert "QUANTKIT_CACHE=DIR" in caught.value.next and "--out" not in caught.value.next
+        seen.append(event)
+
+    seen: list = []
+    measured(progress=second)
+    assert seen
 
 
 def test_tensors_are_read_alone(measured, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,6 +218,16 @@ def test_a_worker_opens_a_model_again_that_has_changed_since(two, mixed, tmp_pat
         there = quantize(str(folder), mixed, tmp_path / f"there{seed}", executor=two)
         assert contents(there.out) == contents(here.out)
         shutil.rmtree(folder)
+
+
+def test_a_piece_needs_one_machine_with_all_its_cpus():
+    """Four machines of two don't make one of four: the piece would wait for ever."""
+    executor = object.__new__(module.RayExecutor)
+    executor._threads, node = 4, {"Alive": True, "Resources": {"CPU": 2.0}}
+    executor._ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=lambda: [node] * 4)
+    with pytest.raises(QuantkitError, match="no worker of the cluster has 4 CPUs") as caught:
+        list(executor.map(print, []))
+    assert caught.value.next.startswith("OMP_NUM_THREADS=2 ")
 
 
 def test_a_model_that_changes_under_a_worker_is_refused(two, mixed, tmp_path, monkeypatch):
