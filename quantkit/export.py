@@ -125,6 +125,10 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
     if form.quant_method != OWN["quant_method"] and quantization_config(rows) == OWN:
         kinds = dict.fromkeys(row.spec.label() for row in rows if row.spec)
         table = [row.name for row in rows if row.name == EMBEDDING and row.spec]
+        if turned := [row.name for row in rows if row.spec and row.spec.rotation]:
+            raise SpecError(f"format {to} has no words for inputs that are rotated",
+                            why=f"{turned[0]} has a rotation, and {len(turned) - 1} more",
+                            next="quantize the original by a recipe without rotation:")
         raise SpecError(f"no quantization_config can say this mix in format {to}",
                         why=", ".join([*kinds, *(f"and {name} is one of them" for name in table)]),
                         next=f"quantize the original by a recipe that keeps {table[0]}" if table else
@@ -194,7 +198,8 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
     units: dict[int | None, list[LayerRow]] = {index: [] for index in (*range(shape.num_layers), None)}
     for row in rows:
         units[where[row.name]].append(row)
-    own = {f"{row.name}.{suffix}" for row in rows for suffix in _suffixes(checkpoint, row)}
+    before = {row.name: row for row in checkpoint.layers}
+    own = {f"{row.name}.{suffix}" for row in rows for suffix in _suffixes(before[row.name])}
     other = [name for name in checkpoint.infos if name not in own]
     try:
         for index, members in units.items():
@@ -216,12 +221,11 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
         raise
 
 
-def _suffixes(checkpoint: AnyCheckpoint, row: LayerRow) -> Sequence[str]:
+def _suffixes(row: LayerRow) -> Sequence[str]:
     """Of the stored tensors that are a layer's weight."""
-    before = next(one for one in checkpoint.layers if one.name == row.name)
-    if before.format is None or before.spec is None:
+    if row.format is None or row.spec is None:
         return ("weight",)
-    return tuple(registry("formats").get(before.format).layout(before.spec, row.shape, FLOATS[row.dtype]))
+    return tuple(registry("formats").get(row.format).layout(row.spec, row.shape, FLOATS[row.dtype]))
 
 
 def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,8 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
 
     Raises:
         CheckpointError: ``quantkit verify`` rejects the folder.
-        UsageError: no such name or path can be, or the repository holds a model already.
+        UsageError: no such name or path can be, the repository holds a model already, or everybody may see
+            it and it shall be private.
         QuantkitError: the hub refuses or can't be reached.
     """
     from huggingface_hub import HfApi
@@ -103,8 +104,12 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
             raise UsageError(f"{name} holds a model already",
                              why="its old files would stay among the new ones",
                              next="choose another name, or delete that repository's files first")
+        is_private = bool(api.repo_info(name).private)
+        if private and not is_private:
+            raise UsageError(f"{name} was there before, and everybody may see it", why="nothing was uploaded",
+                             next="say --public, make the repository private, or choose another name")
         done = api.upload_folder(repo_id=name, folder_path=path, allow_patterns=files, commit_message=message)
-        return str(done.commit_url), bool(api.repo_info(name).private)
+        return str(done.commit_url), is_private
     except QuantkitError:
         raise
     except LocalTokenNotFoundError as error:

@@ -258,7 +258,8 @@ def test_a_quantized_head_goes_to_other_layouts(tmp_path, to):
     before, after = weights(first), weights(out)
     assert "lm_head" in after and all(torch.equal(after[name], one) for name, one in before.items())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] in ("gptq", "awq", "bitsandbytes") and config.get("lm_head", True) is True
+    assert config["quant_method"] in ("gptq", "awq", "bitsandbytes") and config.get("lm_head") is (
+        None if to == "bnb-int8" else True)
     assert torch.equal(load(str(out)).model(IDS), load(str(first)).model(IDS))
 
 
@@ -291,3 +292,23 @@ def test_an_embedding_that_is_the_head_and_unlike_the_layers_can_not_be_said(tmp
         export(str(first), "pack-quantized", tmp_path / "out")
     assert "model.embed_tokens is one of them" in caught.value.why
     assert caught.value.next == "quantize the original by a recipe that keeps model.embed_tokens"
+
+
+def test_rotated_inputs_are_named(tmp_path):
+    source = tiny_model(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text(
+        "rules:\n  - {match: lm_head, optional: true}\n  - {match: '*', method: rtn, spec: {bits: 4, "
+        "rotation: hadamard, granularity: {strategy: channel}}}\n")
+    first = quantize(str(source), str(tmp_path / "recipe.yaml"), tmp_path / "first").out
+    with pytest.raises(SpecError, match="no words for inputs that are rotated") as caught:
+        export(str(first), "pack-quantized", tmp_path / "out")
+    assert "q_proj has a rotation" in caught.value.why
+
+
+@pytest.mark.parametrize("to", ["gptq", "bnb-int8"])
+def test_layouts_of_weights_alone_refuse_rounded_inputs(tmp_path, to):
+    source = tiny_model(tmp_path / "model")
+    first = quantize(str(source), "w8a8", tmp_path / "first").out
+    with pytest.raises(SpecError) as caught:
+        export(str(first), to, tmp_path / "out")
+    assert "is for weights alone" in caught.value.why and not (tmp_path / "out").exists()

@@ -179,6 +179,15 @@ def test_a_repository_with_a_model_is_left_alone(hub, checkpoint, tmp_path):
     assert hub.repos["ann/old"] == {"model.safetensors": b"old"}
 
 
+def test_what_shall_be_private_does_not_go_where_everybody_may_see_it(hub, checkpoint, tmp_path):
+    hub.repos["ann/seen"], hub.private["ann/seen"] = {"README.md": b"soon"}, False
+    done = quantkit(hub, tmp_path, "push", checkpoint, "ann/seen")
+    assert done.returncode == 2 and "everybody may see it" in done.stderr and "--public" in done.stderr
+    assert hub.repos["ann/seen"] == {"README.md": b"soon"} and not hub.blobs
+    assert quantkit(hub, tmp_path, "push", checkpoint, "ann/seen", "--public").returncode == 0
+    assert "model.safetensors" in hub.repos["ann/seen"]
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_token_that_may_not_write(hub, checkpoint, tmp_path, status):
     hub.refuses = status

@@ -105,7 +105,7 @@ rules:
   - {{match: lm_head, optional: true}}
   - {{match: "*", {rule}}}
 """
-OWN_TEXT = ("gptq int8 channel", "gptq int4 asym")  # also calibrated on what the model itself writes: no data needed
+OWN_TEXT = ("gptq int8 channel", "gptq int4 asym")  # also calibrated on what the model itself writes
 WIDTHS = (2, 3, 4, 5, 6)
 BUDGETS = {  # ours: bits, budget, whether grids are symmetric; 8 bits a row beside WIDTHS
     "mixed 4.25": (4, "4.25bpw", True),

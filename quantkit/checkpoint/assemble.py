@@ -57,7 +57,7 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
         written[GPTQ_CONFIG] = write_file(folder / GPTQ_CONFIG, [_text(quantization)])
     for name, content in sorted(side_files.items()):
         written[name] = write_file(folder / name, [content])
-    written[CARD] = write_file(folder / CARD, [model_card(manifest, quantization)])
+    written[CARD] = write_file(folder / CARD, [model_card(manifest, plain)])
     records = {name: FileRecord(sha256=digest, bytes=size) for name, (digest, size) in written.items()}
     manifest = manifest.model_copy(update={"files": records})
     _reread(folder, manifest, {tensor.name for tensor in tensors})

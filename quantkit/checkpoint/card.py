@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit.checkpoint.engine_rules import DEQUANTIZED
+from quantkit.checkpoint.engines import check_layers
 from quantkit.checkpoint.manifest import Manifest, reached_experts
 from quantkit.models.architecture import EMBEDDING
 
@@ -21,8 +23,8 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
 ```
 """
-_ZERO_POINTS = """
-Weights with zero points load there only when they are dequantized at once: give `from_pretrained`
+_DEQUANTIZED = """
+It loads there only when it is dequantized at once: give `from_pretrained`
 `quantization_config=CompressedTensorsConfig(dequantize=True)` (imported from `transformers`).
 """
 _VLLM = """### vLLM
@@ -42,12 +44,12 @@ quantkit verify FOLDER
 """
 
 
-def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> bytes:
+def model_card(manifest: Manifest, config: Mapping[str, Any]) -> bytes:
     """Markdown with a YAML head as the Hub reads it, in UTF-8; the same manifest gives the same bytes.
 
     Args:
         manifest: with its layers filled in.
-        quantization: the ``quantization_config`` that was written.
+        config: the ``config.json`` that was written.
     """
     source, recipe = manifest.source, manifest.recipe
     head = ["---", "tags:", "- quantkit", "- quantized"]
@@ -89,7 +91,7 @@ def model_card(manifest: Manifest, quantization: Mapping[str, Any] | None) -> by
     if notes:
         lines += ["", "## Fallbacks taken", "", *notes]
     lines += ["", "## Recipe", "", "```json", json.dumps(recipe, indent=1, ensure_ascii=False), "```"]
-    return "\n".join([*head, *lines, "", "## How to load it", "", _loading(manifest, quantization)]).encode()
+    return "\n".join([*head, *lines, "", "## How to load it", "", _loading(manifest, config)]).encode()
 
 
 def _table(manifest: Manifest) -> list[str]:
@@ -105,16 +107,16 @@ def _table(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _loading(manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
-    method = quantization.get("quant_method") if quantization else None
+def _loading(manifest: Manifest, config: Mapping[str, Any]) -> str:
+    method = (config.get("quantization_config") or {}).get("quant_method")
     extras = {"compressed-tensors": "compressed-tensors accelerate",
               "bitsandbytes": "bitsandbytes accelerate", "gptq": "optimum gptqmodel",
               "awq": "gptqmodel accelerate", None: "accelerate"}
     parts = [_QUANTKIT]
-    if method in extras:
-        zeros = method == "compressed-tensors" and any(row.spec is not None and not row.spec.symmetric
-                                                       for row in manifest.layers)
-        parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_ZERO_POINTS if zeros else ""))
+    failed = [check.detail for check in check_layers("transformers", config, manifest.layers)
+              if check.status == "failed"]
+    if method in extras and all(DEQUANTIZED in detail for detail in failed):
+        parts.append(_TRANSFORMERS.format(extra=extras[method]) + (_DEQUANTIZED if failed else ""))
     if method in ("compressed-tensors", "gptq", "awq", None):
         parts.append(_VLLM.format(option=" --dtype float16" if method in ("gptq", "awq") else ""))
     if method == "quantkit":

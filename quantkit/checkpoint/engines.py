@@ -1,79 +1,57 @@
 """Whether another engine loads a checkpoint, told from its config and layers without starting that engine.
 
 The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23 and transformers 5.23, read from their sources
-and tried where a CPU could. Each is a function from the checkpoint to findings.
+and tried where a CPU could.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from quantkit.checkpoint import engine_rules as rules
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.open import AnyCheckpoint
 from quantkit.checkpoint.verify import Check
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
 
 DEVICES = ("cuda", "cpu")
-MARLIN_GROUPS = (-1, 32, 64, 128)
-TRITON_GROUPS = (*MARLIN_GROUPS, 256)
-BYTES = ("int-quantized", "float-quantized")
-"""Layouts of a byte a weight, which have kernels of their own."""
+COMPRESSED = (rules.layouts("pack-quantized", *rules.BYTES), rules.rounded_inputs)
+ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
+    "vllm": {
+        "compressed-tensors": (*COMPRESSED, rules.grouped_or_channel, rules.same_scheme, rules.vllm_kernel,
+                               rules.vllm_embedding),
+        "gptq": (rules.no_order, rules.gptq_types, rules.same_scheme, rules.vllm_kernel, rules.half_scales),
+        "awq": (rules.same_scheme, rules.vllm_kernel, rules.half_scales)},
+    "sglang": {
+        "compressed-tensors": (*COMPRESSED, rules.sglang_gpu, rules.grouped_or_channel, rules.same_scheme,
+                               rules.sglang_wna16, rules.plain_embedding),
+        "gptq": (rules.sglang_gpu, rules.sglang_gptq, rules.same_scheme, rules.half_scales),
+        "awq": (rules.same_scheme, rules.sglang_awq, rules.half_scales),
+        "bitsandbytes": (rules.sglang_gpu, rules.same_scheme, rules.needs("bitsandbytes"))},
+    "transformers": {
+        "compressed-tensors": (rules.layouts("pack-quantized", *rules.BYTES), rules.zero_points,
+                               rules.dequantized_embedding, rules.needs("compressed-tensors accelerate")),
+        "gptq": (rules.gptq_kept, rules.plain_head, rules.no_experts, rules.needs("optimum gptqmodel")),
+        "awq": (rules.plain_head, rules.no_experts, rules.needs("gptqmodel accelerate")),
+        "bitsandbytes": (rules.no_experts, rules.needs("bitsandbytes accelerate"))}}
+"""By engine and ``quant_method``, the rules that are asked, in order."""
+EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
+         ("vllm", "quantkit"): ": no standard says this mix",
+         ("sglang", "quantkit"): ": no standard says this mix",
+         ("transformers", "quantkit"): ": no standard says this mix"}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What rules look at.
+class Described(Protocol):
+    """A checkpoint, ours or another tool's."""
 
-    Attributes:
-        method: ``quant_method``; ``None`` if nothing is quantized.
-        quantization: ``quantization_config``.
-        rows: every Linear.
-        packed: those that are quantized.
-        embedding: if it is quantized.
-        tied: whether it is the head too.
-        shares: name → layers of equal value see the same input.
-        device: ``cuda`` or ``cpu``.
-        dtype: of the model.
-    """
+    @property
+    def layers(self) -> Sequence[LayerRow]: ...
 
-    method: str | None
-    quantization: Mapping[str, Any]
-    rows: tuple[LayerRow, ...]
-    packed: tuple[LayerRow, ...]
-    embedding: LayerRow | None
-    tied: bool
-    shares: Mapping[str, str]
-    device: str
-    dtype: str
-
-    def fused(self) -> dict[str, list[LayerRow]]:
-        """q, k and v, and gate and up, as engines fuse them: into one weight."""
-        groups: dict[str, list[LayerRow]] = defaultdict(list)
-        for row in self.rows:
-            shares = self.shares[row.name]
-            if shares.endswith((".qkv", ".gate_up")):
-                groups[shares].append(row)
-        return groups
-
-    def weights(self) -> dict[str, tuple[LayerRow, int]]:
-        """What an engine multiplies by: name → a quantized layer of it, and the rows of all fused in it."""
-        found: dict[str, tuple[LayerRow, int]] = {}
-        groups = self.fused()
-        for row in self.packed:
-            together = groups.get(self.shares[row.name], [row])
-            name = self.shares[row.name] if len(together) > 1 else row.name
-            found.setdefault(name, (row, sum(one.shape[0] for one in together)))
-        return found
+    def config(self) -> dict[str, Any]: ...
 
 
-Rule = Callable[[Subject], Iterator[Check]]
-
-
-def check_engine(engine: str, checkpoint: AnyCheckpoint, device: str = "cuda") -> tuple[Check, ...]:
+def check_engine(engine: str, checkpoint: Described, device: str = "cuda") -> tuple[Check, ...]:
     """What an engine would say of a checkpoint: ``failed`` means that it refuses to load it.
 
     Args:
@@ -87,15 +65,20 @@ def check_engine(engine: str, checkpoint: AnyCheckpoint, device: str = "cuda") -
     for what, name, known in (("engine", engine, ENGINES), ("device", device, DEVICES)):
         if name not in known:
             raise UsageError(f"no {what} is called {name!r}", why=did_you_mean(name, known))
-    config = checkpoint.config()
+    return check_layers(engine, checkpoint.config(), checkpoint.layers, device)
+
+
+def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow],
+                 device: str = "cuda") -> tuple[Check, ...]:
+    """The same, told from ``config.json`` and the rows of a manifest."""
     quantization = config.get("quantization_config") or {}
     shape = parse_config(config)
-    rows = tuple(row for row in checkpoint.layers if row.name != EMBEDDING)
-    subject = Subject(quantization.get("quant_method"), quantization, rows,
-                      tuple(row for row in rows if row.spec),
-                      next((row for row in checkpoint.layers if row.name == EMBEDDING and row.spec), None),
-                      shape.tie_word_embeddings, {s.name: s.shares for s in linear_slots(shape)}, device,
-                      str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
+    rows = tuple(row for row in layers if row.name != EMBEDDING)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    subject = rules.Subject(
+        quantization.get("quant_method"), quantization, rows, tuple(row for row in rows if row.spec),
+        next((row for row in layers if row.name == EMBEDDING and row.spec), None), shape.tie_word_embeddings,
+        {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype)
     if subject.method is None:
         return (Check("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]
@@ -106,236 +89,3 @@ def check_engine(engine: str, checkpoint: AnyCheckpoint, device: str = "cuda") -
     for rule in readers[subject.method]:
         checks += rule(subject)
     return tuple(checks)
-
-
-def _size(row: LayerRow) -> int:
-    assert row.spec is not None
-    return row.spec.granularity.size or -1
-
-
-def _label(row: LayerRow) -> str:
-    return f"{row.spec.label()} by {row.format}" if row.spec else "kept"
-
-
-def _told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[Check]:
-    """One line a rule: the first layer that breaks it, and how many do."""
-    if not faults:
-        yield Check(name, "ok", fine)
-        return
-    layer, why = faults[0]
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    yield Check(name, "failed", f"{layer}: {why}{more}")
-
-
-def layouts(*known: str) -> Rule:
-    """Only these formats are understood."""
-    def rule(subject: Subject) -> Iterator[Check]:
-        yield from _told("layout", [(row.name, f"format {row.format} is not among {', '.join(known)}")
-                                    for row in subject.packed if row.format not in known], ", ".join(known))
-    return rule
-
-
-def same_scheme(subject: Subject) -> Iterator[Check]:
-    """q/k/v are one weight in these engines, gate/up too."""
-    faults = []
-    for group in subject.fused().values():
-        other = next((row for row in group if (row.spec, row.format) != (group[0].spec, group[0].format)),
-                     None)
-        if other is not None:
-            faults.append((other.name, f"is {_label(other)}, {group[0].name.rpartition('.')[2]} is "
-                                       f"{_label(group[0])}: fused layers must share a scheme"))
-    yield from _told("fused layers", faults, "q/k/v and gate/up share a scheme")
-
-
-def grouped_or_channel(subject: Subject) -> Iterator[Check]:
-    """One scale a tensor has no kernel."""
-    yield from _told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
-                                  for row in subject.packed if row.format not in BYTES
-                                  and row.spec and row.spec.granularity.strategy == "tensor"],
-                     "channel or group")
-
-
-def vllm_kernel(subject: Subject) -> Iterator[Check]:
-    """Which of vLLM's kernels takes each weight on this device."""
-    refuses = _vllm_cpu if subject.device == "cpu" else _vllm_cuda
-    faults = [(name, reason) for name, (row, out) in subject.weights().items()
-              if (reason := refuses(row, out)) is not None]
-    yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
-    if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
-        yield Check("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
-
-
-def _vllm_cuda(row: LayerRow, out: int) -> str | None:
-    assert row.spec is not None
-    if row.format in BYTES:
-        return None
-    bits, symmetric, size = row.spec.bits, row.spec.symmetric, _size(row)
-    if (bits, symmetric) not in ((4, True), (4, False), (8, True)):
-        return (f"{row.spec.label()}: its kernels multiply 4 bits, and 8 bits symmetric (others only with "
-                "the package humming)")
-    allowed = TRITON_GROUPS if bits == 4 and row.format == "pack-quantized" else MARLIN_GROUPS
-    if size not in allowed:
-        return f"group size {size} is not among {', '.join(map(str, allowed))} (-1: a scale a row)"
-    return f"out_features {out} is not a multiple of 8" if out % 8 else None
-
-
-def _vllm_cpu(row: LayerRow, out: int) -> str | None:
-    assert row.spec is not None
-    if row.format in BYTES:
-        return None if row.spec.activations else "fp8 weights without fp8 activations have no kernel on CPUs"
-    if row.spec.bits != 4:
-        return f"{row.spec.bits} bits: its CPU kernel multiplies 4-bit weights only"
-    if (size := _size(row)) != -1 and size % 2:
-        return f"group size {size} is odd"
-    for what, features in (("in", row.shape[1]), ("out", out)):
-        if features % 32:
-            return f"{what}_features {features} is not a multiple of 32"
-    return None
-
-
-def gptq_types(subject: Subject) -> Iterator[Check]:
-    """vLLM and SGLang's fast path take symmetric 4 and 8 bits in Marlin's groups."""
-    faults = []
-    for row in subject.packed:
-        assert row.spec is not None
-        if row.spec.bits not in (4, 8) or not row.spec.symmetric:
-            faults.append((row.name, f"{row.spec.label()}: GPTQ is taken with 4 or 8 bits, symmetric"))
-        elif _size(row) not in MARLIN_GROUPS:
-            faults.append((row.name,
-                           f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
-    yield from _told("GPTQ's bits", faults, "4 or 8, symmetric")
-
-
-def no_order(subject: Subject) -> Iterator[Check]:
-    """Group activation order was dropped; with one group a row it means nothing."""
-    bad = subject.quantization.get("desc_act") is True and subject.quantization.get("group_size") != -1
-    yield Check("desc_act", "failed" if bad else "ok",
-                "desc_act: true is refused, even where groups are in order" if bad else "false")
-
-
-def half_scales(subject: Subject) -> Iterator[Check]:
-    """Nothing wrong, but another model by a little."""
-    if subject.dtype != "float16":
-        yield Check("scales", "note", f"float16 scales are rounded to the activations' {subject.dtype}; "
-                                      "start it with --dtype float16 for those of the file")
-
-
-def gptq_kept(subject: Subject) -> Iterator[Check]:
-    """optimum makes every Linear of a block a quantized one."""
-    yield from _told("kept layers", [
-        (row.name,
-         "is kept, and optimum expects every Linear of a block quantized: it would get random weights")
-        for row in subject.rows if row.spec is None and row.name != "lm_head"],
-                     "every Linear of a block is quantized")
-
-
-def zero_points(subject: Subject) -> Iterator[Check]:
-    """compressed-tensors inside transformers can't make room for packed zero points."""
-    faults = [(row.name, "has zero points, which load only with quantization_config="
-                         "CompressedTensorsConfig(dequantize=True)")
-              for row in subject.packed if row.spec and not row.spec.symmetric]
-    yield from _told("zero points", faults, "none")
-
-
-def dequantized_embedding(subject: Subject) -> Iterator[Check]:
-    """transformers initializes every embedding before it reads one, and stumbles over one without weight."""
-    if (row := subject.embedding) is None:
-        return
-    one = all((other.spec, other.format) == (row.spec, row.format) for other in subject.packed)
-    yield Check("embedding", "failed", f"{row.name} is quantized, which " + (
-        "loads only with quantization_config=CompressedTensorsConfig(dequantize=True)" if one else
-        "loads only dequantized, and that only where all layers are of one scheme"))
-
-
-def vllm_embedding(subject: Subject) -> Iterator[Check]:
-    """Rows of packed integers are looked up by a Triton kernel, which the head can't share."""
-    if (row := subject.embedding) is None:
-        return
-    assert row.spec is not None
-    fault = None
-    if subject.tied:
-        fault = "is the head too, and only a plain one can be tied; give lm_head a rule of its own"
-    elif row.format != "pack-quantized" or not row.spec.symmetric or row.spec.bits not in (2, 4, 8) or (
-            row.spec.granularity.strategy == "tensor"):
-        fault = (f"is {_label(row)}: symmetric integers of 2, 4 or 8 bits are taken, in groups or with a "
-                 "scale a row")
-    elif subject.device == "cpu":
-        fault = "is quantized: the kernel that looks its rows up is for GPUs"
-    yield from _told("embedding", [] if fault is None else [(row.name, fault)], "rows are decoded as needed")
-
-
-def plain_embedding(subject: Subject) -> Iterator[Check]:
-    """SGLang quantizes Linears."""
-    if subject.embedding is not None:
-        yield Check("embedding", "failed", f"{subject.embedding.name} is quantized: it takes plain ones only")
-
-
-def needs(packages: str) -> Rule:
-    """What must be installed beside the engine."""
-    def rule(subject: Subject) -> Iterator[Check]:
-        yield Check("packages", "note", f"pip install {packages}")
-    return rule
-
-
-def sglang_gpu(subject: Subject) -> Iterator[Check]:
-    """SGLang's weight-only kernels but AWQ's are for GPUs."""
-    if subject.device == "cpu":
-        yield Check("kernel on cpu", "failed", f"SGLang's {subject.method} kernels are for GPUs")
-
-
-def sglang_wna16(subject: Subject) -> Iterator[Check]:
-    """Marlin: 4 bits, and 8 bits symmetric, in its groups and shapes."""
-    faults = []
-    for name, (row, out) in subject.weights().items():
-        assert row.spec is not None
-        if row.format in BYTES:
-            continue
-        if (row.spec.bits, row.spec.symmetric) not in ((4, True), (4, False), (8, True)):
-            faults.append((name, f"{row.spec.label()}: 4 bits, or 8 bits symmetric, are taken"))
-        elif _size(row) not in MARLIN_GROUPS:
-            faults.append((name,
-                           f"group size {_size(row)} is not among {', '.join(map(str, MARLIN_GROUPS))}"))
-        elif not _marlin_shape(subject, out, row.shape[1]):
-            faults.append((name, f"[{out}, {row.shape[1]}]: Marlin wants multiples of [64, 128]"
-                           + ("" if subject.method == "awq" else " or [128, 64]")))
-    yield from _told("kernel on cuda", faults, "Marlin takes every weight")
-
-
-def _marlin_shape(subject: Subject, rows: int, cols: int) -> bool:
-    """Its tiles; for AWQ, what SGLang checks itself, which is less than there is."""
-    return not (rows % 64 or cols % 128) or (subject.method != "awq" and not (rows % 128 or cols % 64))
-
-
-def sglang_gptq(subject: Subject) -> Iterator[Check]:
-    """What Marlin doesn't take goes to a kernel with float16 activations."""
-    for check in gptq_types(subject):
-        if check.status == "failed" and subject.dtype != "float16":
-            yield Check(check.name, "failed",
-                        check.detail + f"; others need float16 activations, not {subject.dtype}")
-        else:
-            yield Check(check.name, "ok", check.detail)
-
-
-ENGINES: dict[str, dict[str, tuple[Rule, ...]]] = {
-    "vllm": {
-        "compressed-tensors": (layouts("pack-quantized", *BYTES), grouped_or_channel, same_scheme,
-                               vllm_kernel, vllm_embedding),
-        "gptq": (no_order, gptq_types, same_scheme, vllm_kernel, half_scales),
-        "awq": (same_scheme, vllm_kernel, half_scales)},
-    "sglang": {
-        "compressed-tensors": (layouts("pack-quantized", *BYTES), sglang_gpu, grouped_or_channel,
-                               same_scheme, sglang_wna16, plain_embedding),
-        "gptq": (sglang_gpu, sglang_gptq, same_scheme, half_scales),
-        "awq": (same_scheme, sglang_wna16, half_scales),
-        "bitsandbytes": (sglang_gpu, needs("bitsandbytes"))},
-    "transformers": {
-        "compressed-tensors": (layouts("pack-quantized", *BYTES), zero_points, dequantized_embedding,
-                               needs("compressed-tensors accelerate")),
-        "gptq": (gptq_kept, needs("optimum gptqmodel")),
-        "awq": (needs("gptqmodel accelerate"),),
-        "bitsandbytes": (needs("bitsandbytes accelerate"),)}}
-"""By engine and ``quant_method``, the rules that are asked, in order."""
-EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, or quantize to int4",
-         ("vllm", "quantkit"): ": no standard says this mix",
-         ("sglang", "quantkit"): ": no standard says this mix",
-         ("transformers", "quantkit"): ": no standard says this mix"}

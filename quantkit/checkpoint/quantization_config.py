@@ -20,6 +20,10 @@ _TYPES = {"int": "int", "fp": "float"}
 OWN: dict[str, Any] = {"quant_method": "quantkit"}
 """What is written when no standard can say it: ``quantkit.json`` does, and only quantkit reads it."""
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.")
+_FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+"""What engines make one weight of, and their name for it."""
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Its names for an expert's layers, and those by which engines ask for the scheme of any."""
 COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
 """Layouts of compressed-tensors."""
 
@@ -69,7 +73,7 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
         if formats <= {"gptq", "gptq-v2"}:
             return _gptq(packed, kept, version)
         if formats == {"awq"}:
-            return _awq(packed[0], kept)
+            return _awq(packed, kept)
     return dict(OWN)
 
 
@@ -115,7 +119,7 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
     def targets(names: list[str]) -> list[str]:
         """By class or name: vLLM's head is no Linear, and its embedding has no name."""
         linears = [name for name in names if name != EMBEDDING]
-        named = [f"re:^{re.escape(name)}$" for name in linears if not single or name == HEAD]
+        named = [f"re:^{_pattern(name)}$" for name in linears if not single or name == HEAD]
         return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)
 
     layouts = {scheme["format"] for scheme, _ in groups.values()}
@@ -130,6 +134,24 @@ def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any
             for index, (scheme, names) in enumerate(groups.values())}}
 
 
+def _pattern(name: str) -> str:
+    place, _, last = name.rpartition(".")
+    if _EXPERT.match(name) and last in _MIXTRAL:
+        return f"{re.escape(place)}\\.({last}|{_MIXTRAL[last]})"
+    return re.escape(name)
+
+
+def _with_fused(kept: Sequence[str]) -> list[str]:
+    """Names of kept layers, and of what engines fuse them into: some look for that name only."""
+    there, found = set(kept), list(kept)
+    for parts, whole in _FUSED.items():
+        for name in kept:
+            place, _, last = name.rpartition(".")
+            if last == parts[0] and all(f"{place}.{part}" in there for part in parts):
+                found.append(f"{place}.{whole}")
+    return found
+
+
 def _bnb_key(row: Row) -> tuple[Any, ...]:
     assert row.spec is not None
     return (row.spec.nested, row.spec.granularity.size, row.dtype)
@@ -142,27 +164,32 @@ def _bitsandbytes(row: Row, kept: list[str]) -> dict[str, Any]:
         "quant_method": "bitsandbytes", "load_in_4bit": four, "load_in_8bit": not four,
         "_load_in_4bit": four, "_load_in_8bit": not four, "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": row.spec.nested, "bnb_4bit_compute_dtype": row.dtype,
-        "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0, "llm_int8_skip_modules": kept,
-        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False}
+        "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": _with_fused(kept), "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False}
 
 
 def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any]:
     spec = packed[0].spec
     assert spec is not None
     form = str(packed[0].format).replace("-", "_")
-    head = any(row.name == "lm_head" for row in packed)
-    inside = [name for name in kept if name != "lm_head"]
+    inside = [name for name in _with_fused(kept) if name != HEAD]
     return {
         "quant_method": "gptq", "method": "gptq", "format": form, "checkpoint_format": form,
         "bits": spec.bits,
-        "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False, "lm_head": head,
-        "pack_dtype": "int32",
+        "group_size": spec.granularity.size or -1, "sym": spec.symmetric, "desc_act": False,
+        "lm_head": _has_head(packed), "pack_dtype": "int32",
         **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}),
         "meta": {"quantizer": [f"quantkit:{version}"]}}
 
 
-def _awq(row: Row, kept: list[str]) -> dict[str, Any]:
-    assert row.spec is not None
-    return {"quant_method": "awq", "bits": 4, "group_size": row.spec.granularity.size or -1,
-            "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": kept}
+def _awq(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
+    spec = packed[0].spec
+    assert spec is not None
+    head = {"lm_head": True} if _has_head(packed) else {}  # AutoAWQ knows no such key
+    return {"quant_method": "awq", "bits": 4, "group_size": spec.granularity.size or -1,
+            "zero_point": True, "version": "gemm", "modules_to_not_convert": _with_fused(kept), **head}
+
+
+def _has_head(packed: Sequence[Row]) -> bool:
+    return any(row.name == HEAD for row in packed)

@@ -15,7 +15,8 @@ from quantkit.cli.progress import Progress
 @click.argument("checkpoint", metavar="DIR")
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
 @click.option("--to", "form", required=True, metavar="FORMAT",
-              help="pack-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2 or awq; plugins add others.")
+              help="pack-quantized, int-quantized, float-quantized, bnb-nf4, bnb-int8, gptq, gptq-v2, awq or "
+                   "trellis; plugins add others.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a checkpoint on the hub.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -37,4 +38,5 @@ def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: 
     click.echo(wrapped("checkpoint", f"{result.out} ({result.seconds:.0f} s)"))
     click.echo(wrapped("layers",
                        f"{len(packed)} of {len(result.rows)} in format {form}, {human_bytes(size)}"))
-    click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for vllm")
+    engine = "transformers" if form.startswith("bnb-") else "vllm"
+    click.echo(f"{'next':<14}quantkit verify {quote(str(result.out))} --for {engine}")

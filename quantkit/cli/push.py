@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, note, print_json, show_warning, table, wrapped
+from quantkit.cli.present import human_bytes, note, print_json, table, wrapped
 
 
 @click.command("push")
@@ -36,8 +36,6 @@ def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_
     if result.left_out:
         note(f"left here, quantkit.json doesn't list them: {', '.join(result.left_out)}")
     who = "private" if result.private else "public"
-    if not dry_run and not public and not result.private:
-        show_warning(f"{result.repo} was there before, and everybody may see it")
     said = "would be uploaded to" if dry_run else "uploaded to"
     click.echo(wrapped("files", f"{len(result.files)}, {human_bytes(sum(result.files.values()))}, {said} "
                                 f"{result.repo} ({who})"))

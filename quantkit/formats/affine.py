@@ -32,6 +32,8 @@ def fault(name: str, spec: QuantSpec, shape: tuple[int, int],
     if spec.kind != "int":
         other = {"nf": "bnb-nf4", "fp": "float-quantized"}.get(spec.kind, spec.kind)
         return f"{name} holds integers, not {spec.kind}; use format {other}"
+    if spec.activations:
+        return f"{name} is for weights alone; with quantized activations use format int-quantized"
     if rows < 1 or cols < 1:
         return f"a weight of shape [{rows}, {cols}] is empty; keep it out with method: null"
     if spec.granularity.strategy not in strategies:

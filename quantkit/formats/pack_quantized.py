@@ -33,8 +33,6 @@ class PackQuantized:
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         """Anything but integers; a group size that doesn't divide *in*; an asymmetric whole tensor."""
-        if spec.kind == "int" and spec.activations is not None:
-            return f"{self.name} is for weights alone; with quantized activations use format int-quantized"
         if spec.granularity.strategy == "tensor" and not spec.symmetric:
             return f"{self.name} has no place for one zero point a tensor; use strategy channel or symmetric"
         return fault(self.name, spec, shape, ("tensor", "channel", "group"))

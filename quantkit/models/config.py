@@ -185,14 +185,14 @@ def uniform_windows(config: ConfigReader, window: int | None) -> tuple[int | Non
 def mixed_windows(config: ConfigReader, *, default_window: int,
                   default_full_layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: ``layer_types`` if given, else layers from ``max_window_layers`` on have the window
-    when ``use_sliding_window`` is set.
+    when ``use_sliding_window`` is set and ``sliding_window`` isn't null.
 
     Raises:
         UnsupportedModelError: ``layer_types`` has an unknown kind, a wrong length, or asks for a
             window that isn't there.
     """
     layers = layer_count(config)
-    enabled = config.flag("use_sliding_window", False)
+    enabled = config.flag("use_sliding_window", False) and not config.null("sliding_window")
     given = config.integer("sliding_window", default_window)
     full = config.integer("max_window_layers", default_full_layers, minimum=0)
     window = given if enabled else None

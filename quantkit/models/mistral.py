@@ -16,7 +16,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """A missing ``sliding_window`` means 4096, null means none: that is what transformers reads."""
     reader = ConfigReader(config, "config.json of a mistral model")
     window = None
-    if config.get("sliding_window", DEFAULT_WINDOW) is not None:
+    if not reader.null("sliding_window"):
         window = reader.integer("sliding_window", DEFAULT_WINDOW)
     for key in ("attention_bias", "mlp_bias"):
         reader.only(key, (False,))

@@ -24,7 +24,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config, "config.json of a qwen3_moe model")
     bias = reader.flag("attention_bias")
     reader.only("mlp_bias", (False,))
-    enabled, window = reader.flag("use_sliding_window"), reader.integer("sliding_window", 4096)
+    enabled = reader.flag("use_sliding_window") and not reader.null("sliding_window")
+    window = reader.integer("sliding_window", 4096)
     reader.only("max_window_layers", (0,)) if enabled else reader.raw("max_window_layers")
     return parse_dense(reader, "qwen3_moe", windows=uniform_windows(reader, window if enabled else None),
                        qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4, max_positions=32768,

@@ -52,7 +52,7 @@ LIMIT, HUGE = 2**31 - 1, 1e30
 class ConfigReader:
     """A config dictionary that remembers which keys were asked for.
 
-    A key whose value is ``null`` counts as absent, as it does in transformers.
+    A key whose value is ``null`` counts as absent, as it mostly does in transformers; :meth:`null` tells.
 
     Args:
         config: the parsed ``config.json``, or a table inside of it.
@@ -68,6 +68,10 @@ class ConfigReader:
         self._asked.add(key)
         value = self._config.get(key)
         return default if value is None else value
+
+    def null(self, key: str) -> bool:
+        """Whether the key is there and says nothing."""
+        return key in self._config and self._config[key] is None
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LIMIT) -> int:
         """An integer in ``[minimum, maximum]``. UnsupportedModelError if it is another or missing."""

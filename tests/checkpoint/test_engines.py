@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+import torch
 
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.quantize import quantize
+from quantkit.testing import tiny_model
 
 CHANNEL = {"strategy": "channel"}
 
@@ -94,6 +98,78 @@ def test_fused_layers_share_a_scheme(said):
     kept = {"match": "*.0.mlp.up_proj"}
     assert "mlp.up_proj: is kept" in said("vllm", "cuda", spec(4), "gptq", kept)["fused layers"]
     assert said("vllm", "cuda", spec(4), "gptq", {"match": "*.0.mlp.down_proj"}) == {}
+
+
+def test_sglang_fuses_in_bitsandbytes_too(said):
+    kept = {"match": "*.0.self_attn.q_proj"}
+    assert "q_proj is kept: fused" in said("sglang", "cuda", NF4, None, kept)["fused layers"]
+    assert said("sglang", "cuda", NF4, None, {"match": "*.0.self_attn.[qkv]_proj"}) == {}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe")
+
+
+def test_experts_of_a_layer_share_a_scheme(mixture, tmp_path):
+    def failed(engine, *rules):
+        recipe = tmp_path / f"{engine}.yaml"
+        recipe.write_text("rules: " + json.dumps([{"match": "lm_head", "optional": True}, *rules]))
+        out = quantize(str(mixture), str(recipe), tmp_path / f"out-{recipe.stem}").out
+        with open_checkpoint(out) as opened:
+            found = check_engine(engine, opened)
+        shutil.rmtree(out)
+        return {check.name: check.detail for check in found if check.status == "failed"}
+
+    rest = {"match": "*", "method": "rtn", "spec": spec(8, None)}
+    one = {"match": "*.experts.1.*", "method": "rtn", "spec": spec(4)}
+    found = failed("vllm", one, rest)["fused layers"]
+    assert "experts.1." in found and "is int4" in found and "experts.0." in found
+    assert "fused layers" in failed("sglang", {"match": "*.experts.*.down_proj"}, rest)
+    assert "fused layers" not in failed("vllm", {"match": "*.1.mlp.experts.*"}, rest)
+    nf4 = {"match": "*", "method": "nf4", "spec": NF4}
+    assert "is an expert by bnb-nf4" in failed("transformers", nf4)["experts"]
+    assert failed("transformers", {"match": "*.experts.*"}, nf4) == {}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_a_quantized_head_of_transformers(tiny, tmp_path, form):
+    rule = {"match": "*", "method": "rtn", "format": form, "spec": spec(4, symmetric=form == "gptq")}
+    with open_checkpoint(tiny.write(tmp_path / "out", rule)) as opened:
+        failed = [check for check in check_engine("transformers", opened) if check.status == "failed"]
+        assert opened.config()["quantization_config"]["lm_head"] is True
+    assert [check.name for check in failed] == ["head"] and "random weights" in failed[0].detail
+
+
+def test_bytes_whose_inputs_are_not_rounded(tiny, tmp_path):
+    """As others write W8A16 now and then; here it is read as pack-quantized, which engines can't do."""
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": W8A8})
+    (out / "quantkit.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (out / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(out) as opened:
+        for engine in ("vllm", "sglang"):
+            (check,) = [one for one in check_engine(engine, opened) if "no kernel" in one.detail]
+            assert check.status == "failed" and check.name == "layout" and "group_0" in check.detail
+        assert all(one.status != "failed" for one in check_engine("transformers", opened))
+
+
+def test_gptq_in_float16_of_sglang(make_tiny, tmp_path):
+    out = make_tiny(dtype=torch.float16).write(
+        tmp_path / "out", {"match": "lm_head"},
+        {"match": "*", "method": "rtn", "format": "gptq", "spec": spec(3)})
+    with open_checkpoint(out) as opened:
+        (check,) = [one for one in check_engine("sglang", opened) if one.name == "GPTQ's bits"]
+    assert check.status == "note" and "float16 activations" in check.detail
+
+
+def test_awq_on_a_cpu_of_sglang(tiny, tmp_path):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"},
+                     {"match": "*", "method": "rtn", "format": "awq", "spec": spec(4, symmetric=False)})
+    with open_checkpoint(out) as opened:
+        (check,) = [one for one in check_engine("sglang", opened, "cpu") if "kernel" in one.name]
+    assert (check.name, check.status) == ("kernel on cpu", "note") and "AMX" in check.detail
 
 
 def test_optimum_expects_whole_blocks(said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 
@@ -13,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.open import open_checkpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import SourceError, UsageError
+from quantkit.errors import CheckpointError, SourceError, UsageError
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
@@ -67,3 +68,16 @@ def test_names_that_can_be_no_path(name):
         open_checkpoint(name)
     with pytest.raises(SourceError):
         open_model(name)
+
+
+def test_a_quantized_model_of_images_and_text(tiny, tmp_path):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": {
+        "bits": 8, "granularity": {"strategy": "channel"}}})
+    (out / "quantkit.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    inner = {key: value for key, value in config.items() if key != "quantization_config"}
+    (out / "config.json").write_text(json.dumps({
+        "model_type": "gemma3", "text_config": inner, "quantization_config": config["quantization_config"]}))
+    with pytest.raises(CheckpointError, match="of images and text") as caught:
+        open_checkpoint(out)
+    assert caught.value.next.startswith("get the original model")

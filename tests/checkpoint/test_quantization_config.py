@@ -172,7 +172,7 @@ def test_int8_of_bitsandbytes(tiny):
     config = quantization_config(tiny.plan(rule).rows)
     assert config["load_in_8bit"] is config["_load_in_8bit"] is True
     assert config["load_in_4bit"] is config["_load_in_4bit"] is False
-    assert len(config["llm_int8_skip_modules"]) == 2 * 4 + 1
+    assert len(config["llm_int8_skip_modules"]) == 2 * 5 + 1, "q, k, v, what they are fused into, o; the head"
 
 
 @pytest.mark.oracle
@@ -244,3 +244,35 @@ def test_compressed_tensors_itself_reads_it(make_tiny):
     bits = {name: module.quantization_scheme.weights.num_bits for name, module in model.named_modules()
             if hasattr(module, "quantization_scheme")}
     assert bits == {"model.embed_tokens": 8, "lm_head": 4}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "bnb-int8"])
+def test_kept_layers_go_by_the_names_of_what_they_are_fused_into_too(tiny, form):
+    bits = 8 if form == "bnb-int8" else 4
+    spec = {"bits": bits, "granularity": {"strategy": "channel"}, "symmetric": form != "awq"}
+    config = quantization_config(tiny.plan(
+        {"match": "lm_head"}, {"match": "*.0.self_attn.[qkv]_proj"}, {"match": "*.1.mlp.up_proj"},
+        {"match": "*", "method": "rtn", "spec": spec, "format": form}).rows)
+    if form == "gptq":
+        patterns = [key[2:] for key in config["dynamic"]]
+
+        def kept(name):
+            return any(re.match(pattern, name) for pattern in patterns)
+    else:
+        names = config["modules_to_not_convert" if form == "awq" else "llm_int8_skip_modules"]
+        kept = names.__contains__
+    assert kept("model.layers.0.self_attn.qkv_proj") and kept("model.layers.0.self_attn.k_proj")
+    assert not kept("model.layers.0.mlp.gate_up_proj") and not kept("model.layers.1.self_attn.qkv_proj")
+    assert kept("model.layers.1.mlp.up_proj") and not kept("model.layers.1.mlp.gate_up_proj")
+
+
+def test_mixtrals_experts_go_by_the_names_that_engines_ask_for_too(tmp_path):
+    source = open_source(str(tiny_model(tmp_path / "model", "mixtral", tie_word_embeddings=False)))
+    rules = [{"match": "lm_head", "method": "rtn", "spec": channel(8)},
+             {"match": "*", "method": "rtn", "spec": channel(4)}]
+    rows = make_plan(Recipe.model_validate({"name": "t", "rules": rules}), source).rows
+    groups = quantization_config(rows)["config_groups"].values()
+    (targets,) = [group["targets"] for group in groups if group["weights"]["num_bits"] == 4]
+    place = "model.layers.0.block_sparse_moe.experts.0."
+    for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"):
+        assert sum(bool(re.match(target[3:], place + name)) for target in targets) == 1, name

@@ -119,6 +119,7 @@ def test_qwen_windows(make_config, family):
     on = {"use_sliding_window": True, "sliding_window": 7}
     assert windows(sliding_window=7, max_window_layers=0) == (None, None, None)
     assert windows(**on, max_window_layers=2) == (None, None, 7)
+    assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None,) * 3
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows(**on, layer_types=mixed) == (7, None, 7)
     with pytest.raises(UnsupportedModelError, match="use_sliding_window"):

@@ -21,6 +21,7 @@ from quantkit.models.reader import ConfigReader
 from quantkit.plugins import registry
 from quantkit.sources.base import SourceIdentity, TensorInfo
 from quantkit.sources.local import LocalSource
+from quantkit.sources.text_part import CLASSES
 
 DIALECTS: dict[str, Dialect] = {"gptq": gptq.layers, "awq": awq.layers, "bitsandbytes": bitsandbytes.layers,
                                 "compressed-tensors": compressed_tensors.layers}
@@ -56,6 +57,7 @@ class ForeignCheckpoint:
             self._found: dict[str, Found] = {}
             self._infos = dict(self.source.tensors())
             self.layers = tuple(self._rows())
+            self._shapes = {row.name: row.shape for row in self.layers}
             self._drop_empty_biases()
         except BaseException:
             self.close()
@@ -63,6 +65,10 @@ class ForeignCheckpoint:
 
     def _rows(self) -> list[LayerRow]:
         raw = self.source.config()
+        if raw.get("model_type") in CLASSES:
+            raise CheckpointError(f"{self.path} is a quantized model of images and text",
+                                  why="of such only plain ones are read, as the text model inside",
+                                  next=ORIGINAL)
         method, layers = self._layers(raw)
         found = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
         return [self._row(slot, method, one) for slot, one in found if one or slot.name != EMBEDDING]
@@ -170,11 +176,11 @@ class ForeignCheckpoint:
         found = self._found.get(layer)
         if found is None:
             return None
-        row = next(row for row in self.layers if row.name == layer)
+        shape = self._shapes[layer]
         stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in found.stored}
-        packed = QuantizedTensor(found.format, found.spec, row.shape, FLOATS[found.dtype],
+        packed = QuantizedTensor(found.format, found.spec, shape, FLOATS[found.dtype],
                                  found.convert(stored))
-        layout = registry("formats").get(found.format).layout(found.spec, row.shape, packed.dtype)
+        layout = registry("formats").get(found.format).layout(found.spec, shape, packed.dtype)
         try:
             if {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} != layout:
                 raise CheckpointError("its tensors have other shapes than its spec says")

@@ -38,11 +38,28 @@ KINDS = {"int": "int", "float": "fp"}
 
 
 @dataclass(frozen=True)
+class Targets:
+    """Names, patterns and classes. A pattern that means one name only is kept as one: some have thousands."""
+
+    names: frozenset[str]
+    exact: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    def best(self, name: str) -> int:
+        """How exactly a layer is named: 3 by name, 2 by pattern, 1 by class, 0 not at all."""
+        if name in self.names:
+            return 3
+        if name in self.exact or any(pattern.match(name) for pattern in self.patterns):
+            return 2
+        return int(CLASSES[name == EMBEDDING] in self.names)
+
+
+@dataclass(frozen=True)
 class Group:
     """One of ``config_groups``."""
 
     format: str
-    targets: tuple[str, ...]
+    targets: Targets
     spec: QuantSpec
 
 
@@ -52,7 +69,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     sparsity = config.raw("sparsity_config", {})
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise config.wrong("sparsity_config", sparsity, "only dense weights can be read")
-    ignored = _patterns(config, "ignore", config.raw("ignore", []))
+    ignored = _targets(config, "ignore", config.raw("ignore", []))
     table = config.raw("config_groups", {})
     if not isinstance(table, dict) or not table:
         raise config.wrong("config_groups", table, "it must be a table of groups")
@@ -62,7 +79,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     def layer(slot: LinearSlot) -> Found | None:
         if slot.name == EMBEDDING and f"{slot.name}.weight" in infos:
             return None  # a pattern that means Linears may match it too
-        group = None if _best(slot.name, ignored) else _chosen(slot.name, groups)
+        group = None if ignored.best(slot.name) else _chosen(slot.name, groups)
         return None if group is None else READERS[group.format](slot, group.spec, infos)
 
     return layer
@@ -77,7 +94,7 @@ def _group(where: str, group: Any, whole: str) -> Group:
     form = config.raw("format", whole)
     if not isinstance(form, str) or form not in READERS:
         raise config.wrong("format", form, f"only {', '.join(READERS)} can be read")
-    targets = _patterns(config, "targets", config.raw("targets"))
+    targets = _targets(config, "targets", config.raw("targets"))
     weights = config.raw("weights")
     if not isinstance(weights, dict):
         raise config.wrong("weights", weights, "it must be a table")
@@ -131,24 +148,24 @@ def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpe
         raise config.wrong("strategy", strategy, error.errors()[0]["msg"]) from None
 
 
-def _patterns(config: ConfigReader, key: str, found: Any) -> tuple[str, ...]:
+def _targets(config: ConfigReader, key: str, found: Any) -> Targets:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise config.wrong(key, found, "it must be a list of names")
-    for one in found:
-        if one.startswith("re:"):
-            compiled(config, key, one[3:])
-    return tuple(found)
+    texts = [one[3:] for one in found if one.startswith("re:")]
+    exact = {text: name for text in texts if (name := _only_name(text)) is not None}
+    return Targets(frozenset(one for one in found if not one.startswith("re:")), frozenset(exact.values()),
+                   tuple(compiled(config, key, text) for text in texts if text not in exact))
 
 
-def _best(name: str, targets: Sequence[str]) -> int:
-    """How exactly the best target names a layer: 3 by name, 2 by pattern, 1 by class, 0 not at all."""
-    return max((3 if one == name else 2 if one.startswith("re:") and re.match(one[3:], name) else
-                1 if one == CLASSES[name == EMBEDDING] else 0 for one in targets), default=0)
+def _only_name(pattern: str) -> str | None:
+    """The one name that a pattern such as ``^model\\.norm$`` means."""
+    name = pattern[1:-1].replace("\\.", ".")
+    return name if pattern == f"^{re.escape(name)}$" else None
 
 
 def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
     """The group that names the layer most exactly. Raises CheckpointError if two different ones do."""
-    marks = [_best(name, group.targets) for group in groups]
+    marks = [group.targets.best(name) for group in groups]
     if not (best := max(marks)):
         return None
     found = {(group.format, group.spec): group for group,

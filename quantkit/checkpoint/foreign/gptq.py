@@ -50,9 +50,12 @@ DYNAMIC = frozenset({"bits", "group_size", "sym", "desc_act"})
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     """See the module's docstring. Of ``dynamic`` rules, ``-:`` keeps layers, others change their spec."""
-    version = config.raw("checkpoint_format") or config.raw("format") or "gptq"
+    older = config.raw("format")
+    version = config.raw("checkpoint_format") or older or "gptq"
     if not isinstance(version, str) or version not in FORMATS:
         raise config.wrong("checkpoint_format", version, f"only {', '.join(FORMATS)} can be read")
+    if isinstance(older, str) and older in FORMATS and older != version:
+        raise config.wrong("checkpoint_format", version, f"'format' says {older}, with other zero points")
     base = {"bits": config.integer("bits", minimum=2, maximum=8), "group_size": group_size(config),
             "sym": config.flag("sym", True)}
     head = config.flag("lm_head")

@@ -108,6 +108,7 @@ def refused(folder) -> QuantkitError:
 
 
 @pytest.mark.parametrize(("change", "said"), [
+    ({"format": "gptq_v2"}, "other zero points"),
     ({"checkpoint_format": "marlin"}, "checkpoint_format"), ({"bits": 5}, "holds 2, 3, 4 or 8"),
     ({"adapter": {"name": "lora"}}, "'adapter'"), ({"rotation": "hadamard"}, "'rotation'"),
     ({"new_key": 1}, "'new_key'"), ({"pack_dtype": "int16"}, "pack_dtype"), ({"group_size": 0}, "group_size"),

@@ -4,10 +4,14 @@ import re
 import time
 
 import pytest
+import torch
 
+from quantkit.checkpoint.foreign.compressed_tensors import layers
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
+from quantkit.sources.base import TensorInfo
 
 NAME = "model.layers.10.mlp.experts.100.down_proj".ljust(64, "y")
 
@@ -55,3 +59,18 @@ def test_what_may_never_end(text: str, said: str) -> None:
 def test_what_is_read_is_soon_done(text: str, name: str) -> None:
     pattern, start = read(text), time.process_time()
     assert not pattern.match(name) and time.process_time() - start < 1
+
+
+def test_thousands_of_names_are_soon_found() -> None:
+    """A mix names every layer, and each layer is looked up."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(60)
+             for expert in range(100)]
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    config = {"format": "pack-quantized", "config_groups": {
+        f"group_{start}": {"targets": [f"re:^{re.escape(name)}$" for name in names[start::2]],
+                           "weights": {**weights, "num_bits": 4 + 4 * start}} for start in (0, 1)}}
+    infos = {f"{name}.{suffix}": TensorInfo(suffix, (1,), torch.bfloat16) for name in names
+             for suffix in ("weight_packed", "weight_scale", "weight_shape")}
+    layer = layers(ConfigReader(config, "config.json"), infos, "bfloat16")
+    found = [layer(LinearSlot(name, 8, 8, 0, name)) for name in names]
+    assert [one.spec.bits for one in found if one] == [4, 8] * 3000
