@@ -10,9 +10,11 @@ import pytest
 
 from quantkit import __version__, hookspecs
 from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
+from quantkit.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import list_recipes, load_recipe
-from quantkit.testing import check_method
+from quantkit.sources.base import open_source
+from quantkit.testing import check_method, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -80,12 +82,14 @@ def test_every_kv_policy_and_codec_is_described_with_its_options():
 def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text(blocks("docs/recipes.md", "yaml")[0], encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
-    assert len(recipe.rules) > 4
+    assert len(recipe.rules) == 4
     for rule in recipe.rules:
         if rule.method:
             method = registry("methods").get(rule.method)
             assert method.refuses(rule.spec) is None
             method.options(**rule.options)
+    plan = make_plan(recipe, open_source(str(tiny_model(tmp_path / "model"))))
+    assert {row.method for row in plan.rows} == {"rtn", "gptq", None}
 
 
 def test_the_method_of_the_page_keeps_every_promise():

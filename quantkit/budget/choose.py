@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from quantkit.budget.rules import part_of, rules_of
 from quantkit.budget.sensitivity import Rows, sensitivities
 from quantkit.calibrate.runner import EXPERT
 from quantkit.errors import RecipeError, UsageError
+from quantkit.models.architecture import EMBEDDING
 from quantkit.plan import Plan, candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.progress import Listener, silent
@@ -90,7 +91,7 @@ class Choice:
         places: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
         for names in _groups(rows[name] for name in self.chosen):
             places[tuple(dict.fromkeys(map(part_of, names)))].append(names)
-        found = []
+        found, labels = [], labels_of(self.candidates)
         for place, groups in places.items():
             counts = [0] * len(self.candidates)
             for names in groups:
@@ -98,12 +99,12 @@ class Choice:
             flat = [rows[name] for names in groups for name in names]
             found.append(Part(place, _bits(flat, sum(row.bytes_after for row in flat)),
                               math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
-                              {self.candidates[i].label(): n for i, n in enumerate(counts) if n}))
+                              {labels[i]: n for i, n in enumerate(counts) if n}))
         return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
-        labels = [one.label() for one in self.candidates]
+        labels = labels_of(self.candidates)
         return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
                 "uniform": [{"label": one.label, "bits_per_weight": one.bits, "tensor_bytes": one.disk_bytes,
@@ -140,17 +141,20 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
                           why="sensitivity is measured in decoder layers only",
                           next=f"add a rule {{match: {outside}, optional: true}}, which keeps it, or give "
                                "it a data-free method")
-    fixed = [row for row in base.rows if row.name not in rows]
+    linears = [row for row in base.rows if row.name != EMBEDDING]  # bits a weight are theirs
+    other = base.other_bytes + sum(row.bytes_after for row in base.rows if row.name == EMBEDDING)
+    fixed = [row for row in linears if row.name not in rows]
     if not rows:
         raise RecipeError(f"the rules of recipe {recipe.name!r} leave no layer to its candidates",
                           next=f"remove the rule with match {recipe.rules[-1].match!r}")
+    _check_fixed(recipe, fixed)
     groups = _groups(row for row in base.rows if row.name in rows)
     options = [_common(names, rows, recipe) for names in groups]
     sizes = [[sum(rows[name][i].bytes_after for name in names) for i in one]
              for names, one in zip(groups, options)]
     taken = sum(row.bytes_after for row in fixed)
-    limit = budget.linear_bytes(_weights(base.rows), base.other_bytes) - taken
-    _check_range(source, budget, limit, base, taken, sum(map(min, sizes)), sum(map(max, sizes)))
+    limit = budget.linear_bytes(_weights(linears), other) - taken
+    _check_range(budget, limit, linears, other, taken, sum(map(min, sizes)), sum(map(max, sizes)))
 
     costs = sensitivities(source, base, recipe.candidates, rows, progress)
     picked = allocate([[math.fsum(costs[name][i] for name in names) for i in one]
@@ -163,7 +167,18 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
         "description": told, "calibration": recipe.calibration, "candidates": (),
         "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
     return Choice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
-                  _uniform(recipe, base, rows, costs, taken))
+                  _uniform(recipe, linears, other, rows, costs, taken))
+
+
+def labels_of(candidates: Sequence[Candidate]) -> list[str]:
+    """What each is called: by its spec, by its method too where that is another's, by a number too where
+    only options differ."""
+    specs = [one.label() for one in candidates]
+    alike = Counter(specs)
+    names = [f"{one.method} {spec}" if alike[spec] > 1 else spec
+             for one, spec in zip(candidates, specs, strict=True)]
+    alike = Counter(names)
+    return [f"{name} #{number}" if alike[name] > 1 else name for number, name in enumerate(names, 1)]
 
 
 def _check(recipe: Recipe) -> None:
@@ -176,6 +191,11 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
                           why="what a layer's error costs is measured by gradients",
                           next="calibration: {importance: gradient}")
+    if changed := [one.name for one in recipe.transforms if registry("transforms").get(one.name).layer]:
+        raise RecipeError(f"recipe {recipe.name!r} has candidates and the transform {changed[0]}",
+                          why="it changes layers once their inputs are measured, and what a layer's error "
+                              "costs is measured before",
+                          next="leave it out; rotate, which changes the whole model beforehand, can stay")
     packed = [one for one in recipe.candidates if one.spec is not None]
     for one in packed:
         assert one.spec is not None
@@ -187,6 +207,19 @@ def _check(recipe: Recipe) -> None:
             raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} can't be mixed with others",
                               why=f"format {one.format_name} has place for one spec",
                               next="leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _check_fixed(recipe: Recipe, fixed: Sequence[PlanRow]) -> None:
+    """RecipeError for a candidate whose format has no place for what rules make of other layers."""
+    for one in recipe.candidates:
+        if one.spec is None or not getattr(registry("formats").get(str(one.format_name)), "alone", False):
+            continue
+        for row in fixed:
+            if row.spec and (row.format, row.spec.label()) != (one.format_name, one.spec.label()):
+                raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} can't be mixed with "
+                                  f"what its rules make of {row.name}", why=f"that is {row.spec.label()} by "
+                                  f"{row.format}, and format {one.format_name} has place for one spec",
+                                  next="leave out 'format': pack-quantized can say a mix of integers")
 
 
 def _groups(rows: Iterable[PlanRow]) -> list[list[str]]:
@@ -208,17 +241,17 @@ def _common(names: Sequence[str], rows: Rows, recipe: Recipe) -> list[int]:
     return found
 
 
-def _check_range(source: ModelSource, budget: Budget, limit: int, base: Plan, fixed: int, least: int,
+def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: int, fixed: int, least: int,
                  most: int) -> None:
-    weights = _weights(base.rows)
+    weights = _weights(linears)
     rounding = 1000 if budget.bits is None else weights // 800 + 1  # of what is named below
-    nothing = fixed + most == sum(row.bytes_before for row in base.rows)  # is quantized, if all that fits
+    nothing = fixed + most == sum(row.bytes_before for row in linears)  # is quantized, if all that fits
     if least <= limit and (limit < most if nothing else limit <= most + rounding):
         return
 
     def told(size: int) -> tuple[str, str]:
         """Rounded up: what is named can be had."""
-        bits, total = math.ceil(800 * size / weights) / 100, base.other_bytes + size
+        bits, total = math.ceil(800 * size / weights) / 100, other + size
         return f"{bits:g}bpw", f"{math.ceil(total / 1e3) / 1e3:.3f}MB"
 
     low, high = told(fixed + least), told(fixed + most)
@@ -231,14 +264,14 @@ def _check_range(source: ModelSource, budget: Budget, limit: int, base: Plan, fi
                      else "give less, or leave the model as it is")
 
 
-def _uniform(recipe: Recipe, base: Plan, rows: Rows, costs: Mapping[str, Mapping[int, float]],
-             fixed: int) -> tuple[Uniform, ...]:
-    found = []
+def _uniform(recipe: Recipe, linears: Sequence[PlanRow], other: int, rows: Rows,
+             costs: Mapping[str, Mapping[int, float]], fixed: int) -> tuple[Uniform, ...]:
+    found, labels = [], labels_of(recipe.candidates)
     for index, candidate in enumerate(recipe.candidates):
         if candidate.method is None or any(index not in one for one in rows.values()):
             continue
         size = fixed + sum(one[index].bytes_after for one in rows.values())
-        found.append(Uniform(candidate.label(), _bits(base.rows, size), base.other_bytes + size,
+        found.append(Uniform(labels[index], _bits(linears, size), other + size,
                              math.fsum(one[index] for one in costs.values())))
     return tuple(sorted(found, key=lambda one: one.disk_bytes))
 

@@ -15,7 +15,7 @@ import torch
 from quantkit.calibrate import hub
 from quantkit.calibrate.coverage import SHARED, Coverage, Overlap, SourceFile
 from quantkit.calibrate.docstrings import prose
-from quantkit.calibrate.files import DataFile, local_files, read_files
+from quantkit.calibrate.files import DataFile, local_files, read_files, some_of
 from quantkit.calibrate.overlap import Passages, repeated
 from quantkit.calibrate.rows import Document
 from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, cut_windows
@@ -148,7 +148,7 @@ def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document],
         elif name.startswith(hub.PREFIX):
             found += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
         else:
-            found += local_files(name)
+            found += some_of(local_files(name), need * BYTES_PER_TOKEN, spec.seed)
     read = read_files([one for one in found if isinstance(one, DataFile)], need * BYTES_PER_TOKEN)
     by_file = dict(read)
     documents = [document for one in found
@@ -173,7 +173,7 @@ def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -
     for number, one in enumerate(documents, 1):
         if isinstance(one.content, str):
             text = one.content
-        elif any(special.search(turn["content"]) for turn in one.content):
+        elif any(special.search(said) for turn in one.content for said in turn.values()):
             continue
         else:
             text = _rendered(one, tokenizer)

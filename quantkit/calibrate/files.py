@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import importlib.util
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ ROWS = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
 PROSE = (".txt", ".md")
 """What is taken of a folder."""
+SHARE = 1 << 18
+"""Bytes of a file that are worth opening it for: more than titles and headers."""
 GET_PYARROW = "pip install pyarrow, or name a .jsonl file"
 
 
@@ -83,6 +86,19 @@ def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, li
     """
     sizes = [file.size for file in files]
     return [(file, read_file(file, room)) for file, room in zip(files, shares(sizes, limit), strict=True)]
+
+
+def some_of(files: Sequence[DataFile], limit: int, seed: int) -> list[DataFile]:
+    """Of a folder's files, or a data set's: as many as hold ``limit`` bytes, where none counts for more than
+    ``SHARE``; in the order given. Raises CalibrationError if one isn't there."""
+    order, left, taken = list(range(len(files))), limit, set()
+    random.Random(seed).shuffle(order)
+    for i in order:
+        if left <= 0:
+            break
+        taken.add(i)
+        left -= min(files[i].size, SHARE)
+    return [file for i, file in enumerate(files) if i in taken]
 
 
 def shares(sizes: Sequence[int], limit: int) -> list[int]:
@@ -153,7 +169,8 @@ def _lines(file: DataFile, limit: int) -> Iterator[Document]:
     if not all_of_it and len(lines) == 1:
         raise CalibrationError(f"the first line of {file.name} is longer than {limit:,} bytes",
                                why="of a file only so much is read as the windows need",
-                               next="is it one object a line? If not: jq -c '.[]' FILE > FILE.jsonl")
+                               next="give more --samples or fewer files, or, if it is not one object a line: "
+                                    "jq -c '.[]' FILE > FILE.jsonl")
     for number, line in enumerate(lines if all_of_it else lines[:-1], 1):
         if line.strip() and (found := parse_row(line, f"{file.name} line {number}")) is not None:
             yield found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from quantkit.calibrate.files import GET_PYARROW, PARQUET, ROWS, DataFile, has_pyarrow
@@ -46,6 +46,11 @@ class DatasetName:
             raise CalibrationError(f"{text[:200]!r} names no data set", next=EXAMPLE)
         return cls(match["repo"], match["revision"], split, file)
 
+    def named(self, revision: str | None) -> str:
+        """As :meth:`parse` reads it, of a revision."""
+        at = f"@{revision}" if revision else ""
+        return ":".join(filter(None, (f"{PREFIX}{self.repo}{at}", self.split, self.file)))
+
 
 def dataset_files(text: str, limit: int, listen: Listener = silent) -> list[DataFile]:
     """Download what ``text`` names: that file, or of the split as many files as ``limit`` bytes need.
@@ -69,7 +74,7 @@ def dataset_files(text: str, limit: int, listen: Listener = silent) -> list[Data
         if commit != name.revision:
             branch = name.revision or "its main branch"
             warnings.warn(f"{PREFIX}{name.repo} is not pinned: {branch} may be other data tomorrow; "
-                          f"for these again: {PREFIX}{name.repo}@{commit}", stacklevel=2)
+                          f"for these again: {name.named(commit)}", stacklevel=2)
     found = []
     for done, file in enumerate(chosen):
         listen(Event(done, len(chosen), f"downloading {file}"))
@@ -117,7 +122,7 @@ def _choose(name: DatasetName, sizes: Mapping[str, int], limit: int) -> list[str
         raise CalibrationError(
             f"{PREFIX}{name.repo} has {'several sets' if readable else 'no files'} of the split "
             f"{name.split or SPLIT!r}", why=f"files: {', '.join(some[:_SHOWN])}{more}",
-            next=f"name one: {PREFIX}{name.repo}:{some[0]}")
+            next=f"name one: {replace(name, split=None, file=some[0]).named(name.revision)}")
     taken: list[str] = []
     room = limit
     for file in readable:

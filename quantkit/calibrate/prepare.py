@@ -18,6 +18,7 @@ from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.plan import Plan
+from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
@@ -39,16 +40,19 @@ def prepare(plan: Plan, source: ModelSource, progress: Listener = silent,
     Raises:
         CalibrationError: it can't be had, is malformed, or doesn't fit the model.
     """
-    spec, widest = plan.recipe.calibration, _widest(plan)
-    if not widest or spec is None:
+    spec = plan.recipe.calibration
+    if not plan.measured or spec is None:
         return None
-    return read(spec, source, widest, progress, strict)
+    return read(spec, source, _widest(plan), progress, strict)
 
 
 def read(spec: CalibrationSpec, source: ModelSource, widest: int, progress: Listener = silent,
          strict: bool = False) -> CalibrationData | None:
-    """As :func:`prepare`, where the widest Linear that is calibrated has ``widest`` inputs."""
+    """As :func:`prepare`, where the widest Linear with a Hessian has ``widest`` inputs."""
     config = source.config()
+    if spec.length > (context := parse_config(config).max_position_embeddings):
+        raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
+                               why=f"it was made for {context} tokens", next=f"--length {context}, or less")
     tokenizer = model_tokenizer(source.side_files(), config)
     if spec.text == SELF:
         form = Form.of(tokenizer)  # raises where it can't
@@ -83,8 +87,9 @@ def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationDat
 
 
 def _widest(plan: Plan) -> int:
-    """Inputs of the widest Linear that is calibrated; 0 if none is."""
-    return max((row.shape[1] for row in plan.rows if row.name in plan.measured), default=0)
+    """Inputs of the widest Linear that is solved by its Hessian; 0 if none is."""
+    return max((row.shape[1] for row in plan.rows if row.name in plan.measured and row.method
+                and "hessian" in registry("methods").get(row.method).needs), default=0)
 
 
 def _warned(data: CalibrationData) -> CalibrationData:

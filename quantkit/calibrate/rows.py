@@ -87,6 +87,8 @@ def _turns(row: Mapping[str, Any], where: str) -> list[tuple[str, str]] | None:
     if asked is None:
         return None
     answer = next((key for key in _ANSWERS if row.get(key) is not None), None)
+    if answer is None and isinstance(row.get("text"), str) and not isinstance(row[asked], list):
+        return None  # what was asked for is the text
     if isinstance(row[asked], list):  # a prompt may be a conversation itself, and so may its completion
         turns = _listed(row[asked], where, asked, "role", "content")
         if answer is not None and isinstance(row[answer], list):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.again import typed
 from quantkit.cli.present import human_bytes, print_json, show_warning, table, wrapped
 from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
@@ -76,11 +77,10 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
                          next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
                               "`quantkit recipes list`")
-    asked = " ".join([*(["--recipe", quote(recipe_name)] if recipe_name else ()),
-                      *(["--budget", quote(budget)] if budget else ())])
+    again = typed("out", "dry_run", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
-                         next=f"quantkit quantize {quote(source)} {asked} --out OUT, or --dry-run instead")
+                         next=f"{again} --out OUT, or --dry-run instead")
     recipe = load_recipe(recipe_name or MIXED)
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
                "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
@@ -89,8 +89,9 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         recipe = recipe.model_copy(update={"calibration": spec})
     choice = None
     if budget is not None:
-        if out is not None:
+        if not dry_run and out is not None:
             refuse_existing(out, source)
+            _check_machine(executor, device)
         choice = _choose(source, recipe, budget, revision, quiet)
         recipe = choice.recipe
     if dry_run:
@@ -104,10 +105,21 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             _print_plan(plan, facts)
             if choice:
                 _print_choice(choice)
-            click.echo(f"{'next':<14}quantkit quantize {quote(source)} {asked} --out OUT")
+            click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
     _run(source, recipe, out, revision, spec, executor, device, strict, quiet, as_json, choice)
+
+
+def _check_machine(executor: str, device: str) -> None:
+    """Before anything is measured. Raises UsageError, QuantkitError for what isn't here."""
+    from quantkit.device import find_device
+    from quantkit.executor.base import check_executor
+
+    found = find_device(device)
+    check_executor(executor, found)
+    if found.type != "cpu":
+        show_warning(f"what layers cost is measured on the CPU; they are solved on --device {device} then")
 
 
 def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | None:
@@ -241,7 +253,8 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
         click.echo(wrapped("experts", experts))
     click.echo(wrapped("fallbacks", f"{len(result.fallbacks)}, named above" if result.fallbacks else "none"))
     # commands aren't folded: they are there to be copied
-    click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}")
+    at = f" --revision {quote(revision)}" if revision else ""
+    click.echo(f"{'next':<14}quantkit eval {quote(source)} {quote(str(result.out))}{at}")
     click.echo(f"{'':<14}quantkit generate {quote(str(result.out))} \"The capital of France is\"")
 
 

@@ -40,18 +40,27 @@ class Executor(Protocol):
 
 
 def make_executor(name: str, device: torch.device) -> Executor:
-    """``local`` or ``ray``, for work on ``device``. Raises UsageError for another name or a GPU that it can't
-    use, QuantkitError if it can't be started."""
+    """``local`` or ``ray``, for work on ``device``. Raises what :func:`check_executor` does,
+    and QuantkitError if it can't be started."""
+    check_executor(name, device)
     if name == "local":
         from quantkit.executor.local import LocalExecutor
 
         return LocalExecutor()
+    from quantkit.executor.ray import RayExecutor
+
+    return RayExecutor()
+
+
+def check_executor(name: str, device: torch.device) -> None:
+    """Raises UsageError for another name or a GPU that it can't use, QuantkitError for a missing package."""
+    if name not in NAMES:
+        raise UsageError(f"no executor is called {name!r}", why=did_you_mean(name, NAMES),
+                         next="--executor local")
     if name == "ray":
         if device.type != "cpu":
             raise UsageError(f"--executor ray doesn't go with --device {device.type}",
                              why="workers of a cluster compute on their CPUs", next="--executor local")
-        from quantkit.executor.ray import RayExecutor
+        from quantkit.executor.ray import import_ray
 
-        return RayExecutor()
-    raise UsageError(f"no executor is called {name!r}", why=did_you_mean(name, NAMES),
-                     next="--executor local")
+        import_ray()

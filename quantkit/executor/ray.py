@@ -45,7 +45,7 @@ class RayExecutor:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":
             os.environ.setdefault(ALONE, "0")
-        self._ray = _import_ray()
+        self._ray = import_ray()
         self._threads = torch.get_num_threads()
         self._started = not self._ray.is_initialized()
         if self._started:
@@ -122,7 +122,8 @@ class RayExecutor:
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
 
 
-def _import_ray() -> Any:
+def import_ray() -> Any:
+    """The package. Raises QuantkitError if it isn't installed."""
     try:
         import ray
         import ray.exceptions

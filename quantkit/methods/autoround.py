@@ -19,10 +19,20 @@ from pydantic import Field
 from quantkit.formats.base import Codes
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.methods.descent import descend_levels, descend_scales
-from quantkit.methods.grid import Grid, grid_between, require_finite, settle_, to_codes
+from quantkit.methods.grid import (
+    Grid,
+    grid_between,
+    join,
+    require_finite,
+    row_parts,
+    settle_,
+    to_codes,
+)
 from quantkit.methods.hessian import UNREACHED, hessian_of
 from quantkit.spec import QuantSpec
 
+TOGETHER = 1 << 23
+"""Weights that are learned at a time: each takes a dozen working copies."""
 NARROWEST = 0.5
 """Times a group's extremes: the least that is left of its range."""
 
@@ -73,19 +83,26 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     assert isinstance(options, AutoRoundOptions)
     require_finite(weight)
     hessian = hessian_of(weight, stats, "autoround")
-    best = _learn(weight, hessian, spec, options)
-    grid, levels = Grid(best.scale, best.zero), best.levels
-    if not bool((hessian.diagonal() > 0).any()):
-        return to_codes(levels, grid, spec, (f"rounded to nearest in place of autoround: {UNREACHED}",))
-    if options.visits:
-        damped = hessian.clone()  # a pivot of 0 has no best level
-        damped.diagonal().add_(0.01 * hessian.diagonal().mean())
-        for _ in range(options.visits):
-            levels = descend_levels(weight[None], levels[None], [grid], damped[None], spec, options.block)[0]
-            grid = descend_scales(weight, levels, grid, damped, spec, 3)
-        best.take(_loss(weight, levels, grid, hessian)[0], levels, grid)
-        grid, levels = Grid(best.scale, best.zero), best.levels
-    return to_codes(levels, grid, spec)
+    reached = bool((hessian.diagonal() > 0).any())
+    damped = hessian.clone()  # a pivot of 0 has no best level
+    damped.diagonal().add_(0.01 * hessian.diagonal().mean())
+    made = []
+    for part in row_parts(weight, spec, TOGETHER):
+        rows = weight[part]
+        best = _learn(rows, hessian, spec, options)
+        if reached and options.visits:
+            _visit(best, rows, hessian, damped, spec, options)
+        made.append(to_codes(best.levels, Grid(best.scale, best.zero), spec))
+    return join(made, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
+
+
+def _visit(best: _Best, weight: torch.Tensor, hessian: torch.Tensor, damped: torch.Tensor, spec: QuantSpec,
+           options: AutoRoundOptions) -> None:
+    levels, grid = best.levels, Grid(best.scale, best.zero)
+    for _ in range(options.visits):
+        levels = descend_levels(weight[None], levels[None], [grid], damped[None], spec, options.block)[0]
+        grid = descend_scales(weight, levels, grid, damped, spec, 3)
+    best.take(_loss(weight, levels, grid, hessian)[0], levels, grid)
 
 
 def _learn(weight: torch.Tensor, hessian: torch.Tensor, spec: QuantSpec, options: AutoRoundOptions) -> _Best:

@@ -158,13 +158,19 @@ def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str
     return Codes(resolve(spec), codes, grid.scale.contiguous(), zero, notes)
 
 
+def smallest(dtype: torch.dtype) -> float:
+    """Of scales of a dtype: the least normal number; of float16, whose range is short, the least at all."""
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps if dtype == torch.float16 else info.tiny
+
+
 def round_scale(scale: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Round to the stored dtype, never to zero, and never so far that a level overflows that dtype."""
     dtype = scale_dtype(spec)
     info = torch.finfo(dtype)
     farthest = torch.full_like(zero, LARGEST) if spec.kind == "fp" else torch.maximum(
         zero, 2**spec.bits - 1 - zero)
-    rounded = scale.clamp(min=info.tiny).to(dtype).float()
+    rounded = scale.clamp(min=smallest(dtype)).to(dtype).float()
     over = rounded * farthest > info.max
     if bool(over.any()):
         # one step below the quotient, so that rounding it can't come out above

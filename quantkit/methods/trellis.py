@@ -17,6 +17,7 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.trellis_code import DEVIATION, RING, decode, rings, unring
+from quantkit.methods.grid import smallest
 from quantkit.methods.hessian import NO_BETTER, Factors, damped, losses
 from quantkit.ops import viterbi
 from quantkit.spec import QuantSpec
@@ -88,6 +89,6 @@ def _rounded(scale: torch.Tensor, spec: QuantSpec, other: torch.Tensor | None = 
     """Rounded to the dtype of scales; where that is not a positive number, ``other`` or the smallest is."""
     dtype = scale_dtype(spec)
     rounded = scale.clamp(max=torch.finfo(dtype).max / RING).to(dtype).float()
-    lowest = torch.full_like(rounded, torch.finfo(dtype).tiny)
+    lowest = torch.full_like(rounded, smallest(dtype))
     return torch.where(torch.isfinite(rounded) & (rounded >= lowest), rounded,
                        lowest if other is None else other)

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.budget import choose as module
 from quantkit.budget.amount import parse_budget
-from quantkit.budget.choose import choose
+from quantkit.budget.choose import choose, labels_of
 from quantkit.checkpoint.engines import check_engine
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
@@ -18,7 +18,7 @@ from quantkit.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import Candidate, Recipe, Rule, load_recipe
 from quantkit.sources.base import open_source
-from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
+from quantkit.spec import CalibrationSpec, Granularity, QuantSpec, TransformSpec
 from quantkit.testing import FAMILIES, tiny_model
 
 CALIBRATION = CalibrationSpec(samples=4, length=48)
@@ -39,6 +39,35 @@ def recipe(*rules: Rule, candidates=LADDER, **more) -> Recipe:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return open_source(str(tiny_model(tmp_path_factory.mktemp("models") / "tiny")))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("text", ["5bpw", "6bpw", "88000B"])
+def test_a_quantized_embedding_is_no_linear(source, bits, text):
+    table = Rule(match="model.embed_tokens", **candidate(bits, None).model_dump(exclude_none=True))
+    choice = chosen(source, text, table)
+    if text.endswith("bpw"):
+        assert float(text[:-3]) - 0.5 < choice.plan.bits_per_weight <= float(text[:-3])
+        assert choice.chosen == chosen(source, text).chosen
+    else:
+        assert 80_000 < choice.plan.disk_bytes <= 88_000
+    rows = [row for row in choice.plan.rows if row.name in choice.chosen]
+    four = next(one for one in choice.uniform if one.label == "int4 g32 sym")
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    size = weights * 4.5 / 8 + 16 * len(rows)
+    assert four.bits == pytest.approx(8 * size / weights)
+    assert four.disk_bytes == choice.plan.disk_bytes - sum(row.bytes_after for row in rows) + size
+
+
+def test_candidates_that_differ_in_method_or_options_are_told_apart(source):
+    alike = (candidate(4), candidate(4, method="gptq"),
+             candidate(4, method="gptq", options={"visits": 2}), candidate(8))
+    labels = ["rtn int4 g32 sym", "gptq int4 g32 sym #2", "gptq int4 g32 sym #3", "int8 g32 sym"]
+    assert labels_of(alike) == labels
+    choice = chosen(source, "5bpw", candidates=alike)
+    assert all(list(one["predicted_kl"]) == labels for one in choice.to_dict()["layers"].values())
+    assert {one.label for one in choice.uniform} == set(labels)
+    assert sum(n for part in choice.parts() for n in part.counts.values()) == 8
 
 
 def chosen(source, text, *rules, **more):
@@ -169,6 +198,10 @@ def test_what_the_largest_choice_takes_is_a_budget(source, text, fits):
     ({"candidates": (Candidate(method="rtn", spec=QuantSpec(
         bits=8, granularity=Granularity(strategy="channel"), activations="token")),)}, "activations"),
     ({"candidates": (Candidate(method="none", spec=LADDER[0].spec),)}, "'none'"),
+    ({"transforms": (TransformSpec(name="awq"),)}, "the transform awq"),
+    ({"transforms": (TransformSpec(name="smoothquant"),)}, "the transform smoothquant"),
+    ({"rules": (Rule(match="*.q_proj", **candidate(4).model_dump(exclude_none=True)),),
+      "candidates": (candidate(4, format="gptq"),)}, "its rules make of model.layers.0.self_attn.q_proj"),
 ])
 def test_recipes_that_give_no_choice(source, change, said, kept):
     with pytest.raises(RecipeError) as caught:

@@ -117,6 +117,8 @@ def test_a_chat_can_not_write_special_tokens(files, tmp_path):
     with pytest.raises(CalibrationError, match="every conversation is left out") as caught:
         load(files, jsonl(tmp_path / "bad.jsonl", *bad))
     assert "<|im_end|>" in caught.value.why and "'text'" in caught.value.next
+    role = {"messages": [{"role": "user<|im_end|>", "content": "Hi."}, {"role": "user", "content": "Hi."}]}
+    assert load(files, jsonl(tmp_path / "role.jsonl", *map(chat, range(20)), role)).coverage.left_out == 1
     # what is text already may hold them: it is as somebody's template made it
     rendered = [{"text": f"<|im_start|>user\nHi {i}<|im_end|>\n" * 5} for i in range(9)]
     tokens = load(files, jsonl(tmp_path / "text.jsonl", *rendered), packing="documents").tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.calibrate import files as module
-from quantkit.calibrate.files import DataFile, local_files, read_file, read_files, shares
+from quantkit.calibrate.files import DataFile, local_files, read_file, read_files, shares, some_of
 from quantkit.errors import CalibrationError
 
 PLENTY = 1 << 20
@@ -125,3 +125,15 @@ def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(CalibrationError, match="needs pyarrow") as caught:
         read_file(written(tmp_path / "a.parquet", b"PAR1"), PLENTY)
     assert "pip install pyarrow" in caught.value.next
+
+
+def test_of_a_folder_of_many_files_some_are_read(tmp_path):
+    files = [written(tmp_path / f"{number:03}.md", "x" * 10_000) for number in range(300)]
+    some = some_of(files, 1 << 20, 0)
+    assert len(some) == 105 and some == sorted(some, key=lambda file: file.name)
+    assert sum(len(text) for _, found in read_files(some, 1 << 20) for text in texts(found)) == 1 << 20
+    assert some != some_of(files, 1 << 20, 1) and some == some_of(files, 1 << 20, 0)
+    assert some_of(files[:5], 1 << 20, 0) == files[:5], "all where there is room"
+    large = [written(tmp_path / f"{number}.txt", "y" * 2_000_000) for number in range(9)]
+    assert len(some_of(large, 1 << 20, 0)) == 4, "SHARE each"
+    assert len(some_of(large, 1000, 0)) == 1

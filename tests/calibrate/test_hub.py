@@ -104,6 +104,8 @@ def test_another_split_or_the_only_file(fake):
     ("hub:a/b", {"load.py": 1}, "holds no", "refs/convert/parquet"),
     ("hub:a/b:valid", SHARDS, "no files of the split 'valid'", "hub:a/b:data/train"),
     ("hub:a/b", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1}, "several sets", "hub:a/b:de/train-0.jsonl"),
+    ("hub:a/b@v1:train", {"en/train-0.jsonl": 1, "de/train-0.jsonl": 1}, "several sets",
+     "hub:a/b@v1:de/train-0.jsonl"),
     ("hub:a/b:data/trian.parquet", SHARDS, "has no file 'data/trian.parquet'", "hub:OWNER/NAME"),
     ("hub:a/b", {"trains/x.jsonl": 1, "y.jsonl": 1}, "no files of the split 'train'", "hub:a/b:trains/x")])
 @pytest.mark.filterwarnings("ignore:hub")
@@ -142,3 +144,13 @@ def test_what_goes_wrong_on_the_way(fake, error, what, then):
     with pytest.raises(CalibrationError, match=what) as caught:
         dataset_files("hub:a/b@v9:x.jsonl", 1)
     assert then in caught.value.next
+
+
+@pytest.mark.parametrize(("text", "pinned"), [
+    ("hub:a/b:test", "hub:a/b@{}:test"), ("hub:a/b@main:x/y.jsonl", "hub:a/b@{}:x/y.jsonl"),
+    ("hub:a/b", "hub:a/b@{}")])
+def test_the_warning_names_the_same_files_of_a_commit(fake, text, pinned):
+    fake.files = {"x/y.jsonl": 1, "test.jsonl": 1, "train.jsonl": 1}
+    with pytest.warns(UserWarning, match="for these again") as caught:
+        dataset_files(text, 1)
+    assert str(caught[0].message).endswith("for these again: " + pinned.format(SHA))

@@ -47,6 +47,8 @@ def test_a_system_turn_stays_and_an_input_goes_below_its_instruction():
 def test_plain_text():
     assert parse({"text": "Once.", "id": 1}).content == "Once." and not parse({"text": "Once."}).is_chat
     assert parse({"text": " \n"}) is None
+    written = {"prompt": "Write about cats.", "text": "Cats sleep."}
+    assert parse(written).content == "Cats sleep." and parse(written | {"completion": "Meow."}).is_chat
 
 
 @pytest.mark.parametrize(("row", "said"), [

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
@@ -40,7 +41,8 @@ def test_dry_run_shows_the_choice_what_it_should_cost_and_one_width_for_all(cli,
     for words in ("predicted KL", "q/k/v", "gate/up", "down", "one for all", "int4 g64 sym",
                   "int8 channel sym", "0.mlp.down_proj", "budget        4.25bpw: 4."):
         assert words in result.stdout, words
-    assert lines[-1] == f"next          quantkit quantize {tiny} --budget 4.25bpw --out OUT"
+    again = f"quantkit quantize {tiny} --budget 4.25bpw --samples 3 --length 40 --out OUT"
+    assert lines[-1] == f"next          {again}"
     assert max(map(len, lines[:-1])) <= 80
 
 
@@ -116,3 +118,24 @@ def test_killed_while_measuring_and_quantizing_it_ends_with_the_same_bytes(tiny,
     whole, out = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
                   for name in ("whole", "out"))
     assert whole == out
+
+
+def test_the_next_command_is_the_one_that_was_typed(cli, tiny, ladder, tmp_path):
+    text = tmp_path / "a text.txt"
+    text.write_text("Once upon a time. " * 200)
+    result = cli("quantize", tiny, "-r", ladder, "--budget", "80kB", "--dry-run", "--calibration", text, *FEW,
+                 "--seed", "3", "--device", "auto", "--strict", "--quiet")
+    assert result.stdout.splitlines()[-1].split(None, 1)[1] == (
+        f"quantkit quantize {tiny} --recipe {ladder} --budget 80kB --calibration '{text}' "
+        "--samples 3 --length 40 --seed 3 --device auto --strict --quiet --out OUT")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--device", "cuda"), ("--executor", "ray")])
+def test_what_this_machine_lacks_is_said_before_anything_is_measured(cli, tiny, tmp_path, kept, option, value,
+                                                                      monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    if value == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = cli("quantize", tiny, "--budget", "4.25bpw", "--out", tmp_path / "OUT", option, value, *FEW)
+    assert result.exit_code != 0 and not kept.exists() and not (tmp_path / "OUT.partial").exists()
+    assert ("can't be used" if value == "cuda" else "needs Ray") in result.stderr

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from quantkit.errors import CalibrationError
 from quantkit.formats.base import Codes
+from quantkit.methods import autoround
 from quantkit.methods.autoround import METHOD, AutoRoundOptions
 from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD as RTN
@@ -132,3 +133,18 @@ def test_what_it_refuses() -> None:
     assert "row by row" in (METHOD.refuses(whole) or "")
     assert "not nf" in (METHOD.refuses(QuantSpec(kind="nf", bits=4, scale_dtype="float32",
                                                  granularity=Granularity(strategy="block", size=64))) or "")
+
+
+def test_rows_are_learned_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, stats = problem(48, 64, 3, 400)
+    spec = spec_of(3, 32, False)
+    whole = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=40))
+    learned = []
+    learn = autoround._learn
+    monkeypatch.setattr(autoround, "_learn", lambda *given: learned.append(len(given[0])) or learn(*given))
+    monkeypatch.setattr(autoround, "TOGETHER", 20 * 64)
+    parts = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=40))
+    assert learned == [20, 20, 8] and parts.codes.shape == whole.codes.shape
+    # not bit for bit: sums are made in another order, and a sign may flip
+    assert float(losses(parts, weight, stats).sum()) == pytest.approx(
+        float(losses(whole, weight, stats).sum()), rel=0.02)

@@ -61,6 +61,20 @@ def test_awkward_weights(name: str, bits: int, symmetric: bool, dtype: str) -> N
         assert bool((values[weight == 0] == 0).all()), "zero is exact"
 
 
+@pytest.mark.parametrize("largest", [3e-2, 3e-3, 3e-4])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_float16_may_be_smaller_than_its_least_normal_number(largest: float, bits: int) -> None:
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    weight *= largest / weight.abs().max()
+
+    def error(dtype: str) -> float:
+        spec = spec_of(bits, "channel", dtype=dtype)
+        grid = find_grid(weight, spec)
+        return float((from_grid(round_to_grid(weight, grid, spec), grid) - weight).norm() / weight.norm())
+
+    assert error("float16") < 1.05 * error("bfloat16")
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(bits=st.integers(2, 8), rows=st.sampled_from([1, 2, 7]), groups=st.integers(1, 3),
        size=st.sampled_from([2, 5, 16]), symmetric=st.booleans(), strategy=st.sampled_from(STRATEGIES),

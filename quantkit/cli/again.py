@@ -1,0 +1,30 @@
+"""The command that was typed, for the next one to be copied from."""
+
+from __future__ import annotations
+
+from shlex import quote
+
+import click
+from click.core import ParameterSource
+
+
+def typed(*left_out: str) -> str:
+    """``quantkit quantize SOURCE --recipe int4``: the running command with all that was given on its command
+    line, but for the parameters ``left_out``."""
+    context = click.get_current_context()
+    words = ["quantkit", str(context.info_name)]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name in left_out or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if isinstance(parameter, click.Argument):
+            words.append(quote(str(value)))
+            continue
+        option = max(parameter.opts, key=len)
+        if isinstance(parameter, click.Option) and parameter.is_flag:
+            words.append(option)
+        else:
+            words += [word for one in (value if parameter.multiple else [value])
+                      for word in (option, quote(str(one)))]
+    return " ".join(words)
