@@ -106,6 +106,7 @@ rules:
   - {{match: "*", {rule}}}
 """
 OWN_TEXT = ("gptq int8 channel", "gptq int4 asym")  # also calibrated on what the model itself writes
+LIGHT = {"iters": 50, "lr": 5e-3}  # AutoRound's own setting for those who are in a hurry
 WIDTHS = (2, 3, 4, 5, 6)
 BUDGETS = {  # ours: bits, budget, whether grids are symmetric; 8 bits a row beside WIDTHS
     "mixed 4.25": (4, "4.25bpw", True),
@@ -153,9 +154,12 @@ def variants(group: int) -> list[Variant]:
     grids = [(4, True), (4, False), (3, True), (3, False), (2, False), (8, True)]
     slow = [Variant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
                     {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
-    for peer, what in (("gptqmodel", "gptq"), ("autoround", "autoround")):
-        slow += [Variant(peer, f"{what} int{bits}", bits, True,
-                         {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
+    slow += [Variant("gptqmodel", f"gptq int{bits}", bits, True,
+                     {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
+    slow += [Variant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * light}", bits,
+                     True, {"bits": bits, "group": group, "symmetric": symmetric, **(LIGHT if light else {})})
+             for bits, symmetric, light in ((4, True, 0), (4, False, 0), (3, False, 1), (2, False, 1),
+                                            (8, True, 1))]
     return [*quick, *(one for one in ours if one.calibrated), *slow]
 
 

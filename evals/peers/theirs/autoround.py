@@ -1,4 +1,4 @@
-"""AutoRound (signed gradient descent on rounding and ranges) with its own settings, 200 iterations."""
+"""AutoRound (signed gradient descent on rounding and ranges) with its own settings, or those asked for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens]
     settings = {"iters": spec.get("iters", 200), "batch_size": min(8, len(rows))}
+    settings |= {"lr": spec["lr"]} if "lr" in spec else {}
     rounding = AutoRound(loaded, tokenizer=tokenizer, bits=spec["bits"], group_size=spec["group"],
                          sym=spec["symmetric"], dataset=torch.utils.data.DataLoader(rows, batch_size=1),
                          nsamples=len(tokens), seqlen=tokens.shape[1], device_map="cpu", **settings)
