@@ -156,10 +156,10 @@ def variants(group: int) -> list[Variant]:
                     {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
     slow += [Variant("gptqmodel", f"gptq int{bits}", bits, True,
                      {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
-    slow += [Variant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * light}", bits,
-                     True, {"bits": bits, "group": group, "symmetric": symmetric, **(LIGHT if light else {})})
-             for bits, symmetric, light in ((4, True, 0), (4, False, 0), (3, False, 1), (2, False, 1),
-                                            (8, True, 1))]
+    slow += [Variant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}",
+                     bits, True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
+             for bits, symmetric, more in ((4, True, {}), (4, False, {}), (3, False, LIGHT),
+                                           (2, False, LIGHT), (8, True, LIGHT))]
     return [*quick, *(one for one in ours if one.calibrated), *slow]
 
 
