@@ -20,6 +20,10 @@ from quantkit.spec import Granularity, QuantSpec
 
 SPEC = QuantSpec(bits=4, granularity=Granularity(strategy="group", size=32), scale_dtype="float32")
 
+CONFIG = {"model_type": "llama", "vocab_size": 64, "hidden_size": 96, "intermediate_size": 64,
+          "num_hidden_layers": 3, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
+          "tie_word_embeddings": True}
+
 
 class Run:
     """Three units; every call makes the same bytes, as a quantization run does."""
@@ -53,7 +57,7 @@ class Run:
                 else:
                     self.made.append(unit)
                     writer.put(unit, tensors, rows)
-            return writer.finish({"model_type": "x"}, {"tokenizer.json": b"{}"}, self.manifest)
+            return writer.finish(CONFIG, {"tokenizer.json": b"{}"}, self.manifest)
 
 
 @pytest.fixture(autouse=True)
