@@ -100,8 +100,9 @@ class Theirs:
         for library in self._folder.glob("*.so*"):  # the package has no links by the names that are linked to
             stem = library.name.split(".so")[0]
             for name in (library.name, f"{stem}.so.0", f"{stem}.so"):
-                (links / name).unlink(missing_ok=True)
-                (links / name).symlink_to(library)
+                link = links / f".{name}.{os.getpid()}"  # another run of the same folder may be here as well
+                link.symlink_to(library)
+                link.replace(links / name)
         self._env = {**os.environ, "LD_LIBRARY_PATH": str(links)}
 
     def quantize(self, gguf: Path, kind: str) -> Path:
