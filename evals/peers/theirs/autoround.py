@@ -25,7 +25,9 @@ def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path)
     layers = list(common.linears(model))
     weights = {name: module.weight.detach().float().clone() for name, module in quantized.named_modules()
                if name in layers}
-    rounding.save_quantized(str(scratch), format="auto_round")
+    # its own choice for 4 bits without symmetry is a packing that its last release fails to make
+    layout = "auto_round" if spec["symmetric"] else "auto_round:auto_gptq"
+    rounding.save_quantized(str(scratch), format=layout)
     return weights, common.stored_bits(scratch, layers), settings
 
 
