@@ -71,10 +71,14 @@ def register_kv_policies(register: Register) -> None:
 
 @hookimpl
 def register_kv_codecs(register: Register) -> None:
-    register("none", "quantkit.kv.codecs.plain:NONE")
-    register("bf16", "quantkit.kv.codecs.plain:BF16")
-    register("int8", "quantkit.kv.codecs.int8:CODEC")
-    register("int4", "quantkit.kv.codecs.int4:CODEC")
+    register("none", "quantkit.kv.codecs.plain:AsComputed")
+    register("bf16", "quantkit.kv.codecs.plain:BFloat16")
+    register("int8", "quantkit.kv.codecs.int8:Int8")
+    register("fp8", "quantkit.kv.codecs.fp8:Fp8")
+    register("int4", "quantkit.kv.codecs.kivi:Int4")
+    register("int3", "quantkit.kv.codecs.kivi:Int3")
+    register("int2", "quantkit.kv.codecs.kivi:Int2")
+    register("rotation", "quantkit.kv.codecs.rotation:Rotation")
 
 
 @hookimpl

@@ -11,49 +11,60 @@ from quantkit.spec import KVSpec
 MAX_LENGTH = 256
 _PART = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\(([^()]*)\))?")
 _PLUS = re.compile(r"\+(?![^()]*\))")  # not that of 1e+16 in parentheses
+_SLASH = re.compile(r"/(?![^()]*\))")
 _NEXT = 'quantkit generate MODEL PROMPT --kv "window(1024, sinks=4)+int8"'
 
 
 def parse_kv(text: str) -> KVSpec:
-    """A policy, a codec, or both joined by ``+``; ``none`` is neither.
+    """A policy, a codec, or both joined by ``+``; ``none`` is neither; ``A/B`` stores keys as A, values as B.
 
-    A policy's arguments are ``name=value``; the first may be given without its name, ``budget``.
+    Arguments are ``name=value``; the first may be given without its name: a policy's ``budget``, a codec's
+    ``bits``.
 
     Raises:
         UsageError: it can't be read, or names something that nobody registered.
     """
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed")
-    policies, codecs = registry("kv_policies"), registry("kv_codecs")
     found: dict[str, object] = {}
     for part in (_PLUS.split(text) if text.strip() != "none" else []):
-        match = _PART.fullmatch(part.strip())
-        if match is None:
-            raise UsageError(f"the KV setting {text!r} can't be read",
-                             why=f"{part.strip()!r} is not written NAME or NAME(VALUE, NAME=VALUE)",
-                             next=_NEXT)
-        name, inside = match[1], match[2]
-        kind = "policy" if name in policies else "codec"
-        if kind == "codec" and name not in codecs:
-            raise UsageError(f"no KV policy or codec is called {name!r}",
-                             why=did_you_mean(name, [*policies, *codecs]), next="quantkit plugins list")
+        sides = [_read(side, text) for side in _SLASH.split(part)]
+        kinds = {kind for kind, _, _ in sides}
+        kind, name, options = sides[0]
+        if len(sides) > 2 or (len(sides) == 2 and kinds != {"codec"}):
+            raise UsageError(f"the KV setting {text!r} can't be read", next=_NEXT,
+                             why=f"{part.strip()!r} is not a codec of keys, a slash and a codec of values")
         if kind in found:
-            raise UsageError(f"the KV setting {text!r} names two of a kind",
-                             why=f"{found[kind]!r} and {name!r} are both a {kind}", next=_NEXT)
+            raise UsageError(f"the KV setting {text!r} names two of a kind", next=_NEXT,
+                             why=f"{found[kind]!r} and {name!r} are both a {kind}")
         found[kind] = name
-        if kind == "policy":
-            found["options"] = _options(inside, part)
-        elif inside is not None:
-            raise UsageError(f"the KV codec {name!r} takes no arguments", why=f"it was given ({inside})")
+        found["options" if kind == "policy" else "codec_options"] = options
+        if len(sides) == 2:
+            _, found["values"], found["value_options"] = sides[1]
     return KVSpec.model_validate(found)
 
 
-def _options(inside: str | None, part: str) -> dict[str, int | float | str | bool]:
+def _read(part: str, text: str) -> tuple[str, str, dict[str, int | float | str | bool]]:
+    """``policy`` or ``codec``, its name, its options."""
+    match = _PART.fullmatch(part.strip())
+    if match is None:
+        raise UsageError(f"the KV setting {text!r} can't be read", next=_NEXT,
+                         why=f"{part.strip()!r} is not written NAME or NAME(VALUE, NAME=VALUE)")
+    name, inside = match[1], match[2]
+    policies, codecs = registry("kv_policies"), registry("kv_codecs")
+    kind = "policy" if name in policies else "codec"
+    if kind == "codec" and name not in codecs:
+        raise UsageError(f"no KV policy or codec is called {name!r}",
+                         why=did_you_mean(name, [*policies, *codecs]), next="quantkit plugins list")
+    return kind, name, _options(inside, part, "budget" if kind == "policy" else "bits")
+
+
+def _options(inside: str | None, part: str, first: str) -> dict[str, int | float | str | bool]:
     options: dict[str, int | float | str | bool] = {}
     for number, item in enumerate((inside or "").split(",") if (inside or "").strip() else []):
         name, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals:
-            name, value = "budget", name
+            name, value = first, name
             if number:
                 raise UsageError(f"{part.strip()!r} can't be read", next=_NEXT,
                                  why="only the first argument may stand without its name")

@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "formats": ("format", "quantkit.formats.base:Format"),
     "kernels": ("kernel", "quantkit.ops.dispatch:Kernel"),
     "kv_policies": ("KV policy", None),
-    "kv_codecs": ("KV codec", "quantkit.kv.base:KVCodec"),
+    "kv_codecs": ("KV codec", None),
     "metrics": ("metric", None),
     "reporters": ("reporter", None),
     "commands": ("command", "click:Command"),

@@ -214,12 +214,12 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
 
 def _checked_kv(text: str, document: Document) -> str:
     """In its canonical spelling. Raises RecipeError."""
-    from quantkit.kv.build import build_codec, build_policy
+    from quantkit.kv.build import build_codings, build_policy
 
     try:
         spec = parse_kv(text)
         build_policy(spec)
-        build_codec(spec)
+        build_codings(spec)
     except UsageError as error:
         raise RecipeError(f"{document.label} line {document.line(('kv',))}: {error.what}", why=error.why,
                           next=error.next) from None

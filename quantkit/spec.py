@@ -202,17 +202,30 @@ class KVSpec(Frozen):
         policy: a registered policy; ``all`` keeps everything.
         options: the policy's own, checked when it is made.
         codec: a registered codec; ``none`` stores what the model computes, in its dtype.
+        codec_options: the codec's own.
+        values, value_options: of values, if they have a codec of their own.
     """
 
     policy: str = "all"
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)
     codec: str = "none"
+    codec_options: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    values: str | None = None
+    value_options: dict[str, int | float | str | bool] = Field(default_factory=dict)
 
     def __str__(self) -> str:
         # the same setting is always written the same way, so that it can be read again and compared
-        written = {name: str(value).lower() if isinstance(value, bool) else str(value)
-                   for name, value in sorted(self.options.items(), key=lambda one: (one[0] != "budget", one))}
-        inner = ", ".join(value if name == "budget" else f"{name}={value}" for name, value in written.items())
-        policy = self.policy + (f"({inner})" if inner else "")
-        parts = [text for text, default in ((policy, "all"), (self.codec, "none")) if text != default]
+        codec = _call(self.codec, self.codec_options, "bits")
+        if self.values is not None:
+            codec += "/" + _call(self.values, self.value_options, "bits")
+        policy = _call(self.policy, self.options, "budget")
+        parts = [text for text, default in ((policy, "all"), (codec, "none")) if text != default]
         return "+".join(parts) or "none"
+
+
+def _call(name: str, options: dict[str, int | float | str | bool], first: str) -> str:
+    """``name(first, other=value)``."""
+    written = {option: str(value).lower() if isinstance(value, bool) else str(value)
+               for option, value in sorted(options.items(), key=lambda one: (one[0] != first, one))}
+    inner = ", ".join(value if option == first else f"{option}={value}" for option, value in written.items())
+    return name + (f"({inner})" if inner else "")

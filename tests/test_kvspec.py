@@ -29,12 +29,16 @@ from quantkit.spec import KVSpec
     ("snapkv(1e-3, window=8, kernel=3)", "snapkv", {"budget": 1e-3, "window": 8, "kernel": 3}, "none",
      "snapkv(0.001, kernel=3, window=8)"),
     ("window()", "window", {}, "none", "window"),
+    ("rotation(3.5)", "all", {}, "rotation(3.5)", "rotation(3.5)"),
+    ("snapkv(9) + int4( recent = 0 ) / rotation(2,sinks=0)", "snapkv", {"budget": 9},
+     "int4(recent=0)/rotation(2, sinks=0)", "snapkv(9)+int4(recent=0)/rotation(2, sinks=0)"),
     ("window(a, b=true, c=false, d=x)", "window", {"budget": "a", "b": True, "c": False, "d": "x"}, "none",
      "window(a, b=true, c=false, d=x)"),
 ])
 def test_what_is_read_and_how_it_is_written(text, policy, options, codec, canonical):
     spec = parse_kv(text)
-    assert spec == KVSpec(policy=policy, options=options, codec=codec)
+    assert (spec.policy, spec.options) == (policy, options)
+    assert str(spec.model_copy(update={"policy": "all", "options": {}})) == codec
     assert {name: type(value) for name, value in spec.options.items()} == {
         name: type(value) for name, value in options.items()}
     assert str(spec) == canonical and parse_kv(canonical) == spec and str(parse_kv(canonical)) == canonical
@@ -47,7 +51,8 @@ def test_what_is_read_and_how_it_is_written(text, policy, options, codec, canoni
     ("window(sinks=4, 5)", "first argument"), ("window(5, 4)", "first argument"),
     ("window(5, budget=4)", "twice"), ("window(a=1, a=2)", "twice"), ("window(=4)", "empty"),
     ("window(sinks=)", "empty"), ("window(5,)", "first argument"), ("window(,)", "empty"),
-    ("int8(4)", "no arguments"), ("int8()", "no arguments"), ("int8+int4", "both a codec"),
+    ("int8+int4", "both a codec"), ("int8/int4/int8", "a slash"), ("window(5)/int8", "a slash"),
+    ("int8/", "can't be read"), ("/int8", "can't be read"), ("int8/int9", "'int8'"),
     ("none+int8", "both a codec"), ("window(5)+snapkv(0.5)", "both a policy"), ("int9", "int8"),
     ("windw(5)", "'window'"), ("../x", "can't be read"), ("x" * (MAX_LENGTH + 1), "256")])
 def test_what_cannot_be_read(text, said):

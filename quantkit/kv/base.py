@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
+from pydantic import Field
 
 from quantkit.spec import Frozen
 
@@ -14,32 +15,88 @@ Phase = Literal["prefill", "prefill_end", "decode"]
 """``prefill_end`` is the prompt's last chunk."""
 MOST = 2**31
 """No option counts more tokens."""
+MOST_WAITING = 2**30
+"""Nor more that wait: a length less these and a page is still an int32."""
+PAGE = 64
+"""Slots (tokens) in a page, each of one key head."""
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name → shape and dtype of what is stored for one token of one head."""
+"""Name → shape and dtype of what is stored."""
 
 
 @runtime_checkable
-class KVCodec(Protocol):
-    """How one token's key (or value) of one head is stored.
+class Coding(Protocol):
+    """How the vectors of one side, keys or values, are stored.
 
     Attributes:
-        name: as registered.
+        name: says all that its bytes depend on; kernels know it by this.
+        turned: vectors are rotated before (:func:`quantkit.ops.rotation.rotate`), and with keys the queries
+            that meet them; of values, attention's result is rotated back.
     """
 
     name: str
+    turned: bool
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
-        """What is stored for a vector ``[dim]`` that was computed in ``dtype``.
+        """What is stored for one vector ``[dim]`` that was computed in ``dtype``.
 
         Raises:
-            UsageError: this head dimension doesn't fit the codec.
+            UsageError: this head dimension doesn't fit.
         """
 
+    def shared(self, dim: int, dtype: torch.dtype) -> Layout:
+        """What the 64 vectors of a page share; nothing, unless they are encoded together."""
+
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``x [..., D]`` → the layout's tensors, ``[..., *shape]``. Finite in, finite out."""
+        """``x [..., n, D]`` → the layout's tensors ``[..., n, *shape]`` and the shared ones
+        ``[..., *shape]``, for which n is 64. Finite in, finite out."""
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The layout's tensors → ``[..., D]``, in the dtype to compute attention in."""
+        """What :meth:`encode` made → ``[..., n, D]``, in the dtype to compute attention in."""
+
+
+class KVCodec(Frozen):
+    """How keys and values are stored. A subclass adds its options as fields, the first called ``bits``.
+
+    Attributes:
+        recent: so many newest tokens, at least, stay as they were computed; others are encoded 64 at a time.
+        sinks: so many first ones stay as they were computed too, rounded up to pages of 64.
+    """
+
+    name: ClassVar[str]
+    recent: int = Field(default=0, ge=0, le=MOST_WAITING)
+    sinks: int = Field(default=0, ge=0, le=MOST_WAITING)
+
+    def keys(self) -> Coding:
+        """How keys are stored."""
+        raise NotImplementedError
+
+    def values(self) -> Coding:
+        """How values are stored."""
+        return self.keys()
+
+
+@dataclass(frozen=True)
+class Codings:
+    """Keys and values of a cache, which may have different codecs.
+
+    Attributes:
+        recent: the larger of what both ask for.
+        first: slots that are never encoded, whole pages; the larger of what both ask for.
+    """
+
+    keys: Coding
+    values: Coding
+    recent: int = 0
+    first: int = 0
+
+    def waits(self, dim: int, dtype: torch.dtype) -> bool:
+        """Whether the newest vectors wait as they are in pages of their own, until 64 are encoded."""
+        shares = any(one.shared(dim, dtype) for one in (self.keys, self.values))
+        return bool(self.recent or self.first or shares)
+
+    def border(self, length: int) -> int:
+        """Of so many slots those in ``[first, border)`` are read as codes, where others wait."""
+        return max(self.first, (length - self.recent) & -PAGE)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,18 @@
-"""A KV setting → its policy and its codec."""
+"""A KV setting → its policy and its codings."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.kv.base import KVCodec, KVPolicy
+from quantkit.kv.base import PAGE, Codings, KVCodec, KVPolicy
 from quantkit.plugins import registry
-from quantkit.spec import KVSpec
+from quantkit.spec import Frozen, KVSpec
+
+Made = TypeVar("Made", bound=Frozen)
 
 
 def build_policy(spec: KVSpec) -> KVPolicy:
@@ -16,23 +21,34 @@ def build_policy(spec: KVSpec) -> KVPolicy:
     Raises:
         UsageError: unknown, or an option is unknown, missing or out of range.
     """
-    kind = registry("kv_policies").get(spec.policy)
+    kind: type[KVPolicy] = registry("kv_policies").get(spec.policy)
+    return _built(kind, "policy", spec.policy, spec.options, "512")
+
+
+def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
+    """A codec with its options. Raises UsageError as :func:`build_policy`."""
+    kind: type[KVCodec] = registry("kv_codecs").get(name)
+    return _built(kind, "codec", name, options, "3")
+
+
+def build_codings(spec: KVSpec) -> Codings:
+    """How both sides are stored. Raises UsageError as :func:`build_policy`."""
+    keys = build_codec(spec.codec, spec.codec_options)
+    values = keys if spec.values is None else build_codec(spec.values, spec.value_options)
+    return Codings(keys.keys(), values.values(), max(keys.recent, values.recent),
+                   max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
+
+
+def _built(kind: type[Made], what: str, name: str, options: Mapping[str, object], example: str) -> Made:
     fields = kind.model_fields
-    for name in spec.options:
-        if name not in fields:
-            raise UsageError(f"the KV policy {spec.policy!r} has no option {name!r}",
-                             why=did_you_mean(name, fields))
+    for option in options:
+        if option not in fields:
+            raise UsageError(f"the KV {what} {name!r} has no option {option!r}",
+                             why=did_you_mean(option, fields))
     try:
-        policy: KVPolicy = kind.model_validate(spec.options)
+        return kind.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its options"
-        raise UsageError(f"the KV policy {spec.policy!r} can't be made", why=f"{where}: {first['msg']}",
-                         next=f'write for instance --kv "{spec.policy}(512)"' if fields else None) from None
-    return policy
-
-
-def build_codec(spec: KVSpec) -> KVCodec:
-    """The codec. Raises UsageError for an unknown one."""
-    codec: KVCodec = registry("kv_codecs").get(spec.codec)
-    return codec
+        raise UsageError(f"the KV {what} {name!r} can't be made", why=f"{where}: {first['msg']}",
+                         next=f'write for instance --kv "{name}({example})"' if fields else None) from None

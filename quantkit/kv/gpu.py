@@ -20,10 +20,12 @@ def fits(cache: KVCache, q: torch.Tensor) -> bool:
     """Whether both kernels take this cache with queries like ``q [B, H, T, D]``."""
     if not (q.is_cuda or gpu.SIMULATE) or not cache.plain:
         return False
+    codings, group = cache.codings, q.shape[1] // cache.heads
+    if codings.keys.name != codings.values.name or cache.stores[0].waiting is not None:
+        return False
     codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
-    group = q.shape[1] // cache.heads
     return codes is not None and codes.device == q.device and gpu.kv_declines(
-        q.device.type, q.dtype, q.shape[-1], group, cache.codec.name, codes.dtype) is None
+        q.device.type, q.dtype, q.shape[-1], group, cache.codings.keys.name, codes.dtype) is None
 
 
 def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k: torch.Tensor,
@@ -33,12 +35,9 @@ def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k:
 
     batch, heads, length, dim = q.shape
     slots = torch.full((batch, k.shape[1], length), -1, dtype=torch.int64)
-    flat = cache._allocate(layer, rows)
-    begin = 0
-    for row, (_, count) in enumerate(rows):
-        size = k.shape[1] * count
-        slots[row, :, :count] = torch.tensor(flat[begin:begin + size], dtype=torch.int64).view(-1, count)
-        begin += size
+    for row, (held, count) in enumerate(rows):
+        new = cache.stores[layer].allocate(held, count)
+        slots[row, :, :count] = torch.tensor(new, dtype=torch.int64).view(-1, count)
     cos, sin = (t[:, 0].expand(batch, length, dim).reshape(-1, dim).float() for t in (cos, sin))
     half = sin[:, dim // 2:]  # the model's tables have the first half negated
     q, k, v = (t.transpose(1, 2).reshape(batch * length, -1, dim) for t in (q, k, v))
@@ -62,8 +61,8 @@ def decode_attention(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor,
     held = [one for one, _ in rows]
     window, sinks = cache.policy.visible or (None, 0)
     lengths = torch.tensor([one.lengths.tolist() for one in held], dtype=torch.int32).to(q.device)
-    out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, held), lengths, window=window,
-                          sinks=sinks, query_positions=positions[:, 0])
+    out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, layer, held), lengths,
+                          window=window, sinks=sinks, query_positions=positions[:, 0])
     return out[:, :, None]
 
 
@@ -76,9 +75,9 @@ def _pages(cache: KVCache, layer: int) -> Pages:
                  parts.get("positions"))
 
 
-def _tables(cache: KVCache, held: list[HeldLayer]) -> torch.Tensor:
+def _tables(cache: KVCache, layer: int, held: list[HeldLayer]) -> torch.Tensor:
     """int32 ``[B, Hkv, W]``, filled up with page 0."""
-    tables = [cache._table(one) for one in held]
+    tables = [cache.stores[layer].table(one) for one in held]
     most = max(table.shape[1] for table in tables)
     return torch.stack([torch.nn.functional.pad(table, (0, most - table.shape[1]))
                         for table in tables]).to(torch.int32)

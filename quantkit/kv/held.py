@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.kv.pages import PAGE
+from quantkit.kv.base import PAGE, Codings
+
+Table = npt.NDArray[np.int32]
 
 
 class HeldLayer:
@@ -14,19 +18,24 @@ class HeldLayer:
 
     Attributes:
         pages: of each key head, in the order of its slots.
-        lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own.
+        waiting: of each key head, pages of slots that aren't encoded: the first ones of all, if they never
+            are, and those from slot ``starts[head]`` on.
+        lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own, as ``starts`` is.
         steps: decode steps so far.
         queries: the last rotated queries, ``[H, w, D]``, if the policy wants any.
+        tables: ``pages`` and ``waiting`` as int64 ``[Hkv, n]``, where somebody asked for them.
     """
 
-    __slots__ = ("_index", "_owner", "lengths", "pages", "queries", "steps", "table")
+    __slots__ = ("_index", "_owner", "lengths", "pages", "queries", "starts", "steps", "tables", "waiting")
 
     def __init__(self, owner: HeldSequence, index: int) -> None:
-        self._owner, self._index, self.lengths = owner, index, owner.lengths[index]
+        self._owner, self._index = owner, index
+        self.lengths, self.starts = owner.lengths[index], owner.starts[index]
         self.pages: list[list[int]] = [[] for _ in self.lengths]
+        self.waiting: list[list[int]] = [[] for _ in self.lengths]
         self.steps = 0
         self.queries: torch.Tensor | None = None
-        self.table: torch.Tensor | None = None
+        self.tables: dict[str, torch.Tensor] = {}
 
     @property
     def seen(self) -> int:
@@ -38,14 +47,15 @@ class HeldLayer:
         self._owner.seen[self._index] = count
 
     def advance(self, count: int) -> None:
-        """So many tokens are in this layer's pages now; the sequence's table is to be laid out anew."""
+        """So many tokens are in this layer's pages now; the sequence's tables are to be laid out anew."""
         self.lengths += count
         self.seen += count
         self._owner.table = None
 
     def moved(self) -> None:
         """Its pages are others now."""
-        self.table = self._owner.table = None
+        self.tables = {}
+        self._owner.table = None
 
 
 class HeldSequence:
@@ -53,38 +63,65 @@ class HeldSequence:
 
     Attributes:
         extent: tokens that it was announced to have in the end; 0: few.
+        first: slots that are never encoded.
         layers: one by one.
-        lengths: int32 ``[layers, Hkv]``.
+        lengths, starts: int32 ``[layers, Hkv]``.
         seen: tokens that each layer had, int64 ``[layers]``.
-        table: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
+        table, waiting: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
         room: tokens that fit before a page is missing, where there is a table.
-        where: addresses of table and lengths, the table's width between them, where there is a table.
+        where: addresses of table, lengths and waiting, the tables' widths behind theirs, where there is one.
     """
 
-    def __init__(self, layers: int, heads: int, extent: int = 0) -> None:
-        self.extent = extent
-        self.lengths = np.zeros((layers, heads), np.int32)
+    def __init__(self, layers: int, heads: int, extent: int = 0, first: int = 0) -> None:
+        self.extent, self.first = extent, first
+        self.lengths, self.starts = (np.full((layers, heads), at, np.int32) for at in (0, first))
         self.seen = np.zeros(layers, np.int64)
         self.layers = [HeldLayer(self, index) for index in range(layers)]
-        self.table: npt.NDArray[np.int32] | None = None
+        self.table: Table | None = None
+        self.waiting: Table | None = None
         self.room = 0
-        self.where = 0, 0, 0
+        self.where = 0, 0, 0, 0, 0
 
-    def lay_out(self) -> None:
-        """Make the table if there is none."""
+    def lay_out(self, recent: int | None) -> None:
+        """Make the tables if there are none.
+
+        Args:
+            recent: the newest slots that wait; ``None``: none ever does.
+        """
         if self.table is not None:
             return
-        width = max(len(pages) for layer in self.layers for pages in layer.pages)
-        self.table = np.zeros((*self.lengths.shape, width), np.int32)
-        for rows, layer in zip(self.table, self.layers):
-            for row, pages in zip(rows, layer.pages):
-                row[:len(pages)] = pages
-        held = np.array([[len(pages) for pages in layer.pages] for layer in self.layers]) * PAGE
-        self.room = int((held - self.lengths).min())
-        self.where = self.table.ctypes.data, width, self.lengths.ctypes.data
+        self.table = _table([layer.pages for layer in self.layers])
+        self.waiting = _table([layer.waiting for layer in self.layers])
+        held, waits = (PAGE * np.array([[len(own) for own in rows] for rows in pages]) for pages in (
+            [layer.pages for layer in self.layers], [layer.waiting for layer in self.layers]))
+        room = held - self.lengths if recent is None else np.minimum(
+            held + (self.first + PAGE - 1 + recent) - self.lengths,
+            self.starts - self.first + waits - self.lengths)
+        self.room = int(room.min())
+        self.where = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
+                      self.waiting.ctypes.data, self.waiting.shape[2])
+
+    def closing(self, codings: Codings, count: int) -> int:
+        """Pages of a head that are to be encoded with so many more tokens, at most."""
+        ends = np.maximum((self.lengths + (count - codings.recent)) & -PAGE, codings.first)
+        return int((ends - self.starts).max()) // PAGE
+
+    def behind(self, recent: int) -> bool:
+        """Whether vectors wait that are codes by now."""
+        return bool((self.lengths - recent - PAGE >= self.starts).any())
 
     def advance(self, count: int) -> None:
         """So many tokens are in its pages now."""
         self.lengths += count
         self.seen += count
         self.room -= count
+
+
+def _table(layers: Sequence[Sequence[Sequence[int]]]) -> Table:
+    """Page numbers, filled up with 0."""
+    width = max(len(pages) for heads in layers for pages in heads)
+    table = np.zeros((len(layers), len(layers[0]), width), np.int32)
+    for rows, heads in zip(table, layers):
+        for row, pages in zip(rows, heads):
+            row[:len(pages)] = pages
+    return table

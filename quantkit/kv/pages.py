@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kv.base import Layout
-
-PAGE = 64
-"""Slots (tokens) in a page."""
+from quantkit.kv.base import PAGE, Layout
 
 
 @dataclass
@@ -32,15 +29,20 @@ class Pages:
         layout: what a slot holds.
         device: where.
         moves: counts how often ``parts`` were replaced; several may share one.
+        shared: what a page holds beside that.
 
     Attributes:
-        parts: by name, ``[pages, PAGE, *shape]``; another object after any growth or shrinking.
+        parts: by name, ``[pages, PAGE, *shape]`` or, shared, ``[pages, *shape]``; another object after any
+            growth or shrinking.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu",
-                 moves: Moves | None = None) -> None:
-        self.parts = {name: torch.zeros(0, PAGE, *shape, dtype=dtype, device=device)
-                      for name, (shape, dtype) in layout.items()}
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", moves: Moves | None = None,
+                 shared: Layout | None = None) -> None:
+        shapes = {name: ((PAGE, *shape), dtype) for name, (shape, dtype) in layout.items()}
+        shapes |= shared or {}
+        self.parts = {name: torch.zeros(0, *shape, dtype=dtype, device=device)
+                      for name, (shape, dtype) in shapes.items()}
+        self.shared = frozenset(shared or ())
         self._free: list[int] = []  # highest first, so that the lowest is taken
         self._total, self._moves = 0, moves or Moves()
 
@@ -100,11 +102,20 @@ class Pages:
             part = self.parts[name]
             part.view(-1, *part.shape[2:]).index_copy_(0, slots, value.to(part.dtype))
 
+    def fill(self, pages: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Store whole pages.
+
+        Args:
+            pages: int64 ``[n]``.
+            values: by name, ``[n, PAGE, *shape]`` or, shared, ``[n, *shape]``.
+        """
+        for name, value in values.items():
+            self.parts[name].index_copy_(0, pages, value.to(self.parts[name].dtype))
+
     def read(self, name: str, table: torch.Tensor) -> torch.Tensor:
-        """Pages int64 ``[Hkv, n]`` in a row: ``[Hkv, n * PAGE, *shape]``."""
+        """Pages int64 ``[Hkv, n]``: ``[Hkv, n, PAGE, *shape]``, shared parts ``[Hkv, n, *shape]``."""
         part = self.parts[name]
-        found = part.index_select(0, table.reshape(-1))
-        return found.view(table.shape[0], -1, *part.shape[2:])
+        return part.index_select(0, table.reshape(-1)).view(*table.shape, *part.shape[1:])
 
     def _resize(self, total: int) -> None:
         parts = {name: part.new_zeros(total, *part.shape[1:]) for name, part in self.parts.items()}

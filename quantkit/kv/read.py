@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.kv.base import PAGE
 from quantkit.ops.attention import Visibility, attention
 
 if TYPE_CHECKING:
@@ -50,25 +52,39 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
     Returns:
         ``[B, H, T, D]`` in q's dtype; zeros at padding.
     """
-    out = torch.zeros_like(q)
+    out, store = torch.zeros_like(q), cache.stores[layer]
     for row, (held, count) in enumerate(rows):
-        if not count:
-            continue
-        keys, values = cache._read(layer, held, "k"), cache._read(layer, held, "v")
-        query = q[row, :, :count]
-        heads = held.lengths.tolist()
-        if (_same(cache) or window is None) and min(heads) == max(heads):
-            seen = _seen(cache, layer, row, positions[row, :count], held, window, shared)
-            got = attention(query[None].to(keys.dtype), keys[None], values[None], seen, cache.scale,
-                            cache.softcap)
-            out[row, :, :count] = got[0].to(q.dtype)
-        else:  # heads that hold different positions are the rows of a batch
-            grouped = query.unflatten(0, (len(heads), -1)).to(keys.dtype)
-            seen = _visibility(cache, positions[row, :count].expand(len(heads), -1),
-                               cache._positions(layer, held), window)
-            got = attention(grouped, keys[:, None], values[:, None], seen, cache.scale, cache.softcap)
-            out[row, :, :count] = got.flatten(0, 1).to(q.dtype)
+        for begin, end in _spans(cache, held, count):
+            ahead = count - end  # tokens of this step that these queries don't see
+            borders = [cache.codings.border(length - ahead) for length in held.lengths.tolist()]
+            keys, values = (store.read(held, side, borders) for side in "kv")
+            if keys.dtype != values.dtype:  # of different codecs
+                keys, values = keys.float(), values.float()
+            query, at = q[row, :, begin:end], positions[row, begin:end]
+            heads = held.lengths.tolist()
+            if (_same(cache) or window is None) and min(heads) == max(heads):
+                seen = _seen(cache, layer, row, at, ahead, held, window, shared)
+                got = attention(query[None].to(keys.dtype), keys[None], values[None], seen, cache.scale,
+                                cache.softcap)
+                out[row, :, begin:end] = got[0].to(q.dtype)
+            else:  # heads that hold different positions are the rows of a batch
+                grouped = query.unflatten(0, (len(heads), -1)).to(keys.dtype)
+                seen = _visibility(cache, at.expand(len(heads), -1), store.positions(held), window)
+                got = attention(grouped, keys[:, None], values[:, None], seen, cache.scale, cache.softcap)
+                out[row, :, begin:end] = got.flatten(0, 1).to(q.dtype)
     return out
+
+
+def _spans(cache: KVCache, held: HeldLayer, count: int) -> Iterator[tuple[int, int]]:
+    """A step's queries in pieces that read the same slots as codes."""
+    cuts = {0, count}
+    if cache.stores[0].waiting is not None:
+        for length in set(held.lengths.tolist()):
+            # the border moves where the slots that a query sees, less those that wait, are whole pages
+            first = -(length - count + 1 - cache.codings.recent) % PAGE
+            cuts.update(range(first, count, PAGE))
+    places = sorted(cuts)
+    yield from itertools.pairwise(places)
 
 
 def _same(cache: KVCache) -> bool:
@@ -76,18 +92,19 @@ def _same(cache: KVCache) -> bool:
     return cache.policy.keeps_all or cache.policy.visible is not None
 
 
-def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, held: HeldLayer,
+def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, ahead: int, held: HeldLayer,
           window: int | None, shared: dict[object, object]) -> Visibility:
     """All heads hold equally many, and the same positions unless the model has no window: the answer is
     then worked out once a step."""
-    key = (row, window, int(held.lengths[0]))
+    key = (row, ahead, window, int(held.lengths[0]))
     found = shared.get(key)
     if not isinstance(found, Visibility):
         if _same(cache):
-            stored = cache._positions(layer, held)[:1].long()
+            stored = cache.stores[layer].positions(held)[:1].long()
         else:  # dropped or not, all that stands before this step's own tokens is earlier than they are
             stored = torch.arange(int(held.lengths[0]), device=positions.device)[None]
-            positions = stored[0, int(held.lengths[0]) - positions.shape[0]:]
+            end = int(held.lengths[0]) - ahead
+            positions = stored[0, end - positions.shape[0]:end]
         found = shared[key] = _visibility(cache, positions[None], stored, window)
     return found
 

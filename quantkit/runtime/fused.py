@@ -8,6 +8,7 @@ a row the same bits whatever other rows are there: so a request's tokens depend 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,8 +25,9 @@ from quantkit.runtime.buffers import MOST_ROWS, packed_of
 from quantkit.runtime.step import Piece, StepProgram
 from quantkit.spec import KVSpec
 
-CODECS = {"none": "bf16", "bf16": "bf16", "int8": "int8", "int4": "int4"}
-"""KV codecs that kernels read, by the cache's name."""
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.kv_pages import Codecs
+
 SUBGROUP = 64
 """Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
 
@@ -100,7 +102,7 @@ class FusedModel:
             model.embedding = model.head.weight = pack(model.head.weight, read)
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
-        self._programs: dict[str, StepProgram] = {}
+        self._programs: dict[Codecs, StepProgram] = {}
         cpu_linear.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
@@ -115,10 +117,15 @@ class FusedModel:
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences goes operation by operation instead."""
-        policy, codec = batch.cache.policy, batch.cache.codec.name
-        if codec not in CODECS:
-            return f"reads the KV codecs {', '.join(CODECS)}, not {codec}"
-        if codec == "none" and batch.cache.pages[0].parts["k.values"].element_size() != 2:
+        from quantkit_kernels.cpu.kv_codecs import CODECS
+
+        cache = batch.cache
+        policy, codecs = cache.policy, codecs_of(cache)
+        for codec in (codecs.keys, codecs.values):
+            if codec not in CODECS:
+                return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
+        if any(part.element_size() != 2 for store in cache.stores[:1] for pages in store.all
+               for name, part in pages.parts.items() if name.endswith(".values")):
             return "reads bfloat16 pages"
         if policy.queries and not (batch.phase == "decode" and policy.every is None):
             return "keeps no queries for the KV policy"
@@ -131,7 +138,7 @@ class FusedModel:
         if batch is None:
             return self._model(ids, positions, cache, last).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(batch.cache.codec.name)
+        program = self.program(codecs_of(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
             _only(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = []
@@ -153,23 +160,25 @@ class FusedModel:
         if batch is None:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(batch.cache.codec.name)
+        program = self.program(codecs_of(batch.cache))
         parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts)]
         batch.finish(counts)
         return _padded(_joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
-        rows, program = x.reshape(-1, x.shape[-1]), self.program("none")
+        rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
         flat = _joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
-    def program(self, codec: str) -> StepProgram:
-        """The program that reads a codec of the cache; made when it is first asked for."""
-        name = CODECS[codec]
-        if name not in self._programs:
-            self._programs[name] = StepProgram(self._model, name)
-        return self._programs[name]
+    def program(self, codecs: Codecs | None) -> StepProgram:
+        """The program that reads these codecs of the cache, or any; made when it is first asked for."""
+        from quantkit_kernels.cpu.kv_pages import Codecs
+
+        found = codecs or next(iter(self._programs), Codecs("bf16", "bf16"))
+        if found not in self._programs:
+            self._programs[found] = StepProgram(self._model, found)
+        return self._programs[found]
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
@@ -177,6 +186,15 @@ class FusedModel:
             own = KVCache(self.config, KVSpec(), self.dtype)
             return own.batch([own.add() for _ in range(ids.shape[0])])
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
+
+
+def codecs_of(cache: KVCache) -> Codecs:
+    """A cache's, as kernels name them: a model that runs as a program computes in bfloat16."""
+    from quantkit_kernels.cpu.kv_pages import Codecs
+
+    keys, values = ("bf16" if one.name == "none" else one.name for one in (
+        cache.codings.keys, cache.codings.values))
+    return Codecs(keys, values, cache.stores[0].waiting is not None)
 
 
 def _only(at: int, count: int) -> range:

@@ -1,11 +1,12 @@
-"""The program of one step: all operations of a model over the pages of one KV codec, and their memory."""
+"""The program of one step: all operations of a model over the pages of two KV codecs, and their memory."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,14 +15,16 @@ from quantkit.kv.cache import Batch, KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
 from quantkit.models.linear import Linear
-from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Activations, Packed
 from quantkit.ops.rotation import factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
+from quantkit.runtime.arguments import addresses, angles
 from quantkit.runtime.buffers import MOST_ROWS, buffer, buffers, packed_of
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.kv_pages import Codecs
 
 QUERIES = 48
 """Queries of a key head (rows times the heads that share it) in a unit of attention."""
@@ -43,17 +46,19 @@ class StepProgram:
 
     Args:
         model: its Linears packed.
-        codec: of the pages, as ``quantkit_kernels.cpu.kv_codecs`` names it.
+        codecs: of the pages.
     """
 
-    def __init__(self, model: CausalLM, codec: str) -> None:
+    def __init__(self, model: CausalLM, codecs: Codecs) -> None:
         from quantkit_kernels.cpu.attention import scratch_bytes
+        from quantkit_kernels.cpu.kv_pages import SEQUENCE
+        from quantkit_kernels.cpu.kv_write import close_bytes
         from quantkit_kernels.cpu.matmul import STRIPE, SUB
         from quantkit_kernels.cpu.matmul import scratch_bytes as product_bytes
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.rotation import room_bytes as turning_bytes
 
-        self._model, self._codec = model, codec
+        self._model, self._codecs = model, codecs
         config = self._config = model.config
         self._pool = cpu_linear.pool()
         isa, threads = cpu_linear.isa(), self._pool.threads
@@ -61,14 +66,14 @@ class StepProgram:
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
         packed = [packed_of(one) for one in (*model.linears().values(), model.head)]
-        room = max(scratch_bytes(config.head_dim, self._tile * self._group),
+        room = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
                    *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed),
                    *(turning_bytes(one.shape[1]) for one in packed if one.rotated))
         self._scratch = torch.empty(threads, -(-room // 64) * 64, dtype=torch.uint8)
         self._ids = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._rows, self._tiles, self._sequences = (
-            torch.zeros(MOST_ROWS, 3, dtype=torch.int64) for _ in range(3))
+            torch.zeros(MOST_ROWS, width, dtype=torch.int64) for width in (3, 3, SEQUENCE))
         self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
         self._picked_view = self._picked.numpy()
         self._partial = torch.empty(0)
@@ -77,6 +82,7 @@ class StepProgram:
         self._kept: list[torch.Tensor] = []
         self._packed: dict[int, tuple[Packed, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
+        self._closes: list[int] = []  # by layer, where vectors wait
         self._program = Program(isa)
         self._build(model)
         self._program.finish(tell_compiling)
@@ -85,6 +91,7 @@ class StepProgram:
         self._angles_now = 0
         self._tiles_now: tuple[int, int] = (-1, -1)
         self._pages_now: tuple[int, int] = (-1, -1)
+        self._closing_now = -1
 
     # -- building
 
@@ -114,7 +121,8 @@ class StepProgram:
         self._multiply(model.head, "hidden", None, self._width * 4)
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
-        from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine, RopeStore
+        from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine
+        from quantkit_kernels.cpu.kv_write import Close, RopeStore, Unturn
 
         config, program, attention, mlp = self._config, self._program, layer.self_attn, _mlp(layer)
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
@@ -125,14 +133,21 @@ class StepProgram:
         q_norm, k_norm = (None if one is None else self._float(one.weight)
                           for one in (attention.q_norm, attention.k_norm))
         window = config.sliding_windows[index]
+        scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
+        turning: dict[str, Any] = dict(zip(("signs", "mix"), factors(dim)))
+        store = program.add(RopeStore(self._codecs, dim), **where, **turning, q=q, k=k, v=v, q_norm=q_norm,
+                            k_norm=k_norm, q_stride=_stride(q), kv_stride=_stride(k), group=self._group,
+                            eps=self._eps)
+        if self._codecs.waits:
+            self._closes.append(program.add(Close(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
-            program.add(RopeStore(self._codec, dim), **where, q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm,
-                        q_stride=_stride(q), kv_stride=_stride(k), group=self._group, eps=self._eps),
-            program.add(Attend(self._codec, dim), **where, q=q, out=mixed, tiles=self._tiles,
-                        scratch=self._scratch, q_stride=_stride(q), out_stride=_stride(mixed),
-                        group=self._group, window=UNBOUNDED if window is None else window,
-                        scratch_private=self._scratch.shape[1]),
+            store,
+            program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
+                        q_stride=_stride(q), out_stride=_stride(mixed), group=self._group,
+                        window=UNBOUNDED if window is None else window),
             program.add(Combine(dim), out=mixed, out_stride=_stride(mixed), query_heads=config.num_heads)))
+        if self._codecs.side("v").turned:
+            program.add(Unturn(dim), **turning, x=mixed, x_stride=_stride(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)
@@ -167,10 +182,8 @@ class StepProgram:
 
     def _turning(self, width: int) -> dict[str, Any]:
         """What a row operation needs to rotate rows of this width, if it is not 0."""
-        if not width:
-            return {}
-        signs, mix = factors(width)
-        return {"signs": signs, "mix": mix, "room": self._scratch, "room_private": self._scratch.shape[1]}
+        return {**dict(zip(("signs", "mix"), factors(width))), "room": self._scratch,
+                "room_private": self._scratch.shape[1]} if width else {}
 
     def _project(self, linears: Sequence[Linear], outs: Sequence[torch.Tensor]) -> None:
         """Linears that read the same rows; if one makes all outs, they are parts of its buffer's rows."""
@@ -258,7 +271,7 @@ class StepProgram:
         for number, piece in enumerate(pieces):
             start, count, held = piece.start, piece.count, batch.sequences[piece.sequence]
             cache.reserve(held, count)
-            seen, sequences[number] = held.layers[-1].seen, held.where
+            seen, sequences[number] = held.layers[-1].seen, (*held.where, count)
             tokens[row:row + count] = given[piece.sequence, start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
@@ -275,10 +288,23 @@ class StepProgram:
         self._angles(longest)
         self._pages(cache)
         self._shape(row, tile, longest)
+        self._close(batch, pieces)
+
+    def _close(self, batch: Batch, pieces: Sequence[Piece]) -> None:
+        """Encode what will have waited long enough at this step's end."""
+        if not self._closes:
+            return
+        codings = batch.cache.codings
+        blocks = max(batch.sequences[one.sequence].closing(codings, one.count) for one in pieces)
+        if blocks or self._closing_now:
+            units = len(pieces) * self._config.num_kv_heads * blocks
+            for index in self._closes:
+                self._program.set(index, units=units, blocks=blocks)
+        self._closing_now = blocks
 
     def _done(self, batch: Batch, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            batch.sequences[piece.sequence].advance(piece.count)
+            batch.cache.settle(batch.sequences[piece.sequence], piece.count)
 
     def _pick(self, picked: Sequence[int]) -> torch.Tensor:
         """Memory for these rows' logits, where the head writes them."""
@@ -326,7 +352,7 @@ class StepProgram:
                 stride = program.get(index, "out_stride")
                 program.set(index, units=rows, out_private=stride if rows == 1 else 0)
                 program.alone(index, rows == 1)
-            elif name.startswith(("embed", "norm_add")):
+            elif name.startswith(("embed", "norm_add", "unturn")):
                 program.set(index, units=rows)
             elif name.startswith("rope"):
                 program.set(index, units=rows * self._config.num_kv_heads)
@@ -336,32 +362,25 @@ class StepProgram:
         if longest <= self._angles_now:
             return
         size = max(ANGLES, 2 * self._angles_now, longest)
-        made: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
-        for (store, _, _), window in zip(self._attention, self._config.sliding_windows, strict=True):
-            if (rope := self._config.rope_of(window)) not in made:
-                angle = torch.arange(size)[:, None].float() * inverse_frequencies(
-                    rope, self._config.head_dim, torch.device("cpu"))
-                cos, sin = (wave * rope.attention_factor for wave in (angle.cos(), angle.sin()))
-                made[rope] = cos.contiguous(), sin.contiguous()
-            self._program.set(store, cos=made[rope][0], sin=made[rope][1])
+        for (store, _, _), (cos, sin) in zip(self._attention, angles(self._config, size)):
+            self._program.set(store, cos=cos, sin=sin)
         self._angles_now = size
 
     def _pages(self, cache: KVCache) -> None:
         """Point to the cache's pages as they lie now."""
         from quantkit_kernels.cpu.attention import UNBOUNDED
-        from quantkit_kernels.cpu.kv_codecs import PARTS
 
         now = (cache.number, cache.moves.count)
         if now == self._pages_now:
             return
         limit, sinks = cache.policy.visible or (UNBOUNDED, 0)
-        for (store, attend, _), pages in zip(self._attention, cache.pages):
-            # addresses only: the memory is the cache's, and is gone when the cache lets go of it
-            where = {name.replace(".", "_"): part.data_ptr() for name, part in pages.parts.items()}
-            parts = {name: where.get(name, 0) for name in ("positions", *(
-                f"{side}_{part}" for side in "kv" for part in PARTS))}
-            for index in (store, attend):
-                self._program.set(index, **parts)
+        rule = {"recent": cache.codings.recent, "first": cache.codings.first}
+        closes = self._closes or itertools.repeat(None)
+        for (store, attend, _), close, layer in zip(self._attention, closes, cache.stores):
+            parts = addresses(layer)
+            for index in (store, attend, close):
+                if index is not None:
+                    self._program.set(index, **parts, **rule)
             self._program.set(attend, limit=limit, sinks=sinks)
         self._pages_now = now
 

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.base import KVCodec, KVPolicy
-from quantkit.kv.build import build_codec, build_policy
+from quantkit.kv.build import build_codec, build_codings, build_policy
 from quantkit.kvspec import parse_kv
 from quantkit.plugins import registry
 from quantkit.spec import KVSpec
@@ -18,7 +18,8 @@ def test_every_policy_with_every_codec():
         for codec in registry("kv_codecs"):
             spec = KVSpec(policy=policy, options=budgets.get(policy, {"budget": 16}), codec=codec)
             assert isinstance(build_policy(spec), KVPolicy) and build_policy(spec).name == policy
-            assert isinstance(build_codec(spec), KVCodec) and build_codec(spec).name == codec
+            made = build_codec(codec, {})
+            assert isinstance(made, KVCodec) and made.name == codec
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -40,4 +41,21 @@ def test_bad_options_are_named(text, said):
 def test_unknown_names(spec):
     with pytest.raises(QuantkitError):
         build_policy(spec)
-        build_codec(spec)
+        build_codings(spec)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("int8(4)", "no option 'bits'"), ("int8(recnt=4)", "did you mean 'recent'"),
+    ("int4(recent=-1)", "recent"),
+    ("int4(sinks=1.5)", "sinks"), ("rotation(5)", "bits"), ("rotation(2.2)", "bits"), ("rotation(x)", "bits"),
+    ("int8/int4(recent=x)", "recent")])
+def test_bad_options_of_codecs_are_named(text, said):
+    with pytest.raises(UsageError) as caught:
+        build_codings(parse_kv(text))
+    assert said in str(caught.value).lower()
+
+
+def test_two_codecs_wait_as_long_as_the_longer_asks():
+    codings = build_codings(parse_kv("int4(recent=10, sinks=70)/rotation(2, recent=40, sinks=0)"))
+    assert (codings.keys.name, codings.values.name) == ("channel4", "turned2")
+    assert (codings.recent, codings.first) == (40, 128)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
-from quantkit.kv.build import build_codec
+from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
 from quantkit.kv.pages import PAGE
 from quantkit.models.layers import Step
@@ -18,14 +18,14 @@ from quantkit.ops.rope import rotate
 POLICIES = ("all", "window(8)", "window(5, sinks=0)", "window(1, sinks=0)", "window(70, sinks=3)",
             "snapkv(0.5, window=6)", "snapkv(10, window=4, kernel=3)", "snapkv(3, window=8)",
             "tova(9, interval=5)", "tova(2, interval=1)", "tova(66, interval=7)")
-CODECS = ("none", "bf16", "int8", "int4")
+CODECS = ("none", "bf16", "int8", "fp8")
 
 
 class Plain:
     """One sequence in one layer; every vector went through the codec by itself. float64."""
 
     def __init__(self, spec):
-        self.spec, self.codec = spec, build_codec(spec)
+        self.spec, self.codec = spec, build_codings(spec).keys
         self.positions = torch.zeros(2, 0, dtype=torch.int64)
         self.k = self.v = torch.zeros(2, 0, 32, dtype=torch.float64)
         self.queries = torch.zeros(4, 0, 32, dtype=torch.float64)
@@ -263,7 +263,7 @@ def test_chunks_make_no_difference_to_what_is_held(feeder, codec, policy):
             outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
             start = stop
         results.append((torch.cat(outs, 3), [one.cache.positions(number, i) for i in range(one.layers)],
-                        [one.cache._read(i, one.cache._sequences[number].layers[i], side)
+                        [one.cache.stores[i].read(one.cache._sequences[number].layers[i], side)
                          for i in range(one.layers) for side in "kv"]))
     first = results[0]
     for other in results[1:]:

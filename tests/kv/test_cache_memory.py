@@ -7,7 +7,7 @@ import torch
 
 from quantkit.kv.pages import PAGE
 
-CODECS = ("none", "bf16", "int8", "int4")
+CODECS = ("none", "bf16", "int8", "fp8")
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -40,7 +40,7 @@ def test_what_snapkv_drops_is_given_back(feeder, codec):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("codec", "of_one"), [("none", None), ("bf16", 32 * 2), ("int8", 32 + 2),
-                                               ("int4", 16 + 2 + 2)])
+                                               ("fp8", 32 + 2)])
 def test_bytes_per_token_are_what_is_stored(feeder, codec, of_one, dtype):
     one = feeder(codec, dtype=dtype)
     of_one = of_one or 32 * dtype.itemsize

@@ -144,7 +144,21 @@ def test_pages_in_a_row():
     pages.take(3)
     pages.write(torch.arange(3 * PAGE), {"x": torch.arange(3.0 * PAGE)[:, None]})
     got = pages.read("x", torch.tensor([[2, 0], [1, 1]]))
-    assert got.shape == (2, 2 * PAGE, 1)
+    assert got.shape == (2, 2, PAGE, 1)
     one = torch.arange(float(PAGE))
-    assert torch.equal(got[..., 0], torch.stack((torch.cat((one + 2 * PAGE, one)),
+    assert torch.equal(got.flatten(1), torch.stack((torch.cat((one + 2 * PAGE, one)),
                                                  torch.cat((one + PAGE, one + PAGE)))))
+
+
+def test_what_a_page_holds_beside_its_slots_moves_with_it():
+    pages = Pages({"x": ((), torch.float32)}, shared={"scale": ((3,), torch.bfloat16)})
+    assert pages.take(6) == list(range(6)) and pages.page_bytes == PAGE * 4 + 3 * 2
+    values = {name: torch.arange(6.0)[:, None].expand(6, size) for name, size in (("x", PAGE), ("scale", 3))}
+    pages.fill(torch.arange(6), values)
+    pages.give([0, 1, 2, 4])
+    moved = pages.shrink()
+    assert moved == {3: 0, 5: 1}
+    table = torch.tensor([[0, 1]])
+    assert pages.read("x", table)[0, :, 7].tolist() == [3, 5]
+    found = pages.read("scale", table)
+    assert found.shape == (1, 2, 3) and found[0, :, 2].tolist() == [3, 5]

@@ -140,3 +140,23 @@ def test_what_has_no_kernel_says_so_and_runs(tmp_path, family, keys, reason):
     loaded = load(str(tiny_model(tmp_path / "model", family, **keys)))
     assert isinstance(loaded.model, CausalLM) and reason in loaded.unfused
     assert torch.isfinite(loaded.model(ids(2, 30))).all()
+
+
+@pytest.mark.parametrize("kv", ["snapkv(20, window=4)", "snapkv(20, window=4)+int4",
+                                "snapkv(20, window=4)+int8(recent=64)",
+                                "snapkv(150, window=4)+int4(recent=0)"])
+def test_what_was_kept_is_seen_through_a_models_own_window(tmp_path, kv):
+    """Slots are no positions any more, also where no page of codes is left."""
+    folder = tiny_model(tmp_path / "m", "mistral", sliding_window=40, head_dim=32, dtype="bfloat16")
+    loaded = load(str(folder))
+    ids = torch.randint(4, 300, (1, 801), generator=torch.Generator().manual_seed(0))
+    found = []
+    with torch.inference_mode():
+        for model in (loaded.model, loaded.model._model):
+            cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
+            number = cache.add()
+            loaded.model(ids[:, :800], cache=cache.batch([number], "prefill_end"))
+            step = cache.batch([number], "decode")
+            found.append(model(ids[:, 800:], step.next_positions(), step).float())
+    assert torch.isfinite(found[0]).all()
+    assert (found[0] - found[1]).abs().mean() < 0.02 * found[1].abs().mean() + 0.02

@@ -1,4 +1,4 @@
-"""Attention over pages: rotation and cache write, decode and prefill alike.
+"""Attention over pages, decode and prefill alike.
 
 A query's result is a sum over splits of :data:`SPLIT` slots, each with its own maximum, in rising order. So
 it has the same bits when a split is one thread's unit, when a prompt's queries go through together, and
@@ -7,7 +7,7 @@ however the prompt was cut. https://arxiv.org/abs/2205.14135
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -16,8 +16,9 @@ from llvmlite import ir
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
-from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, lanes
-from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
+from quantkit_kernels.cpu.kv_codecs import BF16, PAGE, lanes
+from quantkit_kernels.cpu.kv_pages import CACHE, Codecs, Held
+from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
 
 SPLIT = 256
 """Slots whose scores share a maximum."""
@@ -29,16 +30,6 @@ NOTHING = -1e30
 """A maximum over no scores."""
 UNBOUNDED = 2**31 - 1
 """A window or limit that there isn't."""
-CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*positions", "*rows", "*sequences",
-         "layer", "heads")
-"""Arguments that say where keys and values lie: the layer's pages; ``rows`` int64 ``[M, 3]``: sequence,
-place in this step, position; ``sequences`` int64 ``[B, 3]``: pointer to page numbers int32 ``[layers, heads,
-width]``, width, pointer to slots held before this step int32 ``[layers, heads]``; ``positions``: null if a
-slot's number is its position; ``heads``: of keys."""
-ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "q_stride", "kv_stride",
-                  "group", "eps")
-"""``cos`` and ``sin``: float32 ``[positions, D / 2]``; norms: float32 ``[D]`` or null; ``eps``: a float32's
-bits."""
 ATTEND_ARGUMENTS = (*CACHE, "*q", "*out", "*tiles", "*scratch", "*partial", "q_stride", "out_stride", "group",
                     "window", "limit", "sinks", "splits", "scratch_private")
 """``tiles`` int64 ``[T, 3]``: first row, rows, sequence; ``splits``: units that a tile's head has, 1: all of
@@ -51,124 +42,62 @@ def scratch_bytes(dim: int, queries: int) -> int:
     return 4 * (TILE * dim + SPLIT + queries * (SPLIT + 2 * dim + 4)) + 256
 
 
-def _slot(e: Emitter, a: SimpleNamespace, sequence: Value, head: Value) -> tuple[Value, Value]:
-    """Of a sequence: pointer to a head's page numbers, and how many slots it held before this step."""
-    one = a.sequences + sequence * 24
-    index = a.layer * a.heads + head
-    table = e.load(one, PTR) + index * e.load(one, I64, 8) * 4
-    return table, e.load(e.load(one, PTR, 16) + index * 4, I32).sext(I64)
-
-
-def _parts(e: Emitter, a: SimpleNamespace, codec: str, dim: int, side: str, slot: Value) -> dict[str, Value]:
-    """Pointers to what a slot holds."""
-    sizes = CODECS[codec].bytes(dim)
-    return {name: getattr(a, f"{side}_{name}") + slot * size for name, size in sizes.items()}
-
-
-def _place(e: Emitter, table: Value, index: Value) -> Value:
-    """The slot's number among all pages."""
-    page = e.load(table, I32, (index >> 6) * 4).sext(I64)
-    return page * PAGE + (index & (PAGE - 1))
-
-
-@dataclass(frozen=True)
-class RopeStore:
-    """Normalize and rotate a row's queries in place, and its key; encode and store key and value.
-
-    A unit is a key head of a row. Queries are also divided by √D. https://arxiv.org/abs/2104.09864
-    """
-
-    codec: str
-    dim: int
-
-    @property
-    def name(self) -> str:
-        """Of the function."""
-        return f"rope_store_{self.codec}_d{self.dim}"
-
-    def emit(self, module: ir.Module) -> None:
-        """Write the kernel into a module."""
-        e, a, unit, _ = begin(module, self.name, ROPE_ARGUMENTS)
-        row, head = unit // a.heads, unit % a.heads
-        sequence, place, position = (e.load(a.rows, I64, row * 24 + 8 * i) for i in range(3))
-        half = self.dim // 2
-        angle = [e.load(p, vec(F32, half), position * (half * 4)) for p in (a.cos, a.sin)]
-        eps = a.eps.trunc(I32).bits(F32)
-        with e.loop(0, a.group) as one:
-            q = a.q + row * a.q_stride + (head * a.group + one) * (self.dim * 4)
-            self._turn(e, q, angle, a.q_norm, eps, self.dim**-0.5)
-        k, v = (p + row * a.kv_stride + head * (self.dim * 4) for p in (a.k, a.v))
-        self._turn(e, k, angle, a.k_norm, eps, None)
-        table, held = _slot(e, a, sequence, head)
-        slot = _place(e, table, held + place)
-        width = lanes(self.dim)
-        for side, source in (("k", k), ("v", v)):
-            values = [e.load(source, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
-            CODECS[self.codec].store(e, _parts(e, a, self.codec, self.dim, side, slot), values)
-        with e.when(e.present(a.positions)):
-            e.store(a.positions, position.trunc(I32), slot * 4)
-        e.ret()
-
-    def _turn(self, e: Emitter, x: Value, angle: Sequence[Value], norm: Value, eps: Value,
-              scale: float | None) -> None:
-        half, width = self.dim // 2, lanes(self.dim)
-        with e.when(e.present(norm)):
-            total = e.const(vec(F32, width), 0.0)
-            parts = [e.load(x, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
-            for part in parts:
-                total = e.fma(part, part, total)
-            factor = e.const(F32, 1.0) / e.sqrt(e.sum(total) / float(self.dim) + eps)
-            for i, part in enumerate(parts):
-                weight = e.load(norm, vec(F32, width), i * width * 4)
-                e.store(x, part * factor.spread(width) * weight, i * width * 4)
-        cos, sin = angle
-        first, second = e.load(x, vec(F32, half)), e.load(x, vec(F32, half), half * 4)
-        new = [first * cos - second * sin, second * cos + first * sin]
-        for i, value in enumerate(new):
-            e.store(x, value if scale is None else value * scale, i * half * 4)
-
-
 @dataclass(frozen=True)
 class Attend:
     """A tile of a sequence's rows over its pages; a unit is a key head (or one split of it) of a tile."""
 
-    codec: str
+    codecs: Codecs
     dim: int
 
     @property
     def name(self) -> str:
         """Of the function."""
-        return f"attend_{self.codec}_d{self.dim}"
+        return f"attend_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, ATTEND_ARGUMENTS)
-        _Attend(e, a, self.codec, self.dim).write(unit, thread)
+        _Attend(e, a, self.codecs, self.dim).write(unit, thread)
 
 
 class _Attend:
-    def __init__(self, e: Emitter, a: SimpleNamespace, codec: str, dim: int) -> None:
-        self.e, self.a, self.codec, self.dim = e, a, codec, dim
+    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: Codecs, dim: int) -> None:
+        self.e, self.a, self.codecs, self.dim, self.width = e, a, codecs, dim, lanes(dim)
 
     def write(self, unit: Value, thread: Value) -> None:
         e, a = self.e, self.a
-        self.width, size = lanes(self.dim), self.dim * 4
         split, pair = unit % a.splits, unit // a.splits
-        self.head = head = pair % a.heads
+        self.head = pair % a.heads
         tile = a.tiles + pair // a.heads * 24
-        self.first, count, sequence = (e.load(tile, I64, 8 * i) for i in range(3))
-        self.queries = count * a.group
-        self.table, held = _slot(e, a, sequence, head)
-        scratch = a.scratch + thread * a.scratch_private
-        self.tile = scratch
+        first, count, sequence = (e.load(tile, I64, 8 * i) for i in range(3))
+        self.held = Held(e, a, self.codecs, self.dim, sequence, self.head)
+        self.tile = a.scratch + thread * a.scratch_private
+        if not self.codecs.waits:
+            self._rows(first, count, split)
+            e.ret()
+            return
+        done = e.var(e.const(I64, 0))
+        with e.forever() as leave:
+            leave(done.get() >= count)
+            # queries that read the same slots as codes: those of one page
+            begin = first + done.get()
+            sees = self.held.length + e.load(a.rows, I64, begin * 24 + 8) + 1
+            self.border = self.held.border(sees)
+            some = e.min(count - done.get(), e.const(I64, PAGE) - ((sees - a.recent) & (PAGE - 1)))
+            self._rows(begin, some, split)
+            done.set(done.get() + some)
+        e.ret()
+
+    def _rows(self, first: Value, count: Value, split: Value) -> None:
+        """The queries of so many rows."""
+        e, a, size = self.e, self.a, self.dim * 4
+        self.first, self.queries = first, count * a.group
         self.places = self.tile + TILE * size
         self.scores = self.places + SPLIT * 4
         self.sums = self.scores + self.queries * (SPLIT * 4)  # of a split, unscaled
         self.running = self.sums + self.queries * size  # over splits
         self.most = self.running + self.queries * size
-        self.least_place = e.load(a.rows, I64, self.first * 24 + 8)
-        self.held = held
-        self.limit = end = held + e.load(a.rows, I64, (self.first + count - 1) * 24 + 8) + 1
+        self.limit = end = self.held.length + e.load(a.rows, I64, (self.first + count - 1) * 24 + 8) + 1
         with e.either(a.splits.equals(1)) as otherwise:
             with e.loop(0, self.queries) as q:
                 for at in range(0, self.dim, self.width):
@@ -196,7 +125,6 @@ class _Attend:
                 beyond()
                 with e.loop(0, self.queries) as q:
                     e.store(self._partial(q, split), e.const(F32, NOTHING))
-        e.ret()
 
     def _start(self) -> Value:
         """The first split that any of the tile's queries sees, where slots are positions."""
@@ -205,7 +133,8 @@ class _Attend:
         with e.when(a.limit.equals(UNBOUNDED)):
             position = e.load(a.rows, I64, self.first * 24 + 16)
             start.set(e.max(position - a.window + 1, e.const(I64, 0)) // SPLIT * SPLIT)
-        with e.when(e.present(a.positions)):
+        # pages of codes may be none at all; those that wait have this step's own tokens
+        with e.when(e.present(a.waiting_positions if self.codecs.waits else a.positions)):
             start.set(0)
         return start.get()
 
@@ -248,31 +177,55 @@ class _Attend:
     def _decode(self, side: str, at: Value, count: Value, places: bool) -> None:
         """The slots of a page as float32 in the tile; on the way also their positions."""
         e, a = self.e, self.a
-        base = _place(e, self.table, at)
-        if side == "k":
-            ahead = _place(e, self.table, e.min(at + PAGE, self.limit - 1) & -PAGE)
-            self.next_page = ahead + (at & (PAGE - 1))
-        with e.loop(0, count) as i:
-            parts = _parts(e, a, self.codec, self.dim, side, base + i)
-            if side == "k":  # values of the same page come next, and pages lie anywhere
-                self._fetch("v", base + i)
-                with e.when(at + i + PAGE < self.limit):
-                    self._fetch("k", self.next_page + i)
-            for j, value in enumerate(CODECS[self.codec].load(e, parts, self.dim)):
-                e.store(self.tile + i * (self.dim * 4), value, j * self.width * 4)
-        if places:
-            where = self.places + (at & (SPLIT - 1)) * 4
-            with e.either(e.present(a.positions)) as otherwise:
-                with e.loop(0, count) as i:
-                    e.store(where + i * 4, e.load(a.positions, I32, (base + i) * 4))
-                otherwise()
-                steps = e.const(vec(I32, WIDE), list(range(WIDE)))
-                with e.loop(0, TILE, WIDE) as i:
-                    e.store(where + i * 4, (at + i).trunc(I32).spread(WIDE) + steps)
+        where = self.places + (at & (SPLIT - 1)) * 4
+        if not self.codecs.waits:
+            base = self.held.slot(at)
+            self._codes(side, at, base, count, self.limit)
+            if places:
+                self._positions(a.positions, base, where, at, count)
+            return
+        with e.either((at >= a.first) & (at < self.border)) as otherwise:
+            base = self.held.slot(at)
+            self._codes(side, at, base, count, self.border)
+            if places:
+                self._positions(a.positions, base, where, at, count)
+            otherwise()
+            base = self.held.waiting(at)
+            with e.loop(0, count) as i:
+                self._keep(i, BF16.load(e, self.held.vector(side, base + i), self.dim, []))
+            if places:
+                self._positions(a.waiting_positions, base, where, at, count)
 
-    def _fetch(self, side: str, slot: Value) -> None:
-        for name, pointer in _parts(self.e, self.a, self.codec, self.dim, side, slot).items():
-            for line in range(0, CODECS[self.codec].bytes(self.dim)[name], 64):
+    def _codes(self, side: str, at: Value, base: Value, count: Value, end: Value) -> None:
+        """Decode, and fetch the next page's keys, which lie anywhere, and this one's values."""
+        e, codec = self.e, self.codecs.side(side)
+        common = codec.common(e, self.held.shared(side, base), (at & (PAGE - 1)) // TILE, self.dim)
+        ahead = self.held.slot(e.min(at + PAGE, end - 1) & -PAGE) + (at & (PAGE - 1)) if side == "k" else base
+        with e.loop(0, count) as i:
+            if side == "k":
+                self._fetch(self.held.parts("v", base + i), "v")
+                with e.when(at + i + PAGE < end):
+                    self._fetch(self.held.parts("k", ahead + i), "k")
+            self._keep(i, codec.load(e, self.held.parts(side, base + i), self.dim, common))
+
+    def _keep(self, i: Value, values: list[Value]) -> None:
+        for j, value in enumerate(values):
+            self.e.store(self.tile + i * (self.dim * 4), value, j * self.width * 4)
+
+    def _positions(self, source: Value, base: Value, where: Value, at: Value, count: Value) -> None:
+        e = self.e
+        with e.either(e.present(source)) as otherwise:
+            with e.loop(0, count) as i:
+                e.store(where + i * 4, e.load(source, I32, (base + i) * 4))
+            otherwise()
+            steps = e.const(vec(I32, WIDE), list(range(WIDE)))
+            with e.loop(0, TILE, WIDE) as i:
+                e.store(where + i * 4, (at + i).trunc(I32).spread(WIDE) + steps)
+
+    def _fetch(self, parts: Mapping[str, Value], side: str) -> None:
+        sizes = self.codecs.side(side).bytes(self.dim)
+        for name, pointer in parts.items():
+            for line in range(0, sizes[name], 64):
                 self.e.prefetch(pointer + line)
 
     def _score(self, q: Value, out: Value, count: Value) -> None:
@@ -296,7 +249,7 @@ class _Attend:
         wide, whole = vec(F32, WIDE), vec(I32, WIDE)
         row = self.first + q // a.group
         position = e.load(a.rows, I64, row * 24 + 16)
-        last = self.held + e.load(a.rows, I64, row * 24 + 8)  # the query's own slot
+        last = self.held.length + e.load(a.rows, I64, row * 24 + 8)  # the query's own slot
         here = position.trunc(I32).spread(WIDE)
         scores = self.scores + q * (SPLIT * 4)
         steps = e.const(whole, list(range(WIDE)))

@@ -16,7 +16,7 @@ from llvmlite import ir
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-RECORD = 320
+RECORD = 384
 KERNEL, UNITS, FLAGS, ARGUMENTS = 0, 8, 16, 64
 """Offsets in a record."""
 NO_BARRIER, EACH = 1, 2

@@ -1,42 +1,56 @@
 """How a head's key or value lies in a page: encoded by one kernel, decoded to float32 by another.
 
-The bits are those that the reference codecs make of a float32 vector. ``parts`` are pointers to what a slot
-holds, by name; a vector of a head is a list of :func:`lanes`-wide values.
+The bits are those that the reference codecs make of a float32 vector (rotated ones': within what sums in
+another order differ by). ``parts`` are pointers to what a slot holds, by name, ``shared`` to what its page
+does; a vector of a head is a list of :func:`lanes`-wide values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantkit_kernels.cpu import kv_bits
 from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.kv_bits import LARGEST, bf16, rounded_up, signed_up
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
 
 PAGE = 64
 """Slots in a page."""
 GROUP = 32
-"""Numbers that share a scale in int4."""
-TINY, MOST = 2.0**-126, 3.3895313892515355e38
-"""bfloat16's smallest normal and largest finite number."""
-LARGEST = 2.0**126
+"""Numbers that share a scale in 2 to 4 bits, slots that do of keys: what attention decodes at once."""
+CURVES = {2: (0.892891, 0.0506915), 3: (0.471436, 0.0115850), 4: (0.240464, 0.00209768)}
+"""Level c of rotated vectors' codes is ``u (a + b u²)``, u = c − (2^bits − 1) / 2."""
+SMALLEST, FARTHEST = 2.0**-60, 2.0**60
 Parts = Mapping[str, Value]
+Sizes = Callable[[int], dict[str, int]]
 
 
 @dataclass(frozen=True)
 class KVCodec:
-    """A codec.
+    """A codec of one side.
 
     Attributes:
         name: as the cache knows it.
         bytes: head dimension → bytes that a slot takes, by part.
-        store: ``(e, parts, values)``.
-        load: ``(e, parts, head dimension)`` → values.
+        store: ``(e, parts, values)`` or, where a page shares something, ``(e, parts, values, common)``.
+        load: ``(e, parts, head dimension, common)`` → values.
+        shared: head dimension → bytes that a page takes beside its slots.
+        common: ``(e, shared, group, head dimension)``: what all of a group's slots need, loaded once.
+        gather: ``(e, shared, slots, head dimension)``: fills ``shared`` from float32 ``[PAGE, D]`` before
+            its slots are stored.
+        turned: vectors are rotated before.
     """
 
     name: str
-    bytes: Callable[[int], dict[str, int]]
-    store: Callable[[Emitter, Parts, list[Value]], None]
-    load: Callable[[Emitter, Parts, int], list[Value]]
+    bytes: Sizes
+    store: Callable[..., None]
+    load: Callable[[Emitter, Parts, int, Sequence[Value]], list[Value]]
+    shared: Sizes = lambda dim: {}
+    common: Callable[[Emitter, Parts, Value, int], list[Value]] = lambda e, shared, group, dim: []
+    gather: Callable[[Emitter, Parts, Value, int], None] | None = None
+    turned: bool = False
 
 
 def lanes(dim: int) -> int:
@@ -49,13 +63,13 @@ def _store_bf16(e: Emitter, parts: Parts, values: list[Value]) -> None:
         e.store(parts["values"], e.narrowed(value), i * value.lanes * 2)
 
 
-def _load_bf16(e: Emitter, parts: Parts, dim: int) -> list[Value]:
+def _load_bf16(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
     width = lanes(dim)
     return [e.widened(e.load(parts["values"], vec(I16, width), at * 2)) for at in range(0, dim, width)]
 
 
 def _store_int8(e: Emitter, parts: Parts, values: list[Value]) -> None:
-    scale = _rounded_up(e, e.highest_abs(values) / 127.0)
+    scale = rounded_up(e, e.highest_abs(values) / 127.0)
     inverse = (e.const(F32, 1.0) / scale).spread(values[0].lanes)
     for i, value in enumerate(values):
         kind = value.type
@@ -64,69 +78,176 @@ def _store_int8(e: Emitter, parts: Parts, values: list[Value]) -> None:
     e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16))
 
 
-def _load_int8(e: Emitter, parts: Parts, dim: int) -> list[Value]:
+def _load_int8(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
     width = lanes(dim)
-    scale = _bf16(e, parts["scale"], 0).spread(width)
+    scale = bf16(e, parts["scale"], 0).spread(width)
     return [e.load(parts["codes"], vec(I8, width), at).sext(vec(I32, width)).real() * scale
             for at in range(0, dim, width)]
 
 
-def _store_int4(e: Emitter, parts: Parts, values: list[Value]) -> None:
-    width = values[0].lanes
-    kind = values[0].type
-    values = [e.max(e.min(v, e.const(kind, LARGEST)), e.const(kind, -LARGEST)) for v in values]
-    for group in range(len(values) * width // GROUP):
-        own = values[group * GROUP // width:(group + 1) * GROUP // width]
-        most, least = own[0], own[0]
-        for value in own[1:]:
-            most, least = e.max(most, value), e.min(least, value)
-        low = -_signed_up(e, e.highest(-least))
-        scale = _rounded_up(e, (e.highest(most) - low) / 15.0)
-        inverse = (e.const(F32, 1.0) / scale).spread(width)
-        for i, value in enumerate(own):
-            step = (value - low.spread(width)) * inverse
-            code = e.max(e.min(e.round(step), e.const(kind, 15.0)), e.const(kind, 0.0))
-            small = e.whole(code).trunc(vec(I8, width))
-            pair = small.shuffle(range(0, width, 2)) | small.shuffle(range(1, width, 2)) << 4
-            e.store(parts["codes"], pair, (group * GROUP + i * width) // 2)
-        e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16), group * 2)
-        e.store(parts["low"], low.bits(I32).shr(16).trunc(I16), group * 2)
+def _store_fp8(e: Emitter, parts: Parts, values: list[Value]) -> None:
+    values = [kv_bits.within(e, value, LARGEST) for value in values]
+    scale = rounded_up(e, e.highest_abs(values) / 448.0)
+    inverse = (e.const(F32, 1.0) / scale).spread(values[0].lanes)
+    for i, value in enumerate(values):
+        e.store(parts["codes"], kv_bits.e4m3(e, value * inverse), i * value.lanes)
+    e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16))
 
 
-def _load_int4(e: Emitter, parts: Parts, dim: int) -> list[Value]:
-    width, found = 16, []
+def _load_fp8(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
+    """Where float32 has its sign, the low bits of its exponent and the high ones of its mantissa, e4m3's bits
+    mean 2⁻¹²⁰ of what they are, denormal ones too."""
+    width, found = lanes(dim), []
+    scale = bf16(e, parts["scale"], 0).spread(width)
     for at in range(0, dim, width):
-        if at % GROUP == 0:
-            scale, low = (_bf16(e, parts[name], at // GROUP * 2).spread(width) for name in ("scale", "low"))
-        first, second = (e.load(parts["codes"], I32, (at + half) // 2).spread(8) for half in (0, 8))
-        words = first.shuffle(range(16), second)  # eight codes in each
-        code = words.shr(e.const(words.type, [4 * (i % 8) for i in range(16)])) & 15
-        found.append(code.real() * scale + low)
+        wide = e.load(parts["codes"], vec(I8, width), at).sext(vec(I32, width))
+        real = (((wide << 20) & 0x07F00000) | (wide & -0x80000000)).bits(vec(F32, width))
+        found.append(real * 2.0**120 * scale)
     return found
 
 
-def _bf16(e: Emitter, pointer: Value, offset: int) -> Value:
-    return (e.load(pointer, I16, offset).zext(I32) << 16).bits(F32)
+def _by_token(bits: int) -> KVCodec:
+    """``codes · scale + low``, a grid for 32 numbers of a token."""
+    top = float(2**bits - 1)
+
+    def store(e: Emitter, parts: Parts, values: list[Value]) -> None:
+        width, kind = values[0].lanes, values[0].type
+        values = [e.max(e.min(v, e.const(kind, LARGEST)), e.const(kind, -LARGEST)) for v in values]
+        found = []
+        for group in range(len(values) * width // GROUP):
+            own = values[group * GROUP // width:(group + 1) * GROUP // width]
+            most, least = own[0], own[0]
+            for value in own[1:]:
+                most, least = e.max(most, value), e.min(least, value)
+            low = -signed_up(e, e.highest(-least))
+            scale = rounded_up(e, (e.highest(most) - low) / top)
+            inverse = (e.const(F32, 1.0) / scale).spread(width)
+            found += [_nearest(e, (value - low.spread(width)) * inverse, top) for value in own]
+            e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16), group * 2)
+            e.store(parts["low"], low.bits(I32).shr(16).trunc(I16), group * 2)
+        kv_bits.pack(e, parts["codes"], found, bits)
+
+    def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
+        found = []
+        for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits)):
+            if i * 16 % GROUP == 0:
+                scale, low = (bf16(e, parts[name], i * 16 // GROUP * 2).spread(16)
+                              for name in ("scale", "low"))
+            found.append(code.real() * scale + low)
+        return found
+
+    return KVCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
+                                                "low": dim // GROUP * 2}, store, load)
 
 
-def _rounded_up(e: Emitter, x: Value) -> Value:
-    """The smallest normal bfloat16 that isn't below x ≥ 0, as float32."""
-    up = ((x.bits(I32) + 0xFFFF) & -65536).bits(F32)
-    return e.max(e.min(up, e.const(F32, MOST)), e.const(F32, TINY))
+def _by_channel(bits: int) -> KVCodec:
+    """``codes · scale + low``, a grid for 32 slots of a channel."""
+    top = float(2**bits - 1)
+
+    def gather(e: Emitter, shared: Parts, slots: Value, dim: int) -> None:
+        kind = vec(F32, 16)
+        with e.loop(0, PAGE // GROUP) as group, e.loop(0, dim, 16) as at:
+            begin = slots + group * (GROUP * dim * 4) + at * 4
+            least, most = e.var(e.const(kind, LARGEST)), e.var(e.const(kind, -LARGEST))
+            with e.loop(0, GROUP) as slot:
+                value = e.load(begin + slot * (dim * 4), kind)
+                value = e.max(e.min(value, e.const(kind, LARGEST)), e.const(kind, -LARGEST))
+                least.set(e.min(least.get(), value))
+                most.set(e.max(most.get(), value))
+            low = -signed_up(e, -least.get())
+            scale = rounded_up(e, (most.get() - low) / top)
+            for name, value in (("scale", scale), ("low", low)):
+                e.store(shared[name] + (group * dim + at) * 2,
+                        value.bits(vec(I32, 16)).shr(16).trunc(vec(I16, 16)))
+
+    def common(e: Emitter, shared: Parts, group: Value, dim: int) -> list[Value]:
+        return [e.widened(e.load(shared[name] + group * (dim * 2), vec(I16, 16), at * 2))
+                for name in ("scale", "low") for at in range(0, dim, 16)]
+
+    def store(e: Emitter, parts: Parts, values: list[Value], grid: Sequence[Value]) -> None:
+        kind, found = values[0].type, []
+        for i, value in enumerate(values):
+            value = e.max(e.min(value, e.const(kind, LARGEST)), e.const(kind, -LARGEST))
+            inverse = e.const(kind, 1.0) / grid[i]
+            found.append(_nearest(e, (value - grid[len(values) + i]) * inverse, top))
+        kv_bits.pack(e, parts["codes"], found, bits)
+
+    def load(e: Emitter, parts: Parts, dim: int, grid: Sequence[Value]) -> list[Value]:
+        return [code.real() * grid[i] + grid[dim // 16 + i]
+                for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits))]
+
+    return KVCodec(f"channel{bits}", lambda dim: {"codes": dim * bits // 8}, store, load,
+                   lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
 
 
-def _signed_up(e: Emitter, x: Value) -> Value:
-    """The smallest bfloat16 that isn't below x, as float32."""
-    near = e.narrowed(x).zext(I32) << 16
-    real = near.bits(F32)
-    step = e.select(real > 0.0, near + 0x10000, e.select(real < 0.0, near - 0x10000, e.const(I32, 0x10000)))
-    return e.select(real < x, step.bits(F32), real)
+def _turned(bits: int, centered: bool) -> KVCodec:
+    """``level(code) · scale + mean``, the mean of 64 slots."""
+    first, third = CURVES[bits]
+    book = [u * (first + third * u * u) for u in (c - (2**bits - 1) / 2 for c in range(2**bits))]
+
+    def level(e: Emitter, code: Value) -> Value:
+        u = code.real() - (2**bits - 1) / 2
+        return u * (u * u * third + first)
+
+    def gather(e: Emitter, shared: Parts, slots: Value, dim: int) -> None:
+        kind = vec(F32, 16)
+        with e.loop(0, dim, 16) as at:
+            total = e.var(e.const(kind, 0.0))
+            with e.loop(0, PAGE) as slot:
+                value = e.load(slots + slot * (dim * 4) + at * 4, kind)
+                total.set(total.get() + kv_bits.within(e, value, FARTHEST))
+            e.store(shared["mean"] + at * 2, e.narrowed(total.get() * (1 / PAGE)))
+
+    def common(e: Emitter, shared: Parts, group: Value, dim: int) -> list[Value]:
+        return [e.widened(e.load(shared["mean"], vec(I16, 16), at * 2)) for at in range(0, dim, 16)]
+
+    def store(e: Emitter, parts: Parts, values: list[Value], mean: Sequence[Value] = ()) -> None:
+        kind = values[0].type
+        values = [kv_bits.within(e, v, FARTHEST) for v in values]
+        values = [v - m for v, m in zip(values, mean)] if mean else values
+        size = e.sqrt(_total(e, [(v, v) for v in values]) / float(16 * len(values)))
+        inverse = (e.const(F32, 1.0) / e.max(size, e.const(F32, SMALLEST))).spread(16)
+        found = []
+        for value in values:
+            normal, code = value * inverse, e.const(vec(I32, 16), 0)
+            for low, high in itertools.pairwise(book):
+                above = normal > e.const(kind, (low + high) / 2)
+                code = e.select(above, code + 1, code)
+            found.append(code)
+        chosen = [level(e, code) for code in found]
+        scale = _total(e, list(zip(values, chosen))) / _total(e, [(c, c) for c in chosen])
+        kv_bits.pack(e, parts["codes"], found, bits)
+        e.store(parts["scale"], e.narrowed(scale).trunc(I16))
+
+    def load(e: Emitter, parts: Parts, dim: int, mean: Sequence[Value]) -> list[Value]:
+        scale = bf16(e, parts["scale"], 0).spread(16)
+        found = [level(e, code) * scale for code in kv_bits.unpack(e, parts["codes"], dim, bits)]
+        return [value + m for value, m in zip(found, mean)] if mean else found
+
+    def sizes(dim: int) -> dict[str, int]:
+        return {"codes": dim * bits // 8, "scale": 2}
+
+    if not centered:
+        return KVCodec(f"turned{bits}", sizes, store, load, turned=True)
+    return KVCodec(f"turned{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
+
+
+def _nearest(e: Emitter, steps: Value, top: float) -> Value:
+    return e.whole(e.max(e.min(e.round(steps), e.const(steps.type, top)), e.const(steps.type, 0.0)))
+
+
+def _total(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> Value:
+    total = pairs[0][0] * pairs[0][1]
+    for a, b in pairs[1:]:
+        total = e.fma(a, b, total)
+    return e.sum(total)
 
 
 BF16 = KVCodec("bf16", lambda dim: {"values": 2 * dim}, _store_bf16, _load_bf16)
 INT8 = KVCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _load_int8)
-INT4 = KVCodec("int4", lambda dim: {"codes": dim // 2, "scale": dim // GROUP * 2, "low": dim // GROUP * 2},
-               _store_int4, _load_int4)
-CODECS = {codec.name: codec for codec in (BF16, INT8, INT4)}
-PARTS = ("values", "codes", "scale", "low")
+FP8 = KVCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
+CODECS = {codec.name: codec for codec in (
+    BF16, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
+    *(_turned(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}
+PARTS = ("values", "codes", "scale", "low", "mean")
 """Names of parts, in the order of a record's pointers."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit_kernels.cpu import attention, embedding, matmul, read, rows, viterbi
+from quantkit_kernels.cpu import attention, embedding, kv_write, matmul, read, rows, viterbi
 from quantkit_kernels.cpu.compiled import address, on_disk
 from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, UNITS
 from quantkit_kernels.cpu.isa import Isa
@@ -18,7 +18,8 @@ ALIGNMENT = 64
 KERNELS: dict[type, Sequence[str]] = {
     matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS,
     rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
-    attention.RopeStore: attention.ROPE_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
+    kv_write.RopeStore: kv_write.ROPE_ARGUMENTS, kv_write.Close: kv_write.CLOSE_ARGUMENTS,
+    kv_write.Unturn: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
     attention.Combine: attention.COMBINE_ARGUMENTS, read.Read: read.ARGUMENTS,
     viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.Columns: viterbi.COLUMN_ARGUMENTS}
 """The kernels that a program may have, and their arguments in a record's order; ``*name`` is a pointer."""

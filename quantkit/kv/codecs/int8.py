@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Layout
+from quantkit.kv.base import Coding, KVCodec, Layout
+from quantkit.kv.codecs.rounding import rounded_up
 
 LEVELS = 127
 
 
-class Int8:
+class Integers:
     """``x ≈ codes · scale``: symmetric, codes int8 in [−127, 127], the scale bfloat16."""
 
-    name = "int8"
+    name, turned = "int8", False
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``codes [dim]`` and one ``scale``: dim + 2 bytes."""
         return {"codes": ((dim,), torch.int8), "scale": ((), torch.bfloat16)}
+
+    def shared(self, dim: int, dtype: torch.dtype) -> Layout:
+        """Nothing."""
+        return {}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rounded half to even; the scale is rounded up, so that nothing is clipped."""
@@ -32,14 +38,10 @@ class Int8:
         return parts["codes"].float().mul_(parts["scale"].float()[..., None])
 
 
-def rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """float32, not negative → the smallest normal bfloat16 that isn't below it (at most the largest finite).
+class Int8(KVCodec):
+    """Each token's vector of a head by itself."""
 
-    Never 0 nor denormal, so that one over it is finite.
-    """
-    kind, near = torch.finfo(torch.bfloat16), x.to(torch.bfloat16)
-    above = (near.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(near.float() < x, above, near).clamp_(kind.tiny, kind.max)
+    name: ClassVar[str] = "int8"
 
-
-CODEC = Int8()
+    def keys(self) -> Coding:
+        return Integers()

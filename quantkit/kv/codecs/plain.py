@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Layout
+from quantkit.kv.base import Coding, KVCodec, Layout
 
 
-class Plain:
+class Vectors:
     """Stores the vector itself.
 
     Args:
-        name: as registered.
         dtype: what it is rounded to; ``None``: the dtype that it was computed in.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype | None) -> None:
-        self.name, self._dtype = name, dtype
+    turned = False
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self.name = "none" if dtype is None else "bf16"
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``values [dim]``."""
         return {"values": ((dim,), self._dtype or dtype)}
+
+    def shared(self, dim: int, dtype: torch.dtype) -> Layout:
+        """Nothing."""
+        return {}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rounded to nearest; what is too large for the dtype becomes its largest number."""
@@ -36,4 +43,19 @@ class Plain:
         return parts["values"]
 
 
-NONE, BF16 = Plain("none", None), Plain("bf16", torch.bfloat16)
+class AsComputed(KVCodec):
+    """What the model computes, in its dtype."""
+
+    name: ClassVar[str] = "none"
+
+    def keys(self) -> Coding:
+        return Vectors(None)
+
+
+class BFloat16(KVCodec):
+    """bfloat16, whatever the model computes in."""
+
+    name: ClassVar[str] = "bf16"
+
+    def keys(self) -> Coding:
+        return Vectors(torch.bfloat16)

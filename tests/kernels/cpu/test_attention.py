@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.codecs.int4 import CODEC as INT4
-from quantkit.kv.codecs.int8 import CODEC as INT8
-from quantkit.kv.codecs.plain import BF16
-from quantkit_kernels.cpu import attention, kv_codecs, reference
+from quantkit.kv.codecs.fp8 import Floats
+from quantkit.kv.codecs.int8 import Integers
+from quantkit.kv.codecs.kivi import Grid
+from quantkit.kv.codecs.plain import Vectors
+from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
+from quantkit_kernels.cpu.kv_pages import Codecs
 from quantkit_kernels.cpu.program import Program
 
-CODECS = {"bf16": BF16, "int8": INT8, "int4": INT4}
+CODECS = {"bf16": Vectors(torch.bfloat16), "int8": Integers(), "fp8": Floats(),
+          **{f"token{bits}": Grid(bits, channels=False) for bits in (2, 3, 4)}}
 MANY = 2**31 - 1
 
 
@@ -38,7 +41,8 @@ class Pages:
         """The next tokens' results, ``[count, heads · group, D]``."""
         begin, end = self.seen, self.seen + count
         lengths = torch.full((1, self.heads), begin, dtype=torch.int32)
-        sequences = torch.tensor([[self.table.data_ptr(), self.table.shape[1], lengths.data_ptr()]])
+        table, codecs = self.table, Codecs(self.codec, self.codec)
+        sequences = torch.tensor([[table.data_ptr(), table.shape[1], lengths.data_ptr(), 0, 0, count]])
         rows = torch.tensor([[0, i, begin + i] for i in range(count)])
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         q, k, v = (x[begin:end].clone().contiguous() for x in (self.q, self.k, self.v))
@@ -49,10 +53,10 @@ class Pages:
         where = {**self.parts, "positions": self.positions, "rows": rows, "sequences": sequences, "layer": 0,
                  "heads": self.heads}
         program = Program(self.isa)
-        program.add(attention.RopeStore(self.codec, self.dim), count * self.heads, **where, q=q, k=k, v=v,
+        program.add(kv_write.RopeStore(codecs, self.dim), count * self.heads, **where, q=q, k=k, v=v,
                     cos=self.cos, sin=self.sin, q_norm=norms[0], k_norm=norms[1], q_stride=width,
                     kv_stride=self.heads * self.dim * 4, group=self.group)
-        program.add(attention.Attend(self.codec, self.dim), len(tiles) * self.heads * splits, **where, q=q,
+        program.add(attention.Attend(codecs, self.dim), len(tiles) * self.heads * splits, **where, q=q,
                     out=out, tiles=tiles, scratch=scratch, partial=partial, q_stride=width, out_stride=width,
                     group=self.group, window=window, limit=limit, sinks=sinks, splits=splits,
                     scratch_private=scratch.shape[1])

@@ -1,0 +1,127 @@
+"""Sequences of a cache as the rows of one step of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.kv import gpu
+from quantkit.kv.base import Phase
+from quantkit.kv.held import HeldLayer, HeldSequence
+from quantkit.kv.read import Rows, attend
+from quantkit.models.layers import Step
+from quantkit.ops import rotation
+from quantkit.ops.rope import rotate
+
+if TYPE_CHECKING:
+    from quantkit.kv.cache import KVCache
+
+
+class Batch:
+    """Sequences of a cache as the rows of one step; see
+    :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+
+    def __init__(self, cache: KVCache, rows: list[HeldSequence], phase: Phase) -> None:
+        self.cache, self.sequences, self.phase = cache, rows, phase
+        self._counts: list[int] | None = None
+        self._starts = [sequence.layers[-1].seen for sequence in rows]
+        self._shared: dict[object, object] = {}
+
+    def next_positions(self, count: int = 1) -> torch.Tensor:
+        """Positions int64 ``[B, count]`` that follow what each sequence had."""
+        starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache.device)[:, None]
+        return starts if count == 1 else starts + torch.arange(count, device=self.cache.device)
+
+    def extents(self) -> torch.Tensor:
+        """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
+        return torch.tensor([one.extent for one in self.sequences], dtype=torch.int64)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+               window: int | None) -> torch.Tensor:
+        """Rotate, store, attend, and let the policy act.
+
+        Raises:
+            ValueError: the batch differs, or positions aren't those that follow.
+        """
+        if self._counts is None:
+            self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
+        cache = self.cache
+        rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
+        cos, sin = step.rotation(window)
+        if (on_gpu := gpu.fits(cache, q)):
+            q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step, cos, sin)
+        else:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if cache.codings.keys.turned:
+                q, k = rotation.rotate(q), rotation.rotate(k)
+            if cache.codings.values.turned:
+                v = rotation.rotate(v)
+            self._store(layer, rows, k, v, step.positions)
+        if on_gpu and gpu.decodes(cache, rows, q, window):
+            out = gpu.decode_attention(cache, layer, rows, q, step.positions)
+        else:
+            out = attend(cache, layer, rows, q, step.positions, window, self._shared)
+        if cache.codings.values.turned:
+            out = rotation.unrotate(out)
+        for row, (held, count) in enumerate(rows):
+            cache.settle_layer(layer, held)
+            self._end(layer, held, q[row, :, :count], count)
+        return out
+
+    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
+               positions: torch.Tensor) -> None:
+        """Write ``k, v [B, Hkv, T, D]`` as they are to be stored; padding is left out."""
+        store = self.cache.stores[layer]
+        slots = [slot for held, count in rows for slot in store.allocate(held, count)]
+        spread = positions[:, None, :, None].expand(-1, self.cache.heads, -1, 1)
+        store.write(slots, rows.flat(k), rows.flat(v), rows.flat(spread)[:, 0])
+        for held, _ in rows:
+            store.close(held)
+
+    def _end(self, layer: int, held: HeldLayer, q: torch.Tensor | None, count: int) -> None:
+        policy = self.cache.policy
+        if not count:
+            return
+        if self.phase == "decode" and policy.every is None:
+            held.queries = None  # it doesn't act before another prompt, whose queries it will ask
+        elif policy.queries and q is not None:
+            last = q if held.queries is None else torch.cat((held.queries, q), 1)
+            held.queries = last[:, -policy.queries:].clone()
+        acts = policy.acts(self.phase)
+        if self.phase == "decode" and policy.every is not None:
+            before, held.steps = held.steps, held.steps + count
+            acts = held.steps // policy.every > before // policy.every
+        if acts:
+            self.cache.act(layer, held)
+
+    def finish(self, counts: Sequence[int]) -> None:
+        """Let the policy act on sequences that got so many tokens, in all layers."""
+        if self.cache.policy.keeps_all:
+            return
+        for held, count in zip(self.sequences, counts, strict=True):
+            for index, layer in enumerate(held.layers):
+                self._end(index, layer, None, count)
+
+    def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
+        """Tokens of each row.
+
+        Args:
+            shape: B, T.
+            positions: int64 ``[B, T]``, −1: padding; ``None``: those that follow, everywhere.
+
+        Raises:
+            ValueError: they aren't those that follow.
+        """
+        if shape[0] != len(self.sequences):
+            raise ValueError(f"{shape[0]} rows for {len(self.sequences)} sequences")
+        if positions is None:
+            return [shape[1]] * shape[0]
+        valid = positions >= 0
+        counts: list[int] = valid.sum(1).tolist()
+        expected = self.next_positions(positions.shape[1])
+        inside = torch.arange(positions.shape[1], device=positions.device) < valid.sum(1, keepdim=True)
+        if bool((torch.where(inside, expected, -1) != positions).any()):
+            raise ValueError("positions must follow what a sequence holds; padding (−1) stands after them")
+        return counts

@@ -1,0 +1,103 @@
+"""2- to 4-bit integers, keys by channel, values by token: KIVI, https://arxiv.org/abs/2402.02750.
+
+A channel of a head's keys is about equally large in all tokens, and some are far larger than others; values
+have no such channels. So 32 tokens share the grid of a channel of keys, 32 channels that of a token's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from quantkit.errors import UsageError
+from quantkit.kv.base import MOST_WAITING, PAGE, Coding, KVCodec, Layout
+from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
+from quantkit.kv.codecs.rounding import LARGEST, rounded_down, rounded_up
+
+GROUP = 32
+"""Numbers that share a grid."""
+
+
+class Grid:
+    """``x ≈ codes · scale + low`` in groups of 32, scale and low bfloat16.
+
+    Args:
+        bits: of a code.
+        channels: groups lie along tokens, a grid for each channel; else along channels, one for each token.
+    """
+
+    turned = False
+
+    def __init__(self, bits: int, channels: bool) -> None:
+        self.bits, self.channels = bits, channels
+        self.name = f"{'channel' if channels else 'token'}{bits}"
+
+    def layout(self, dim: int, dtype: torch.dtype) -> Layout:
+        """``codes``, and of values ``scale`` and ``low [dim / 32]``."""
+        if dim % GROUP:
+            raise UsageError(f"the KV codec int{self.bits} needs a head dimension divisible by {GROUP}",
+                             why=f"this model has {dim}", next="use --kv int8")
+        codes = {"codes": ((packed_bytes(dim, self.bits),), torch.uint8)}
+        grid = dict.fromkeys(("scale", "low"), ((dim // GROUP,), torch.bfloat16))
+        return codes if self.channels else codes | grid
+
+    def shared(self, dim: int, dtype: torch.dtype) -> Layout:
+        """Of keys ``scale`` and ``low [2, dim]``."""
+        grid = dict.fromkeys(("scale", "low"), ((PAGE // GROUP, dim), torch.bfloat16))
+        return grid if self.channels else {}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rounded half to even; the lowest is rounded down, the scale up: nothing is outside."""
+        at = -2 if self.channels else -1
+        groups = x.float().clamp(-LARGEST, LARGEST).unflatten(at, (-1, GROUP))
+        low = rounded_down(groups.amin(at))
+        levels = 2**self.bits - 1
+        scale = rounded_up((groups.amax(at) - low.float()) / levels)
+        steps = (groups - low.float().unsqueeze(at)) * (1 / scale.float()).unsqueeze(at)
+        codes = steps.round_().clamp_(0, levels).to(torch.uint8).flatten(at - 1, at)
+        return {"codes": pack(codes, self.bits), "scale": scale, "low": low}
+
+    def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """float32."""
+        at = -2 if self.channels else -1
+        codes = unpack(parts["codes"], self.bits).unflatten(at, (-1, GROUP)).float()
+        scale, low = (parts[name].float().unsqueeze(at) for name in ("scale", "low"))
+        return codes.mul_(scale).add_(low).flatten(at - 1, at)
+
+
+class Kivi(KVCodec):
+    """Keys by channel, values by token; the newest tokens and the first stay as they were computed."""
+
+    bits: ClassVar[int]
+    recent: int = Field(default=64, ge=0, le=MOST_WAITING)
+    sinks: int = Field(default=1, ge=0, le=MOST_WAITING)
+
+    def keys(self) -> Coding:
+        return Grid(self.bits, channels=True)
+
+    def values(self) -> Coding:
+        return Grid(self.bits, channels=False)
+
+
+class Int4(Kivi):
+    """16 levels."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+
+
+class Int3(Kivi):
+    """8 levels."""
+
+    name: ClassVar[str] = "int3"
+    bits: ClassVar[int] = 3
+
+
+class Int2(Kivi):
+    """4 levels."""
+
+    name: ClassVar[str] = "int2"
+    bits: ClassVar[int] = 2

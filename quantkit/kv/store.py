@@ -1,0 +1,296 @@
+"""One layer's keys and values: pages of codes, and pages of vectors that wait to be encoded.
+
+Codes of one token each are written as they come. Where 64 are encoded together, or the newest are to stay as
+they were computed, vectors wait in pages of their own, in the dtype that they were computed in; a query reads
+``border(n)`` of the n slots that it sees as codes, however the text was cut into steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from quantkit.kv.base import PAGE, Coding, Codings, Layout
+from quantkit.kv.held import HeldLayer
+from quantkit.kv.pages import Moves, Pages, slots_of
+
+
+class Store:
+    """Pages of one layer, of all sequences.
+
+    Args:
+        codings: of keys and values.
+        heads, dim: of keys.
+        dtype: in which keys and values are computed.
+        numbered: whether each slot keeps its original position; else a slot's number is its position.
+        device: where pages lie.
+        moves: counts how often memory came to lie elsewhere.
+
+    Attributes:
+        pages: of codes.
+        waiting: of vectors that wait, if any ever do.
+
+    Raises:
+        UsageError: the head dimension doesn't fit.
+    """
+
+    def __init__(self, codings: Codings, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
+                 device: torch.device, moves: Moves) -> None:
+        self._codings, self._heads, self._device, self._numbered = codings, heads, device, numbered
+        self._sides = {"k": codings.keys, "v": codings.values}
+        places = {"positions": ((), torch.int32)} if numbered else {}
+        layout: Layout = {**self._named(lambda one: one.layout(dim, dtype)), **places}
+        self.pages = Pages(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
+        plain: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
+        self.waiting = Pages({**plain, **places}, device, moves) if codings.waits(dim, dtype) else None
+
+    def _named(self, of: Callable[[Coding], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {f"{side}.{name}": what for side, one in self._sides.items() for name, what in of(one).items()}
+
+    @property
+    def all(self) -> tuple[Pages, ...]:
+        """Both kinds of pages."""
+        return (self.pages,) if self.waiting is None else (self.pages, self.waiting)
+
+    # -- taking and giving
+
+    def reserve(self, held: HeldLayer, count: int) -> None:
+        """Pages for so many more tokens."""
+        ends = [length + count for length in held.lengths.tolist()]
+        if self.waiting is None:
+            grown = _grow(self.pages, held.pages, ends)
+        else:
+            first = self._codings.first
+            grown = _grow(self.pages, held.pages, [self._codings.border(end) - first for end in ends])
+            waits = [first + end - start for end, start in zip(ends, held.starts.tolist())]
+            grown = _grow(self.waiting, held.waiting, waits) or grown
+        if grown:
+            held.moved()
+
+    def allocate(self, held: HeldLayer, count: int) -> list[int]:
+        """Slots for that many tokens, by head, then token: of pages that wait, if any do."""
+        self.reserve(held, count)
+        pages, before = (held.pages, [0] * self._heads) if self.waiting is None else (
+            held.waiting, [start - self._codings.first for start in held.starts.tolist()])
+        slots = [slot for own, length, gone in zip(pages, held.lengths.tolist(), before)
+                 for slot in slots_of(own, length - gone, count)]
+        held.advance(count)
+        return slots
+
+    def settle(self, held: HeldLayer) -> bool:
+        """Give back pages whose vectors are codes by now; whether there were any."""
+        if self.waiting is None:
+            return False
+        before = self.waiting.used
+        for head, length in enumerate(held.lengths.tolist()):
+            start = int(held.starts[head])
+            done = (self._codings.border(length) - start) // PAGE
+            if done > 0:
+                gone = self._gone(done)
+                self.waiting.give(held.waiting[head][gone])
+                del held.waiting[head][gone]
+                held.starts[head] = start + done * PAGE
+                held.moved()
+        return self.waiting.used < before
+
+    def release(self, held: HeldLayer) -> None:
+        """Give back everything."""
+        self.pages.give(itertools.chain.from_iterable(held.pages))
+        if self.waiting is not None:
+            self.waiting.give(itertools.chain.from_iterable(held.waiting))
+
+    def copy(self, held: HeldLayer, own: HeldLayer) -> None:
+        """``own``, which holds nothing, gets what ``held`` does, in pages of its own."""
+        for pages, name in zip(self.all, ("pages", "waiting")):
+            theirs: list[list[int]] = getattr(held, name)
+            mine = [pages.take(len(one)) for one in theirs]
+            source, target = (list(itertools.chain.from_iterable(one)) for one in (theirs, mine))
+            for part in pages.parts.values():
+                part[target] = part[source]
+            setattr(own, name, mine)
+        own.lengths[:], own.starts[:], own.seen, own.steps = held.lengths, held.starts, held.seen, held.steps
+        own.queries = held.queries  # replaced by every step, never written to
+        own.moved()
+
+    def shrink(self, holders: Sequence[HeldLayer]) -> None:
+        """Give memory back if much of it is free."""
+        for pages, name in zip(self.all, ("pages", "waiting")):
+            moved = pages.shrink()
+            if moved is None:
+                continue
+            for held in holders:
+                setattr(held, name, [[moved.get(page, page) for page in own] for own in getattr(held, name)])
+                held.moved()
+
+    # -- writing
+
+    def write(self, slots: Sequence[int], k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store ``k, v [n, D]`` at the slots that :meth:`allocate` gave, and ``positions [n]``."""
+        if not slots:
+            return
+        where = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        pages, values = self.pages, {"k.values": k, "v.values": v}
+        if self.waiting is None:
+            values = self._encoded(k, v)
+        else:
+            pages = self.waiting
+            most = torch.finfo(pages.parts["k.values"].dtype).max
+            values = {name: x.clamp(-most, most) for name, x in values.items()}
+        if self._numbered:
+            values["positions"] = positions.to(torch.int32)
+        pages.write(where, values)
+
+    def close(self, held: HeldLayer) -> None:
+        """Encode what has waited long enough; the vectors stay where they are until :meth:`settle`."""
+        if self.waiting is None:
+            return
+        source: list[int] = []
+        target: list[int] = []
+        for head, length in enumerate(held.lengths.tolist()):
+            start = int(held.starts[head])
+            done = (self._codings.border(length) - start) // PAGE
+            place = (start - self._codings.first) // PAGE
+            source += held.waiting[head][self._gone(done)]
+            target += held.pages[head][place:place + done]
+        if not source:
+            return
+        pages = torch.tensor(source, device=self._device)
+        k, v = (self.waiting.parts[f"{side}.values"][pages] for side in "kv")
+        values = self._encoded(k, v)
+        if self._numbered:
+            values["positions"] = self.waiting.parts["positions"][pages]
+        self.pages.fill(torch.tensor(target, device=self._device), values)
+
+    def _gone(self, count: int) -> slice:
+        """Where a head's pages are that were the next to be encoded."""
+        kept = self._codings.first // PAGE
+        return slice(kept, kept + max(0, count))
+
+    def _encoded(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"{side}.{name}": part for side, x in (("k", k), ("v", v))
+                for name, part in self._sides[side].encode(x).items()}
+
+    # -- reading
+
+    def read(self, held: HeldLayer, side: str, borders: Sequence[int] | None = None) -> torch.Tensor:
+        """``[Hkv, S, D]``, decoded; behind a head's length anything finite.
+
+        Args:
+            held: whose.
+            side: ``k`` or ``v``.
+            borders: how many slots of each head to read as codes where others wait; by default all that
+                are old enough.
+        """
+        most, table = int(held.lengths.max()), self.table(held)
+        names = [name for name in self.pages.parts if name.startswith(f"{side}.")]
+        codes = self._sides[side].decode(
+            {name.removeprefix(f"{side}."): self.pages.read(name, table) for name in names}).flatten(1, 2)
+        if self.waiting is None:
+            return codes[:, :most]
+        lengths = held.lengths.tolist()
+        if borders is None:
+            borders = [self._codings.border(length) for length in lengths]
+        waits = self.waiting.read(f"{side}.values", self.table(held, "waiting")).flatten(1, 2)
+        return self._joined(held, codes, waits, borders)
+
+    def _joined(self, held: HeldLayer, codes: torch.Tensor, waits: torch.Tensor,
+                borders: Sequence[int]) -> torch.Tensor:
+        """What lies in both kinds of pages, by slot: ``[Hkv, S, …]``."""
+        first, most = self._codings.first, int(held.lengths.max())
+        found = codes.new_zeros(self._heads, most, *codes.shape[2:],
+                                dtype=torch.promote_types(codes.dtype, waits.dtype))
+        heads = zip(borders, held.starts.tolist(), held.lengths.tolist())
+        for head, (border, start, length) in enumerate(heads):
+            found[head, :min(first, length)] = waits[head, :min(first, length)]
+            if length > first:
+                found[head, first:border] = codes[head, :border - first]
+                found[head, border:length] = waits[head, first + border - start:first + length - start]
+        return found
+
+    def positions(self, held: HeldLayer) -> torch.Tensor:
+        """Original positions int32 ``[Hkv, S]``; −1 beyond a head's length."""
+        most = int(held.lengths.max())
+        found = torch.arange(most, dtype=torch.int32, device=self._device).expand(self._heads, -1)
+        ends = torch.tensor(held.lengths.tolist(), device=self._device)[:, None]
+        behind = found >= ends
+        if self._numbered:
+            coded = self.pages.read("positions", self.table(held)).flatten(1, 2)
+            if self.waiting is None:
+                found = coded[:, :most]
+            else:
+                waits = self.waiting.read("positions", self.table(held, "waiting")).flatten(1, 2)
+                found = self._joined(held, coded, waits, held.starts.tolist())
+        return found.masked_fill(behind, -1)
+
+    def table(self, held: HeldLayer, name: str = "pages") -> torch.Tensor:
+        """``pages`` or ``waiting``, int64 ``[Hkv, n]``, filled up with 0."""
+        if name not in held.tables:
+            rows: list[list[int]] = getattr(held, name)
+            most = max(map(len, rows))
+            filled = [own + [0] * (most - len(own)) for own in rows]
+            table = torch.tensor(filled, dtype=torch.int64, device=self._device)
+            held.tables[name] = table.view(self._heads, most)  # which may be 0
+        return held.tables[name]
+
+    # -- dropping
+
+    def keep(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+        """Only these slots stay: of each head int64 ``[n]`` in rising order."""
+        if self.waiting is None:
+            self._keep_codes(held, kept)
+        else:
+            self._keep_vectors(held, kept)
+        held.moved()
+
+    def _keep_codes(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+        table = self.table(held)
+        old = torch.cat([pages[slots // PAGE] * PAGE + slots % PAGE for pages, slots in zip(table, kept)])
+        values = {name: part.view(-1, *part.shape[2:]).index_select(0, old)
+                  for name, part in self.pages.parts.items()}
+        new: list[int] = []
+        for head, own in enumerate(held.pages):
+            held.lengths[head] = count = len(kept[head])
+            _cut(self.pages, own, -(-count // PAGE))
+            new += slots_of(own, 0, count)
+        self.pages.write(torch.tensor(new, dtype=torch.int64, device=self._device), values)
+
+    def _keep_vectors(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+        """Pages of codes before the first dropped slot stay; what follows is encoded again."""
+        assert self.waiting is not None
+        places = self.positions(held)
+        sides = {side: self.read(held, side) for side in "kv"}
+        fixed = self._codings.first
+        for head, slots in enumerate(kept):
+            count = len(slots)
+            other = (slots != torch.arange(count, device=slots.device)).nonzero()
+            same = int(other[0]) if len(other) else count
+            border = self._codings.border(count)
+            begin = max(fixed, min(same & -PAGE, border, int(held.starts[head])))  # codes before it stay
+            _cut(self.pages, held.pages[head], (border - fixed) // PAGE)
+            _cut(self.waiting, held.waiting[head], 0)
+            stay = torch.cat((slots[:fixed], slots[begin:]))
+            held.waiting[head] = self.waiting.take(-(-len(stay) // PAGE))
+            held.lengths[head], held.starts[head] = count, begin
+            where = slots_of(held.waiting[head], 0, len(stay))
+            self.write(where, sides["k"][head, stay], sides["v"][head, stay], places[head, stay])
+        self.close(held)
+        self.settle(held)
+
+
+def _grow(pages: Pages, held: list[list[int]], ends: Iterable[int]) -> bool:
+    """Pages for so many slots of each head; whether any was missing."""
+    missing = [max(0, -(-end // PAGE) - len(own)) for own, end in zip(held, ends)]
+    new = iter(pages.take(sum(missing)))
+    for own, more in zip(held, missing):
+        own += itertools.islice(new, more)
+    return any(missing)
+
+
+def _cut(pages: Pages, own: list[int], count: int) -> None:
+    """Give back all but the first pages of a head."""
+    pages.give(own[count:])
+    del own[count:]
+
+

@@ -1,0 +1,144 @@
+"""Pages whose vectors wait to be encoded: kernels beside the cache's own operations on the same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import parse_config
+from quantkit.models.layers import Step
+from quantkit.ops.rotation import factors
+from quantkit_kernels.cpu import attention, kv_pages, kv_write
+from quantkit_kernels.cpu.kv_codecs import PARTS
+from quantkit_kernels.cpu.program import Program
+
+MANY = 2**31 - 1
+GROUP, HEADS = 2, 2
+SETTINGS = ("int4", "int3(sinks=0)", "int2(recent=0, sinks=0)", "int8(recent=64)", "fp8(recent=1, sinks=1)",
+            "int8/int4(recent=100)", "int4/int8", "rotation(2)", "rotation(3.5, recent=10)",
+            "rotation(4, sinks=0)", "rotation(3)/int4", "bf16(sinks=65)/int2")
+
+
+class Kernels:
+    """One sequence in one layer of a cache, its steps taken by kernels."""
+
+    def __init__(self, isa, pool, room, kv, dim, total, numbered=False, seed=0):
+        self.isa, self.pool, self.room, self.dim = isa, pool, room, dim
+        self.config = parse_config({
+            "model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": GROUP * HEADS, "head_dim": dim,
+            "num_key_value_heads": HEADS})
+        setting = parse_kv(f"window({MANY // 2})+{kv}" if numbered else kv)  # so wide that all is seen
+        self.cache, self.twin = (KVCache(self.config, setting, torch.bfloat16) for _ in range(2))
+        self.number, self.other = self.cache.add(), self.twin.add()
+        make = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(1, HEADS * GROUP, total, dim, generator=make)
+        # channels of very different sizes, a part in common, a first token like no other
+        scale = torch.randn(HEADS, 1, dim, generator=make).exp()
+        self.k = (torch.randn(1, HEADS, total, dim, generator=make) + 2) * scale
+        self.k[:, :, 0] *= 20
+        self.v = torch.randn(1, HEADS, total, dim, generator=make)
+        self.seen = 0
+
+    def step(self, count, *, splits=1, tile=16):
+        """The next tokens' results, ``[count, heads, D]``."""
+        begin, end, cache = self.seen, self.seen + count, self.cache
+        held, codings = cache._sequences[self.number], cache.codings
+        cache.reserve(held, count)
+        store = cache.stores[0]
+        codecs = kv_pages.Codecs(codings.keys.name, codings.values.name, True)
+        blocks = held.closing(codings, count)
+        q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
+        step = Step(self.config, torch.arange(end)[None], torch.float32)
+        cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in step.rotation(None))
+        width, queries = HEADS * GROUP * self.dim * 4, HEADS * GROUP
+        out, partial = self.room(count, queries, self.dim), self.room(count, queries, splits, self.dim + 2)
+        size = max(attention.scratch_bytes(self.dim, tile * GROUP), kv_write.close_bytes(self.dim))
+        scratch = self.room(self.pool.threads, size, dtype=torch.uint8)
+        parts = {name.replace(".", "_"): part for name, part in store.pages.parts.items()}
+        waits = store.waiting.parts
+        turning = dict(zip(("signs", "mix"), factors(self.dim)))
+        where = {**{f"{s}_{name}": parts.get(f"{s}_{name}") for s in "kv" for name in PARTS},
+                 "positions": parts.get("positions"), "waiting_positions": waits.get("positions"),
+                 "k_waiting": waits["k.values"], "v_waiting": waits["v.values"], "layer": 0, "heads": HEADS,
+                 "rows": torch.tensor([[0, i, begin + i] for i in range(count)]),
+                 "sequences": torch.tensor([[*held.where, count]]), "recent": codings.recent,
+                 "first": codings.first}
+        tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
+        program = Program(self.isa)
+        program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **turning, q=q, k=k, v=v,
+                    cos=cos, sin=sin, q_stride=width, kv_stride=HEADS * self.dim * 4, group=GROUP)
+        program.add(kv_write.Close(codecs, self.dim), HEADS * blocks, **where, scratch=scratch, blocks=blocks,
+                    scratch_private=scratch.shape[1])
+        program.add(attention.Attend(codecs, self.dim), len(tiles) * HEADS * splits, **where, q=q, out=out,
+                    tiles=tiles, scratch=scratch, partial=partial, q_stride=width, out_stride=width,
+                    group=GROUP, window=MANY, limit=MANY, splits=splits, scratch_private=scratch.shape[1])
+        program.add(attention.Combine(self.dim), count * queries if splits > 1 else 0, partial=partial,
+                    out=out, out_stride=width, query_heads=queries, splits=splits)
+        if codings.values.turned:
+            program.add(kv_write.Unturn(self.dim), count, **turning, x=out, x_stride=width, heads=queries)
+        program.finish()
+        self.pool.run(program.records)
+        cache.settle(held, count)
+        self.seen = end
+        return out
+
+    def expected(self, count):
+        """The same by the cache's own operations, of all tokens that the kernels had not at its last call."""
+        begin = self.twin.seen(self.other)
+        batch = self.twin.batch([self.other])
+        at = torch.arange(begin, begin + count)[None]
+        found = batch.attend(0, *(x[:, :, begin:begin + count] for x in (self.q, self.k, self.v)),
+                             Step(self.config, at, torch.float32), None)
+        return found[0].transpose(0, 1)
+
+
+@pytest.fixture
+def kernels(pools, room):
+    return lambda isa, *args, threads=1, **more: Kernels(isa, pools[threads], room, *args, **more)
+
+
+@pytest.mark.parametrize(("kv", "dim"), [*((kv, 64) for kv in SETTINGS), ("int4", 32), ("rotation(3)", 96),
+                                         ("int2", 96)])
+def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
+    one = kernels(isa, kv, dim, 420, numbered="sinks=0" in kv)
+    for count in (150, 1, 1, 61, 1, 190, 1):
+        found, expected = one.step(count), one.expected(count)
+        size = float(expected.abs().mean())
+        # a number on the edge between two bfloat16s, or two codes, may fall to either side
+        assert float((found - expected).abs().mean()) < size * (4e-3 if "rotation" in kv else 1e-3), count
+        mine, its = (cache.stores[0] for cache in (one.cache, one.twin))
+        for name, part in its.pages.parts.items():
+            got, want = (t.contiguous().view(torch.uint8) for t in (mine.pages.parts[name], part))
+            assert got.shape == want.shape, name
+            same = float((got == want).float().mean()) if len(got) else 1.0
+            assert same > (0.98 if "rotation" in kv else 0.995), name
+    assert one.cache.allocated_bytes == one.twin.allocated_bytes
+
+
+@pytest.mark.parametrize("kv", ["int3(recent=70, sinks=0)", "rotation(3)"])
+def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, kernels, kv):
+    whole = kernels(isa, kv, 64, 700)
+    expected = whole.step(700)
+    parts = kernels(isa, kv, 64, 700, threads=2)
+    steps = (1, 1, 1), (254, 1, 7), (1, 2, 1), (1, 3, 1), (340, 1, 16), (1, 9, 1), (2, 3, 2), (100, 3, 16)
+    found = [parts.step(count, splits=splits, tile=tile) for count, splits, tile in steps]
+    assert torch.equal(torch.cat(found), expected)
+
+
+def test_codecs_that_read_the_same_bits_are_the_ones_that_the_cache_has():
+    """Every coding of a built-in codec has a kernel by its name."""
+    from quantkit.kv.build import build_codings
+    from quantkit_kernels.cpu.kv_codecs import CODECS
+
+    for kv in ("int8", "fp8", "int4", "int3", "int2", *(f"rotation({bits})" for bits in (2, 2.5, 3, 3.5, 4))):
+        codings = build_codings(parse_kv(kv))
+        for side, coding in (("k", codings.keys), ("v", codings.values)):
+            kernel = CODECS[coding.name]
+            assert kernel.turned == coding.turned
+            for of, layout in ((kernel.bytes(64), coding.layout), (kernel.shared(64), coding.shared)):
+                want = {name: torch.Size(shape).numel() * dtype.itemsize
+                        for name, (shape, dtype) in layout(64, torch.bfloat16).items()}
+                assert of == want, (kv, side)
