@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
@@ -66,9 +67,9 @@ class KVCodec(Frozen):
     recent: int = Field(default=0, ge=0, le=MOST_WAITING)
     sinks: int = Field(default=0, ge=0, le=MOST_WAITING)
 
+    @abstractmethod
     def keys(self) -> Coding:
         """How keys are stored."""
-        raise NotImplementedError
 
     def values(self) -> Coding:
         """How values are stored."""

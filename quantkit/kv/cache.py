@@ -23,8 +23,9 @@ _numbers = itertools.count()
 class KVCache:
     """Keys and values of any number of sequences of any lengths.
 
-    What a query reads is what is stored: its own token's codes too. So a result doesn't depend on
-    how a prompt was cut into chunks, nor on what other sequences are there.
+    What a query reads is what is stored: its own token's codes too. So a result doesn't depend on what other
+    sequences are there, nor on how a prompt was cut into chunks, unless a policy drops after every chunk and
+    what it keeps must be encoded again.
 
     Args:
         config: gives layers, key heads and head dimension.

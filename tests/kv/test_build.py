@@ -59,3 +59,11 @@ def test_two_codecs_wait_as_long_as_the_longer_asks():
     codings = build_codings(parse_kv("int4(recent=10, sinks=70)/rotation(2, recent=40, sinks=0)"))
     assert (codings.keys.name, codings.values.name) == ("channel4", "turned2")
     assert (codings.recent, codings.first) == (40, 128)
+
+
+def test_a_codec_that_does_not_say_how_keys_are_stored_cannot_be_made():
+    class Half(KVCodec):
+        name = "half"
+
+    with pytest.raises(TypeError, match="keys"):
+        Half()

@@ -17,8 +17,8 @@ from quantkit.kv.pages import PAGE
 class Window(KVPolicy):
     """A query sees the first ``sinks`` positions and the last ``budget``, its own included.
 
-    Pages are given back after every chunk of a prompt and every 64 decode steps; what a query sees
-    doesn't depend on that.
+    Pages are given back after every chunk of a prompt and every 64 decode steps; which positions a query sees
+    doesn't depend on that. A codec whose tokens wait encodes what stays again.
     """
 
     name: ClassVar[str] = "window"
