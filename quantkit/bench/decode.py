@@ -143,8 +143,8 @@ class _Runner:
             rows = [cache.fork(first) for _ in range(batch)]
             reads.append(self._memory.measure() if self._memory else 0.0)
             spent = self._steps(cache, rows, [token] * batch)
-            moved = step_bytes(self._loaded) + batch * cache.bytes_per_token * (
-                min(cache.held(rows[0])[0]) - self._settings.tokens / 2)
+            held = cache.step_bytes(rows[0]) - cache.bytes_per_token * self._settings.tokens / 2
+            moved = step_bytes(self._loaded) + batch * held
             if run:
                 speeds.append(batch * self._settings.tokens / spent)
                 shares.append(moved * self._settings.tokens / spent)

@@ -138,13 +138,14 @@ def _parents(name: str) -> Iterator[str]:
 def _config_facts(config: ModelConfig, kv: KVSpec) -> dict[str, Any]:
     import torch
 
+    codec = str(kv.model_copy(update={"policy": "all", "options": {}}))
     return {"architecture": config.model_type, "hidden_size": config.hidden_size,
             "num_layers": config.num_layers, "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": config.tie_word_embeddings,
             "operations": other_kernels(torch.bfloat16, config.hidden_size, config.head_dim,
-                                        config.num_heads // config.num_kv_heads, kv.codec,
+                                        config.num_heads // config.num_kv_heads, codec,
                                         config.plain_attention)}
 
 

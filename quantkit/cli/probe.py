@@ -59,7 +59,7 @@ def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: 
         hidden: size of a normalized row.
         dim: of a head.
         group: query heads a key head.
-        codec: of the KV cache.
+        codec: of the KV cache, as it is written.
         plain: the model's attention is Llama's.
     """
     import dataclasses

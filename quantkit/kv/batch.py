@@ -18,6 +18,9 @@ from quantkit.ops.rope import rotate
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
 
+FARTHEST = 2.0**100
+"""What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
+
 
 class Batch:
     """Sequences of a cache as the rows of one step; see
@@ -55,9 +58,9 @@ class Batch:
         else:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             if cache.codings.keys.turned:
-                q, k = rotation.rotate(q), rotation.rotate(k)
+                q, k = rotation.rotate(q), _turned(k)
             if cache.codings.values.turned:
-                v = rotation.rotate(v)
+                v = _turned(v)
             self._store(layer, rows, k, v, step.positions)
         if on_gpu and gpu.decodes(cache, rows, q, window):
             out = gpu.decode_attention(cache, layer, rows, q, step.positions)
@@ -125,3 +128,7 @@ class Batch:
         if bool((torch.where(inside, expected, -1) != positions).any()):
             raise ValueError("positions must follow what a sequence holds; padding (−1) stands after them")
         return counts
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return rotation.rotate(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)

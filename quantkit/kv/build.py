@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.kv.base import PAGE, Codings, KVCodec, KVPolicy
+from quantkit.kv.base import PAGE, Coding, Codings, KVCodec, KVPolicy
 from quantkit.plugins import registry
 from quantkit.spec import Frozen, KVSpec
 
@@ -22,24 +22,32 @@ def build_policy(spec: KVSpec) -> KVPolicy:
         UsageError: unknown, or an option is unknown, missing or out of range.
     """
     kind: type[KVPolicy] = registry("kv_policies").get(spec.policy)
-    return _built(kind, "policy", spec.policy, spec.options, "512")
+    return _built(kind, KVPolicy, "policy", spec.policy, spec.options, "512")
 
 
 def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
     """A codec with its options. Raises UsageError as :func:`build_policy`."""
     kind: type[KVCodec] = registry("kv_codecs").get(name)
-    return _built(kind, "codec", name, options, "3")
+    return _built(kind, KVCodec, "codec", name, options, "3")
 
 
 def build_codings(spec: KVSpec) -> Codings:
     """How both sides are stored. Raises UsageError as :func:`build_policy`."""
     keys = build_codec(spec.codec, spec.codec_options)
     values = keys if spec.values is None else build_codec(spec.values, spec.value_options)
-    return Codings(keys.keys(), values.values(), max(keys.recent, values.recent),
+    sides = keys.keys(), values.values()
+    for codec, side in zip((spec.codec, spec.values or spec.codec), sides):
+        if not isinstance(side, Coding):
+            raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a Coding",
+                             next="see docs/plugins.md, and update the plugin")
+    return Codings(*sides, max(keys.recent, values.recent),
                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 
-def _built(kind: type[Made], what: str, name: str, options: Mapping[str, object], example: str) -> Made:
+def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: Mapping[str, object], example: str) -> Made:
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise UsageError(f"the KV {what} {name!r} can't be made", next="see docs/plugins.md, and update the plugin",
+                         why=f"what is registered as {name!r} isn't a {base.__name__}")
     fields = kind.model_fields
     for option in options:
         if option not in fields:

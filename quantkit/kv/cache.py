@@ -24,8 +24,7 @@ class KVCache:
     """Keys and values of any number of sequences of any lengths.
 
     What a query reads is what is stored: its own token's codes too. So a result doesn't depend on what other
-    sequences are there, nor on how a prompt was cut into chunks, unless a policy drops after every chunk and
-    what it keeps must be encoded again.
+    sequences are there, nor on how a prompt was cut into chunks.
 
     Args:
         config: gives layers, key heads and head dimension.
@@ -126,6 +125,17 @@ class KVCache:
         """Slots that each layer's heads hold of a sequence."""
         return [tuple(row) for row in self._sequences[number].lengths.tolist()]
 
+    def step_bytes(self, number: int) -> int:
+        """Bytes that a decode step reads of a sequence: codes, and vectors that wait."""
+        found = 0
+        for store, layer in zip(self.stores, self._sequences[number].layers):
+            for length in layer.lengths.tolist():
+                codes = length if store.waiting is None else max(
+                    0, min(length, self.codings.border(length)) - self.codings.first)
+                found += codes * store.pages.page_bytes
+                found += 0 if store.waiting is None else (length - codes) * store.waiting.page_bytes
+        return found // PAGE
+
     def positions(self, number: int, layer: int) -> torch.Tensor:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
         return self.stores[layer].positions(self._sequences[number].layers[layer])
@@ -161,7 +171,9 @@ class KVCache:
         kept = self.policy.keep(Held(tuple(held.lengths.tolist()), held.seen, lambda: store.positions(held),
                                      lambda: store.read(held, "k"), weights))
         if kept is not None:
-            store.keep(held, list(kept))
+            # what queries don't see anyway may stay, if all behind it had to be encoded again
+            whole = self.policy.visible is not None and store.waiting is not None
+            (store.thin if whole else store.keep)(held, list(kept))
             self._shrink(layer)
 
     def _shrink(self, layer: int) -> None:

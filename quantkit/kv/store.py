@@ -244,6 +244,27 @@ class Store:
             self._keep_vectors(held, kept)
         held.moved()
 
+    def thin(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+        """Where vectors wait, give back pages of codes in which no slot is among these; all others stay as
+        they are.
+
+        Args:
+            held: whose.
+            kept: as for :meth:`keep`.
+        """
+        first = self._codings.first
+        for head, slots in enumerate(kept):
+            end = int(held.starts[head])
+            wanted = set((slots[slots >= first] // PAGE - first // PAGE).tolist())
+            gone = [at for at in range((end - first) // PAGE) if at not in wanted]
+            own = held.pages[head]
+            self.pages.give([own[at] for at in gone])
+            for at in reversed(gone):
+                del own[at]
+            held.lengths[head] -= PAGE * len(gone)
+            held.starts[head] -= PAGE * len(gone)
+        held.moved()
+
     def _keep_codes(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
         table = self.table(held)
         old = torch.cat([pages[slots // PAGE] * PAGE + slots % PAGE for pages, slots in zip(table, kept)])

@@ -53,7 +53,7 @@ def kv_declines(device: str, dtype: torch.dtype, dim: int, group: int, codec: st
         device, dtype: of queries.
         dim: of a head.
         group: query heads that share a key head.
-        codec: of the KV cache, by name.
+        codec: of the KV cache, as it is written: with options, and values' behind keys' if they differ.
         pages: dtype of its codes.
     """
     if (reason := unavailable(device, dtype)) is not None:

@@ -67,3 +67,22 @@ def test_a_codec_that_does_not_say_how_keys_are_stored_cannot_be_made():
 
     with pytest.raises(TypeError, match="keys"):
         Half()
+
+
+@pytest.mark.parametrize(("kind", "said"), [(int, "isn't a KVCodec"), ("sides", "isn't a Coding")])
+def test_a_plugin_made_for_another_version_is_named(monkeypatch, kind, said):
+    class Sides(KVCodec):
+        name = "int8"
+
+        def keys(self):
+            return 8
+
+    class Table:
+        def get(self, name):
+            return Sides if kind == "sides" else kind
+
+    monkeypatch.setattr("quantkit.kv.build.registry", lambda table: Table())
+    with pytest.raises(UsageError) as caught:
+        build_codings(KVSpec(codec="int8"))
+    assert "'int8'" in caught.value.what and said in str(caught.value.why)
+    assert "plugins.md" in str(caught.value.next)

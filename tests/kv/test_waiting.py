@@ -75,14 +75,23 @@ class Lists:
         out = torch.stack(outs, 1)
         return rotation.unrotate(out) if self.sides["v"].turned else out
 
-    def keep(self, kept):
-        """Only these positions stay, by head. Codes of pages before the first that is missing stay."""
+    def keep(self, kept, whole):
+        """Only these positions stay, by head. Codes of pages before the first that is missing stay, and where
+        what is missing are whole pages, all codes."""
         for head, places in enumerate(kept):
             slots = torch.tensor([self.positions[head].tolist().index(int(p)) for p in places])
             if len(slots) == len(self.positions[head]):
                 continue
             other = (slots != torch.arange(len(slots))).nonzero()
             same = (int(other[0]) if len(other) else len(slots)) // PAGE * PAGE
+            if whole:
+                gone = PAGE - torch.bincount(slots // PAGE, minlength=len(self.positions[head]) // PAGE)
+                assert set(gone[:int(slots[-1]) // PAGE].tolist()) <= {0, PAGE}
+                for side in "kv":
+                    self.plain[side][head] = self.plain[side][head][slots]
+                    self.coded[side][head] = self.coded[side][head][slots[slots < len(self.coded[side][head])]]
+                self.positions[head] = self.positions[head][slots]
+                continue
             for side in "kv":
                 length = len(self.plain[side][head])
                 now, coded = self.read(side, head, length), self.coded[side][head]
@@ -110,7 +119,8 @@ def test_each_query_reads_codes_and_vectors_as_the_rule_says(feeder, codec):
                 q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
                 want = lists[layer].feed(q[0], k[0], v[0], window)
                 assert torch.allclose(out[0].double(), want.double(), atol=3e-5), (layer, phase)
-                lists[layer].keep([row[row >= 0] for row in one.cache.positions(number, layer)])
+                lists[layer].keep([row[row >= 0] for row in one.cache.positions(number, layer)],
+                                  window is not None)
             check_pages(one.cache, number)
         one.cache.free([number])
         assert one.cache.allocated_bytes == one.cache.used_bytes == 0
@@ -130,6 +140,26 @@ def check_pages(cache, number):
         for pages in store.all:
             spare = pages.allocated_bytes - pages.used * pages.page_bytes
             assert 4 * spare <= pages.allocated_bytes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_under_a_window_chunks_make_no_difference_and_old_pages_are_given_back(feeder, codec):
+    """In one piece, in pieces and token by token: the same results, from pages whose number doesn't grow."""
+    results, drawn = [], None
+    for cut in ([600], [100, 300, 1, 199], [1] * 600):
+        one = feeder(f"window(70, sinks=3)+{codec}")
+        drawn = drawn or [one.draw(1, 600) for _ in range(one.layers)]
+        number, outs, start = one.cache.add(), [], 0
+        for count in cut:
+            part = [[x[:, :, start:start + count] for x in layer] for layer in drawn]
+            phase = "decode" if count == 1 else "prefill"
+            outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
+            start += count
+        results.append(torch.cat(outs, 3))
+        waits = one.cache.codings.recent + one.cache.codings.first
+        assert one.cache.held(number)[0][0] <= 70 + waits + 4 * PAGE, "far more than a window is held"
+    for other in results[1:]:
+        assert torch.allclose(results[0], other, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -159,4 +189,5 @@ def test_bytes_are_those_of_codes_and_of_what_waits(feeder):
     slots, cache = one.layers * one.kv_heads, one.cache
     assert one.cache.bytes_per_token == slots * 2 * 32 * 5 // 8
     assert one.cache.waiting_bytes_per_token == slots * 2 * 32 * 2
+    assert cache.step_bytes(number) == 64 * (38 * cache.bytes_per_token + 2 * cache.waiting_bytes_per_token)
     assert cache.used_bytes == 64 * (38 * cache.bytes_per_token + 2 * cache.waiting_bytes_per_token)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu import rotation
+from quantkit_kernels.cpu import kv_bits, rotation
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import BF16, GROUP, PAGE, lanes
@@ -22,6 +22,8 @@ of the rotation, if a codec wants it; ``eps``: a float32's bits."""
 CLOSE_ARGUMENTS = (*CACHE, "*scratch", "blocks", "scratch_private")
 """``blocks``: pages of a head that may be done, at most."""
 UNTURN_ARGUMENTS = ("*x", "*signs", "*mix", "x_stride", "heads")
+FARTHEST = 2.0**100
+"""What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
 
 
 def close_bytes(dim: int) -> int:
@@ -68,7 +70,7 @@ class RopeStore:
         width = lanes(self.dim)
         for side, source in (("k", k), ("v", v)):
             if turned[side]:
-                _mixed(e, a, source, room, self.dim)
+                _mixed(e, a, source, room, self.dim, FARTHEST)
             values = [e.load(source, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
             if waits:
                 BF16.store(e, held.vector(side, slot), values)
@@ -161,8 +163,8 @@ class Unturn:
 
 
 def _mixed(e: Emitter, a: SimpleNamespace, x: Value, room: Value | None, dim: int,
-           back: bool = False) -> None:
-    """Rotate the float32 vector at ``x``, or rotate it back, in place."""
+           farthest: float | None = None, back: bool = False) -> None:
+    """Rotate the float32 vector at ``x``, clamped if asked, or rotate it back, in place."""
     assert room is not None
     wide = vec(F32, rotation.LANES)
 
@@ -170,7 +172,9 @@ def _mixed(e: Emitter, a: SimpleNamespace, x: Value, room: Value | None, dim: in
         return value * e.load(a.signs + at * 4, wide) if wanted else value
 
     with e.loop(0, dim, rotation.LANES) as at:
-        e.store(room + at * 4, signed(e.load(x + at * 4, wide), at, not back))
+        value = e.load(x + at * 4, wide)
+        value = value if farthest is None else kv_bits.within(e, value, farthest)
+        e.store(room + at * 4, signed(value, at, not back))
     found = rotation.emit(e, room, a.mix, dim)
     with e.loop(0, dim, rotation.LANES) as at:
         e.store(x + at * 4, signed(e.load(found + at * 4, wide), at, back))

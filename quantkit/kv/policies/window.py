@@ -17,8 +17,8 @@ from quantkit.kv.pages import PAGE
 class Window(KVPolicy):
     """A query sees the first ``sinks`` positions and the last ``budget``, its own included.
 
-    Pages are given back after every chunk of a prompt and every 64 decode steps; which positions a query sees
-    doesn't depend on that. A codec whose tokens wait encodes what stays again.
+    Memory of what won't be seen again is given back after every chunk of a prompt and every 64 decode steps
+    (where 64 tokens are encoded together, that of whole pages); what a query sees doesn't depend on that.
     """
 
     name: ClassVar[str] = "window"

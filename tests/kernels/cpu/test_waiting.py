@@ -128,6 +128,16 @@ def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, kernels, kv):
     assert torch.equal(torch.cat(found), expected)
 
 
+@pytest.mark.parametrize("kv", ["rotation(3)", "rotation(4, recent=0, sinks=0)"])
+def test_the_largest_numbers_stay_finite_when_vectors_are_rotated(isa, kernels, kv):
+    one = kernels(isa, kv, 64, 200)
+    most = torch.finfo(torch.bfloat16).max / 4  # positions turn a pair of numbers, which may add up
+    one.q, one.k = one.q * 1e-30, torch.full_like(one.k, most)
+    one.v = torch.where(one.v > 0, most, -most)
+    for count in (130, 1, 69):
+        assert torch.isfinite(one.step(count)).all() and torch.isfinite(one.expected(count)).all()
+
+
 def test_codecs_that_read_the_same_bits_are_the_ones_that_the_cache_has():
     """Every coding of a built-in codec has a kernel by its name."""
     from quantkit.kv.build import build_codings
