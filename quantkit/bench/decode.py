@@ -140,7 +140,7 @@ class _Runner:
         token = self._feed(cache, first, max(1, context))
         speeds, shares, reads = [], [], []
         for run in range(self._settings.repeats + 1):
-            rows = [cache.fork(first) for _ in range(batch)]
+            rows = [cache.fork(first, shared=False) for _ in range(batch)]
             reads.append(self._memory.measure() if self._memory else 0.0)
             spent = self._steps(cache, rows, [token] * batch)
             held = cache.step_bytes(rows[0]) - cache.bytes_per_token * self._settings.tokens / 2

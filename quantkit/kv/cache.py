@@ -85,11 +85,15 @@ class KVCache:
         self._sequences[number] = HeldSequence(self._layers, self.heads, extent, self.codings.first)
         return number
 
-    def fork(self, number: int) -> int:
+    def fork(self, number: int, *, shared: bool = True) -> int:
         """Begin a sequence that holds what another does; from then on each goes its own way.
 
+        Args:
+            number: of the other.
+            shared: both hold the same pages, until one writes to them; else these are copied now.
+
         Returns:
-            The new one's id. Its pages are its own.
+            The new one's id.
 
         Raises:
             KeyError: ``number`` is unknown.
@@ -97,7 +101,7 @@ class KVCache:
         old = self._sequences[number]
         copy = self.add(old.extent)
         for store, held, own in zip(self.stores, old.layers, self._sequences[copy].layers):
-            store.copy(held, own)
+            store.fork(held, own, shared)
         return copy
 
     def free(self, ids: Iterable[int]) -> None:

@@ -44,6 +44,7 @@ class Pages:
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
         self._free: list[int] = []  # highest first, so that the lowest is taken
+        self._more: dict[int, int] = {}  # holders of a page beside its first
         self._total, self._moves = 0, moves or Moves()
 
     @property
@@ -67,10 +68,33 @@ class Pages:
             self._resize(max(self.used + count, self._total + self._total // 8))
         return [self._free.pop() for _ in range(count)]
 
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder of each: it is free when all have given it back, and until then nobody's to write."""
+        for page in pages:
+            self._more[page] = self._more.get(page, 0) + 1
+
     def give(self, pages: Iterable[int]) -> None:
-        """Free pages."""
-        self._free.extend(pages)
+        """A holder's pages back."""
+        for page in pages:
+            if page not in self._more:
+                self._free.append(page)
+            elif self._more[page] == 1:
+                del self._more[page]
+            else:
+                self._more[page] -= 1
         self._free.sort(reverse=True)
+
+    def own(self, pages: list[int], begin: int) -> bool:
+        """Make a holder's pages from the ``begin``-th on its own, in place; whether any was shared."""
+        places = [at for at in range(begin, len(pages)) if pages[at] in self._more]
+        if places:
+            old, new = [pages[at] for at in places], self.take(len(places))
+            for part in self.parts.values():
+                part[new] = part[old]
+            self.give(old)
+            for at, page in zip(places, new):
+                pages[at] = page
+        return bool(places)
 
     def shrink(self) -> dict[int, int] | None:
         """Give memory back if more than a quarter of it is free.
@@ -89,7 +113,9 @@ class Pages:
         self.parts.update(parts)  # all or, where memory is short, none
         self._free, self._total = [], size
         self._moves.count += 1
-        return dict(zip(high, holes, strict=True)) or None
+        moved = dict(zip(high, holes, strict=True))
+        self._more = {moved.get(page, page): count for page, count in self._more.items()}
+        return moved or None
 
     def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Store tokens.

@@ -57,16 +57,18 @@ class Store:
     # -- taking and giving
 
     def reserve(self, held: HeldLayer, count: int) -> None:
-        """Pages for so many more tokens."""
-        ends = [length + count for length in held.lengths.tolist()]
+        """Pages for so many more tokens, which no other sequence holds."""
+        lengths, first = held.lengths.tolist(), self._codings.first
+        ends = [length + count for length in lengths]
         if self.waiting is None:
-            grown = _grow(self.pages, held.pages, ends)
+            moved = _grow(self.pages, held.pages, lengths, ends)
         else:
-            first = self._codings.first
-            grown = _grow(self.pages, held.pages, [self._codings.border(end) - first for end in ends])
-            waits = [first + end - start for end, start in zip(ends, held.starts.tolist())]
-            grown = _grow(self.waiting, held.waiting, waits) or grown
-        if grown:
+            starts = held.starts.tolist()
+            moved = _grow(self.pages, held.pages, [start - first for start in starts],
+                          [self._codings.border(end) - first for end in ends])
+            begins, ends = ([first + at - start for at, start in zip(ats, starts)] for ats in (lengths, ends))
+            moved = _grow(self.waiting, held.waiting, begins, ends) or moved
+        if moved:
             held.moved()
 
     def allocate(self, held: HeldLayer, count: int) -> list[int]:
@@ -101,17 +103,17 @@ class Store:
         if self.waiting is not None:
             self.waiting.give(itertools.chain.from_iterable(held.waiting))
 
-    def copy(self, held: HeldLayer, own: HeldLayer) -> None:
-        """``own``, which holds nothing, gets what ``held`` does, in pages of its own."""
+    def fork(self, held: HeldLayer, own: HeldLayer, shared: bool) -> None:
+        """``own``, which holds nothing, gets what ``held`` does: the same pages, or copies of them."""
         for pages, name in zip(self.all, ("pages", "waiting")):
-            theirs: list[list[int]] = getattr(held, name)
-            mine = [pages.take(len(one)) for one in theirs]
-            source, target = (list(itertools.chain.from_iterable(one)) for one in (theirs, mine))
-            for part in pages.parts.values():
-                part[target] = part[source]
+            mine = [list(one) for one in getattr(held, name)]
+            pages.share(itertools.chain.from_iterable(mine))
+            for one in () if shared else mine:
+                pages.own(one, 0)
             setattr(own, name, mine)
         own.lengths[:], own.starts[:], own.seen, own.steps = held.lengths, held.starts, held.seen, held.steps
         own.queries = held.queries  # replaced by every step, never written to
+        held.moved()  # its next token is written to a page that is shared now
         own.moved()
 
     def shrink(self, holders: Sequence[HeldLayer]) -> None:
@@ -266,15 +268,18 @@ class Store:
         held.moved()
 
     def _keep_codes(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
-        table = self.table(held)
-        old = torch.cat([pages[slots // PAGE] * PAGE + slots % PAGE for pages, slots in zip(table, kept)])
+        """Pages before the first dropped slot stay, what follows moves together."""
+        same = [_unmoved(slots) // PAGE for slots in kept]
+        rest = [slots[count * PAGE:] for slots, count in zip(kept, same)]
+        old = torch.cat([pages[slots // PAGE] * PAGE + slots % PAGE
+                         for pages, slots in zip(self.table(held), rest)])
         values = {name: part.view(-1, *part.shape[2:]).index_select(0, old)
                   for name, part in self.pages.parts.items()}
         new: list[int] = []
-        for head, own in enumerate(held.pages):
-            held.lengths[head] = count = len(kept[head])
-            _cut(self.pages, own, -(-count // PAGE))
-            new += slots_of(own, 0, count)
+        for head, (own, slots, count) in enumerate(zip(held.pages, rest, same)):
+            held.lengths[head] = len(kept[head])
+            _replace(self.pages, own, count, -(-len(slots) // PAGE))
+            new += slots_of(own, count * PAGE, len(slots))
         self.pages.write(torch.tensor(new, dtype=torch.int64, device=self._device), values)
 
     def _keep_vectors(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
@@ -285,14 +290,12 @@ class Store:
         fixed = self._codings.first
         for head, slots in enumerate(kept):
             count = len(slots)
-            other = (slots != torch.arange(count, device=slots.device)).nonzero()
-            same = int(other[0]) if len(other) else count
             border = self._codings.border(count)
-            begin = max(fixed, min(same & -PAGE, border, int(held.starts[head])))  # codes before it stay
-            _cut(self.pages, held.pages[head], (border - fixed) // PAGE)
-            _cut(self.waiting, held.waiting[head], 0)
+            begin = min(_unmoved(slots) & -PAGE, border, int(held.starts[head]))
+            begin = max(fixed, begin)  # codes before it stay
+            _replace(self.pages, held.pages[head], (begin - fixed) // PAGE, (border - begin) // PAGE)
             stay = torch.cat((slots[:fixed], slots[begin:]))
-            held.waiting[head] = self.waiting.take(-(-len(stay) // PAGE))
+            _replace(self.waiting, held.waiting[head], 0, -(-len(stay) // PAGE))
             held.lengths[head], held.starts[head] = count, begin
             where = slots_of(held.waiting[head], 0, len(stay))
             self.write(where, sides["k"][head, stay], sides["v"][head, stay], places[head, stay])
@@ -300,18 +303,23 @@ class Store:
         self.settle(held)
 
 
-def _grow(pages: Pages, held: list[list[int]], ends: Iterable[int]) -> bool:
-    """Pages for so many slots of each head; whether any was missing."""
+def _grow(pages: Pages, held: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
+    """Pages of each head for its slots before ``end``, its own from slot ``begin`` on; whether any is new."""
     missing = [max(0, -(-end // PAGE) - len(own)) for own, end in zip(held, ends)]
     new = iter(pages.take(sum(missing)))
     for own, more in zip(held, missing):
         own += itertools.islice(new, more)
-    return any(missing)
+    copied = [pages.own(own, begin // PAGE) for own, begin in zip(held, begins)]
+    return any(missing) or any(copied)
 
 
-def _cut(pages: Pages, own: list[int], count: int) -> None:
-    """Give back all but the first pages of a head."""
-    pages.give(own[count:])
-    del own[count:]
+def _replace(pages: Pages, own: list[int], stay: int, more: int) -> None:
+    """Of a head's pages the first stay, others are given back for so many new ones."""
+    pages.give(own[stay:])
+    own[stay:] = pages.take(more)
 
 
+def _unmoved(slots: torch.Tensor) -> int:
+    """How many of these slots, in rising order, keep their number when others are dropped."""
+    other = (slots != torch.arange(len(slots), device=slots.device)).nonzero()
+    return int(other[0]) if len(other) else len(slots)

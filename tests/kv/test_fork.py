@@ -42,16 +42,61 @@ def test_both_go_on_as_if_alone(model, kv):
             assert torch.equal(feed(model, alone, own, ids[i:i + 1], "decode"), expected)
 
 
-def test_its_pages_are_its_own(model):
-    cache = KVCache(model.config, parse_kv("int8"), torch.float32)
+@pytest.mark.parametrize("kv", ["int8", "int4", "rotation(3)/int8", "snapkv(90, window=8)+int4"])
+def test_pages_are_shared_until_one_writes_to_them(model, kv):
+    cache = KVCache(model.config, parse_kv(kv), torch.float32)
     row = cache.add()
-    feed(model, cache, row, torch.arange(4, 104), "prefill_end")
+    feed(model, cache, row, torch.arange(4, 304) % 256, "prefill_end")
     before = cache.used_bytes
-    other = cache.fork(row)
-    assert cache.used_bytes == 2 * before
+    other, copied = cache.fork(row), cache.fork(row, shared=False)
+    assert cache.used_bytes == 2 * before, "one of both is a copy"
+    cache.free([copied])
+    assert cache.used_bytes == before
+    last = sum(store.all[-1].page_bytes * cache.heads for store in cache.stores)
+    feed(model, cache, row, torch.tensor([5]), "decode")
+    assert cache.used_bytes == before + last, "only the page that was written to is another"
+    feed(model, cache, other, torch.arange(70), "prefill_end")
     cache.free([row])
-    assert cache.used_bytes == before and cache.seen(other) == 100
+    alone = KVCache(model.config, parse_kv(kv), torch.float32)
+    own = alone.add()
+    feed(model, alone, own, torch.arange(4, 304) % 256, "prefill_end")
+    feed(model, alone, own, torch.arange(70), "prefill_end")
+    assert cache.used_bytes == alone.used_bytes and cache.held(other) == alone.held(own)
     cache.free([other])
-    assert cache.used_bytes == 0
+    assert cache.used_bytes == cache.allocated_bytes == 0
     with pytest.raises(KeyError):
         cache.fork(row)
+
+
+@pytest.mark.parametrize("kv", [*SETTINGS, "int4", "rotation(2)", "window(70)+int4"])
+def test_any_number_of_forks_in_any_order(model, kv):
+    """Sequences fork, go on and end; each reads what it would have if it had been fed alone."""
+    random = torch.Generator().manual_seed(7)
+    cache, histories = KVCache(model.config, parse_kv(kv), torch.float32), {}
+
+    def draw(most):
+        return int(torch.randint(most, (1,), generator=random))
+
+    def alone(history):
+        one = KVCache(model.config, parse_kv(kv), torch.float32)
+        own = one.add()
+        return [feed(model, one, own, ids, phase) for ids, phase in history][-1]
+
+    for _ in range(40):
+        what = draw(6)
+        if not histories or (what == 0 and len(histories) < 5):
+            histories[cache.add()] = []
+        row = list(histories)[draw(len(histories))]
+        if what == 1 and len(histories) > 2:
+            cache.free([row])
+            del histories[row]
+        elif what == 2 and len(histories) < 5:
+            histories[cache.fork(row)] = list(histories[row])
+        else:
+            ids = torch.randint(4, 250, (1 + draw(90),), generator=random)
+            phase = "decode" if histories[row] else "prefill_end"
+            got = feed(model, cache, row, ids, phase)
+            histories[row].append((ids, phase))
+            assert torch.equal(got, alone(histories[row]))
+    cache.free(list(histories))
+    assert cache.allocated_bytes == 0
