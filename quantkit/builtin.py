@@ -66,7 +66,11 @@ def register_kv_policies(register: Register) -> None:
     register("all", "quantkit.kv.policies.keep_all:KeepAll")
     register("window", "quantkit.kv.policies.window:Window")
     register("snapkv", "quantkit.kv.policies.snapkv:SnapKV")
+    register("pyramidkv", "quantkit.kv.policies.pyramidkv:PyramidKV")
+    register("adakv", "quantkit.kv.policies.adakv:AdaKV")
+    register("h2o", "quantkit.kv.policies.h2o:H2O")
     register("tova", "quantkit.kv.policies.tova:Tova")
+    register("expected", "quantkit.kv.policies.expected:Expected")
 
 
 @hookimpl

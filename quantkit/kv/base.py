@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -105,19 +105,31 @@ class Held:
     """What one layer holds of one sequence, as a policy sees it; slots are in order of position.
 
     Attributes:
+        layer, layers: index, and how many there are.
         lengths: slots that each head holds, ``[Hkv]`` ints.
         seen: tokens that the sequence had so far.
+        prompt: those that it had at its prompt's end.
         positions: → int32 ``[Hkv, S]``, original positions; −1 beyond a head's length.
-        keys: → ``[Hkv, S, D]`` as the codec gives them back, already rotated.
-        weights: → float32 ``[Hkv, G, w, S]``: attention of the last ``w`` queries (at most as many as
-            the policy asked for) of the G query heads that share a key head.
+        keys, values: → ``[Hkv, S, D]`` as the codec gives them back, keys rotated by position.
+        weights: → float32 ``[Hkv, S]``: attention of the last queries (as many as the policy asked for),
+            mean over them and over the query heads that share a key head; 0 beyond a head's length.
+        sums: → float32 ``[Hkv, S]``: attention of all queries since a slot is there, summed over them, mean
+            over query heads. Only for a policy that ``watches`` it.
+        future: ``(steps)`` → float32 mean ``[H, D]`` and covariance ``[H, D, D]`` of the next so many
+            queries, scaled and rotated as keys are, if they are like those so far. Likewise.
     """
 
+    layer: int
+    layers: int
     lengths: tuple[int, ...]
     seen: int
+    prompt: int
     positions: Callable[[], torch.Tensor]
     keys: Callable[[], torch.Tensor]
+    values: Callable[[], torch.Tensor]
     weights: Callable[[], torch.Tensor]
+    sums: Callable[[], torch.Tensor]
+    future: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class KVPolicy(Frozen):
@@ -125,6 +137,7 @@ class KVPolicy(Frozen):
 
     Attributes:
         on_prefill: acts after every chunk of the prompt, after its last, or never.
+        watches: what it wants to know of all queries: ``sums`` or ``moments``, for :attr:`Held.future`.
         every: acts every so many decode steps; ``None``: never.
         queries: how many of the last queries' attention weights it wants.
         visible: ``(window, sinks)`` if queries may look only at the first ``sinks`` positions and the
@@ -133,6 +146,7 @@ class KVPolicy(Frozen):
 
     name: ClassVar[str]
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = None
+    watches: ClassVar[Literal["sums", "moments"] | None] = None
     keeps_all: ClassVar[bool] = False
 
     @property
@@ -147,8 +161,8 @@ class KVPolicy(Frozen):
     def visible(self) -> tuple[int, int] | None:
         return None
 
-    def keep(self, held: Held) -> torch.Tensor | None:
-        """The slots that stay, int64 ``[Hkv, n]`` in rising order, or ``None`` for all of them."""
+    def keep(self, held: Held) -> Sequence[torch.Tensor] | torch.Tensor | None:
+        """The slots that stay, of each head int64 ``[n]`` in rising order, or ``None`` for all of them."""
         return None
 
     def acts(self, phase: Phase) -> bool:
@@ -156,3 +170,8 @@ class KVPolicy(Frozen):
         if phase == "decode":
             return self.every is not None
         return self.on_prefill == "chunk" or (self.on_prefill == "end" and phase == "prefill_end")
+
+    def listens(self, phase: Phase) -> bool:
+        """Whether queries of such a step will be asked."""
+        asks = bool(self.queries or self.watches)
+        return asks and not (phase == "decode" and self.every is None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.kv import gpu
+from quantkit.kv import gpu, watch
 from quantkit.kv.base import Phase
 from quantkit.kv.held import HeldLayer, HeldSequence
 from quantkit.kv.read import Rows, attend
@@ -31,6 +31,14 @@ class Batch:
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in rows]
         self._shared: dict[object, object] = {}
+        for sequence in rows:
+            watch.listen(cache, sequence, phase)
+
+    @property
+    def most(self) -> int | None:
+        """So many tokens of a sequence at once: more queries aren't kept until the policy has seen them."""
+        policy = self.cache.policy
+        return policy.queries if policy.watches and policy.listens(self.phase) else None
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence had."""
@@ -87,13 +95,12 @@ class Batch:
         policy = self.cache.policy
         if not count:
             return
-        if self.phase == "decode" and policy.every is None:
-            held.queries = None  # it doesn't act before another prompt, whose queries it will ask
-        elif policy.queries and q is not None:
-            last = q if held.queries is None else torch.cat((held.queries, q), 1)
-            held.queries = last[:, -policy.queries:].clone()
+        if q is not None and policy.listens(self.phase):
+            watch.put(self.cache, layer, held, q)
         acts = policy.acts(self.phase)
-        if self.phase == "decode" and policy.every is not None:
+        if self.phase == "prefill_end":
+            held.prompt = held.seen
+        elif self.phase == "decode" and policy.every is not None:
             before, held.steps = held.steps, held.steps + count
             acts = held.steps // policy.every > before // policy.every
         if acts:

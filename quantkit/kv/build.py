@@ -44,10 +44,12 @@ def build_codings(spec: KVSpec) -> Codings:
                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 
-def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: Mapping[str, object], example: str) -> Made:
+def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: Mapping[str, object],
+           example: str) -> Made:
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise UsageError(f"the KV {what} {name!r} can't be made", next="see docs/plugins.md, and update the plugin",
-                         why=f"what is registered as {name!r} isn't a {base.__name__}")
+        raise UsageError(f"the KV {what} {name!r} can't be made",
+                         why=f"what is registered as {name!r} isn't a {base.__name__}",
+                         next="see docs/plugins.md, and update the plugin")
     fields = kind.model_fields
     for option in options:
         if option not in fields:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from quantkit.kv.base import PAGE, Held, Layout, Phase
+from quantkit.kv import watch
+from quantkit.kv.base import PAGE, Layout, Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.kv.held import HeldLayer, HeldSequence
 from quantkit.kv.pages import Moves, Pages
 from quantkit.kv.store import Store
 from quantkit.models.config import ModelConfig
-from quantkit.ops.attention import attention_weights
 from quantkit.spec import KVSpec
 
 _numbers = itertools.count()
@@ -46,7 +46,7 @@ class KVCache:
         self.spec = spec or KVSpec()
         self.policy, self.codings = build_policy(self.spec), build_codings(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.config, self.scale, self.softcap = config, config.attention_scale, config.attention_softcap
         self.plain = config.plain_attention
         self.device, self.moves = torch.device(device), Moves()
         self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not self.policy.keeps_all,
@@ -66,13 +66,19 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages that exist, free ones included."""
-        return sum(pages.allocated_bytes for store in self.stores for pages in store.all)
+        """Bytes of all pages that exist, free ones included, and of what the policy watches."""
+        return self._watched_bytes + sum(
+            pages.allocated_bytes for store in self.stores for pages in store.all)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that belong to a sequence."""
-        return sum(pages.used * pages.page_bytes for store in self.stores for pages in store.all)
+        """The same of pages that belong to a sequence."""
+        return self._watched_bytes + sum(
+            pages.used * pages.page_bytes for store in self.stores for pages in store.all)
+
+    @property
+    def _watched_bytes(self) -> int:
+        return sum(sequence.watched_bytes for sequence in self._sequences.values())
 
     def add(self, extent: int = 0) -> int:
         """Begin a sequence; returns its id.
@@ -102,6 +108,8 @@ class KVCache:
         copy = self.add(old.extent)
         for store, held, own in zip(self.stores, old.layers, self._sequences[copy].layers):
             store.fork(held, own, shared)
+        if old.asked is not None:
+            self._sequences[copy].asked = old.asked.copy()
         return copy
 
     def free(self, ids: Iterable[int]) -> None:
@@ -145,7 +153,10 @@ class KVCache:
         return self.stores[layer].positions(self._sequences[number].layers[layer])
 
     def reserve(self, held: HeldSequence, count: int) -> None:
-        """Pages for so many more tokens in every layer, laid out as a table of all."""
+        """Before a step in all layers: pages for so many more tokens, laid out as a table of all."""
+        if self.policy.watches and held.asked is not None:
+            for index, layer in enumerate(held.layers):
+                watch.make_room(self, index, layer, layer.seen, count)
         if held.table is None or held.room < count:
             for store, layer in zip(self.stores, held.layers):
                 store.reserve(layer, count)
@@ -166,14 +177,7 @@ class KVCache:
     def act(self, layer: int, held: HeldLayer) -> None:
         """Let the policy drop what it will, and give back the pages."""
         store = self.stores[layer]
-
-        def weights() -> torch.Tensor:
-            assert held.queries is not None
-            return attention_weights(held.queries, store.read(held, "k"), store.positions(held), held.seen,
-                                     self.scale, self.softcap)
-
-        kept = self.policy.keep(Held(tuple(held.lengths.tolist()), held.seen, lambda: store.positions(held),
-                                     lambda: store.read(held, "k"), weights))
+        kept = self.policy.keep(watch.view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
             whole = self.policy.visible is not None and store.waiting is not None

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quantkit.kv.asked import Asked, Moments
 from quantkit.kv.base import PAGE, Codings
 
 Table = npt.NDArray[np.int32]
@@ -22,20 +23,31 @@ class HeldLayer:
             are, and those from slot ``starts[head]`` on.
         lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own, as ``starts`` is.
         steps: decode steps so far.
-        queries: the last rotated queries, ``[H, w, D]``, if the policy wants any.
+        prompt: tokens that it had at its prompt's end.
+        absorbed: tokens whose queries are in ``sums`` and ``moments``.
+        sums: see :attr:`quantkit.kv.base.Held.sums`, of the slots that there were then.
+        moments: of all queries, if the policy wants to know.
         tables: ``pages`` and ``waiting`` as int64 ``[Hkv, n]``, where somebody asked for them.
     """
 
-    __slots__ = ("_index", "_owner", "lengths", "pages", "queries", "starts", "steps", "tables", "waiting")
+    __slots__ = ("_index", "_owner", "absorbed", "lengths", "moments", "pages", "prompt", "starts", "steps",
+                 "sums", "tables", "waiting")
 
     def __init__(self, owner: HeldSequence, index: int) -> None:
         self._owner, self._index = owner, index
         self.lengths, self.starts = owner.lengths[index], owner.starts[index]
         self.pages: list[list[int]] = [[] for _ in self.lengths]
         self.waiting: list[list[int]] = [[] for _ in self.lengths]
-        self.steps = 0
-        self.queries: torch.Tensor | None = None
+        self.steps = self.prompt = self.absorbed = 0
+        self.sums: torch.Tensor | None = None
+        self.moments: Moments | None = None
         self.tables: dict[str, torch.Tensor] = {}
+
+    @property
+    def asked(self) -> Asked:
+        """The sequence's last queries; there are none unless the policy listens."""
+        assert self._owner.asked is not None
+        return self._owner.asked
 
     @property
     def seen(self) -> int:
@@ -68,8 +80,10 @@ class HeldSequence:
         lengths, starts: int32 ``[layers, Hkv]``.
         seen: tokens that each layer had, int64 ``[layers]``.
         table, waiting: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
+        asked: the last queries, while a policy listens.
         room: tokens that fit before a page is missing, where there is a table.
-        where: addresses of table, lengths and waiting, the tables' widths behind theirs, where there is one.
+        where: addresses of table, lengths, waiting and queries, each table's width behind it, and how many
+            queries are kept, where there is one.
     """
 
     def __init__(self, layers: int, heads: int, extent: int = 0, first: int = 0) -> None:
@@ -79,8 +93,18 @@ class HeldSequence:
         self.layers = [HeldLayer(self, index) for index in range(layers)]
         self.table: Table | None = None
         self.waiting: Table | None = None
+        self.asked: Asked | None = None
         self.room = 0
-        self.where = 0, 0, 0, 0, 0
+        self.where = 0, 0, 0, 0, 0, 0, 0
+
+    @property
+    def watched_bytes(self) -> int:
+        """Bytes of queries and of sums over them."""
+        parts = [] if self.asked is None else [self.asked.ring]
+        for layer in self.layers:
+            parts += [] if layer.sums is None else [layer.sums]
+            parts += [] if layer.moments is None else [layer.moments.total, layer.moments.squares]
+        return sum(part.nbytes for part in parts)
 
     def lay_out(self, recent: int | None) -> None:
         """Make the tables if there are none.
@@ -99,7 +123,14 @@ class HeldSequence:
             self.starts - self.first + waits - self.lengths)
         self.room = int(room.min())
         self.where = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
-                      self.waiting.ctypes.data, self.waiting.shape[2])
+                      self.waiting.ctypes.data, self.waiting.shape[2],
+                      *((0, 0) if self.asked is None else (self.asked.ring.data_ptr(), self.asked.size)))
+
+    def listen(self, asked: Asked | None) -> None:
+        """Keep the queries from now on there, or none, nor what was summed up over them."""
+        self.asked, self.table = asked, None
+        for layer in self.layers:
+            layer.absorbed, layer.sums, layer.moments = layer.seen, None, None
 
     def closing(self, codings: Codings, count: int) -> int:
         """Pages of a head that are to be encoded with so many more tokens, at most."""

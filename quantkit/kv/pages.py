@@ -69,7 +69,7 @@ class Pages:
         return [self._free.pop() for _ in range(count)]
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder of each: it is free when all have given it back, and until then nobody's to write."""
+        """One more holder of each: nobody's to write now, and free when all have given it back."""
         for page in pages:
             self._more[page] = self._more.get(page, 0) + 1
 

@@ -7,6 +7,7 @@ they were computed, vectors wait in pages of their own, in the dtype that they w
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -112,7 +113,8 @@ class Store:
                 pages.own(one, 0)
             setattr(own, name, mine)
         own.lengths[:], own.starts[:], own.seen, own.steps = held.lengths, held.starts, held.seen, held.steps
-        own.queries = held.queries  # replaced by every step, never written to
+        own.prompt, own.absorbed, own.sums = held.prompt, held.absorbed, held.sums  # never written to
+        own.moments = copy.deepcopy(held.moments)
         held.moved()  # its next token is written to a page that is shared now
         own.moved()
 
@@ -240,6 +242,11 @@ class Store:
 
     def keep(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
         """Only these slots stay: of each head int64 ``[n]`` in rising order."""
+        if held.sums is not None:
+            new = held.sums.new_zeros(self._heads, max(map(len, kept)))
+            for head, slots in enumerate(kept):
+                new[head, :len(slots)] = held.sums[head, slots]
+            held.sums = new
         if self.waiting is None:
             self._keep_codes(held, kept)
         else:

@@ -133,7 +133,8 @@ def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Vis
 
 
 def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, seen: int,
-                      scale: float | None = None, softcap: float | None = None) -> torch.Tensor:
+                      scale: float | None = None, softcap: float | None = None,
+                      window: int | None = None) -> torch.Tensor:
     """Softmax weights of a sequence's last queries, for policies that ask where they look.
 
     Args:
@@ -142,6 +143,7 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         positions: int ``[Hkv, S]``, −1: empty.
         seen: tokens of the sequence so far.
         scale, softcap: as for :func:`attention`.
+        window: as for :class:`Visibility`.
 
     Returns:
         float32 ``[Hkv, H / Hkv, w, S]``.
@@ -152,4 +154,6 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     scores = softcapped(scores, softcap)
     at = torch.arange(seen - count, seen, device=q.device)
     visible = (positions[:, None, :] <= at[None, :, None]) & (positions[:, None, :] != EMPTY)
+    if window is not None:
+        visible &= positions[:, None, :] > at[None, :, None] - window
     return scores.masked_fill_(~visible[:, None], float("-inf")).softmax(-1)

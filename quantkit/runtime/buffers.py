@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import Packed, lazy_zeros
 
@@ -18,6 +21,22 @@ def packed_of(linear: Linear) -> Packed:
     if not isinstance(linear.weight, Packed):
         raise TypeError(f"{linear.name} isn't packed")
     return linear.weight
+
+
+def key_of(weight: Packed) -> tuple[Any, int, int]:
+    """How it wants rows: the kind of its kernel, columns, the width that is rotated or 0."""
+    return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
+
+
+def stride_of(x: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return x.stride(0) * x.element_size()
+
+
+def mlp_of(layer: DecoderLayer) -> MLP:
+    """A layer's MLP: models with experts are declined."""
+    assert isinstance(layer.mlp, MLP)
+    return layer.mlp
 
 
 def buffers(made_by: Sequence[Sequence[Linear]], read_by: Sequence[Linear],

@@ -120,15 +120,13 @@ class FusedModel:
         from quantkit_kernels.cpu.kv_codecs import CODECS
 
         cache = batch.cache
-        policy, codecs = cache.policy, codecs_of(cache)
+        codecs = codecs_of(cache)
         for codec in (codecs.keys, codecs.values):
             if codec not in CODECS:
                 return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
         if any(part.element_size() != 2 for store in cache.stores[:1] for pages in store.all
                for name, part in pages.parts.items() if name.endswith(".values")):
             return "reads bfloat16 pages"
-        if policy.queries and not (batch.phase == "decode" and policy.every is None):
-            return "keeps no queries for the KV policy"
         return None
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
@@ -142,7 +140,7 @@ class FusedModel:
         wanted = [range(count) for count in counts] if last is None else [
             _only(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = []
-        for pieces in _pieces(counts):
+        for pieces in _pieces(counts, batch.most):
             picked, row = [], 0
             for piece in pieces:
                 picked += [row + at - piece.start for at in wanted[piece.sequence]
@@ -161,7 +159,7 @@ class FusedModel:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
-        parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts)]
+        parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts, batch.most)]
         batch.finish(counts)
         return _padded(_joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
@@ -205,17 +203,17 @@ def _only(at: int, count: int) -> range:
     return range(at, at + 1)
 
 
-def _pieces(counts: Sequence[int]) -> Iterable[list[Piece]]:
-    """Sequences' tokens in portions that fit the program."""
+def _pieces(counts: Sequence[int], most: int | None) -> Iterable[list[Piece]]:
+    """Sequences' tokens in portions that fit the program, of a sequence so many at once at most."""
     now: list[Piece] = []
     room = MOST_ROWS
     for sequence, count in enumerate(counts):
         start = 0
         while start < count:
-            take = min(room, count - start)
+            take = min(room, count - start, most or room)
             now.append(Piece(sequence, start, take))
             start, room = start + take, room - take
-            if not room:
+            if not room or start < count:
                 yield now
                 now, room = [], MOST_ROWS
     if now:

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
-from quantkit.models.layers import MLP, RMSNorm
+from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Activations, Packed
@@ -21,7 +21,7 @@ from quantkit.ops.rotation import factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
 from quantkit.runtime.arguments import addresses, angles
-from quantkit.runtime.buffers import MOST_ROWS, buffer, buffers, packed_of
+from quantkit.runtime.buffers import MOST_ROWS, buffer, buffers, key_of, mlp_of, packed_of, stride_of
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import Codecs
@@ -83,6 +83,7 @@ class StepProgram:
         self._packed: dict[int, tuple[Packed, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
         self._closes: list[int] = []  # by layer, where vectors wait
+        self._keeps: list[int] = []  # by layer
         self._program = Program(isa)
         self._build(model)
         self._program.finish(tell_compiling)
@@ -91,7 +92,7 @@ class StepProgram:
         self._angles_now = 0
         self._tiles_now: tuple[int, int] = (-1, -1)
         self._pages_now: tuple[int, int] = (-1, -1)
-        self._closing_now = -1
+        self._closing_now = self._asked_now = -1
 
     # -- building
 
@@ -99,7 +100,7 @@ class StepProgram:
         from quantkit_kernels.cpu.embedding import Embed
 
         config, layers = self._config, model.layers
-        attentions, mlps = [one.self_attn for one in layers], [_mlp(one) for one in layers]
+        attentions, mlps = [one.self_attn for one in layers], [mlp_of(one) for one in layers]
         gates = [one for mlp in mlps for one in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
         outs = [one.o_proj for one in attentions]
@@ -113,7 +114,7 @@ class StepProgram:
         scale = float(torch.tensor(config.embedding_scale).bfloat16())
         kernel, parts = (table.kernel, table.table) if isinstance(table, Packed) else (None, {"table": table})
         self._program.add(Embed(kernel, scale), ids=self._ids, out=self._hidden, size=config.hidden_size,
-                          out_stride=_stride(self._hidden), padded=self._hidden.shape[1], **parts)
+                          out_stride=stride_of(self._hidden), padded=self._hidden.shape[1], **parts)
         for index, layer in enumerate(layers):
             self._layer(index, layer)
         self._head_at = len(self._program.names)
@@ -122,9 +123,9 @@ class StepProgram:
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
         from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine
-        from quantkit_kernels.cpu.kv_write import Close, RopeStore, Unturn
+        from quantkit_kernels.cpu.kv_write import Close, KeepQueries, RopeStore, Unturn
 
-        config, program, attention, mlp = self._config, self._program, layer.self_attn, _mlp(layer)
+        config, program, attention, mlp = self._config, self._program, layer.self_attn, mlp_of(layer)
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
         self._norm(layer.before_attention.weight, attention.inputs)
         self._project(attention.inputs, (q, k, v))
@@ -136,18 +137,21 @@ class StepProgram:
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
         turning: dict[str, Any] = dict(zip(("signs", "mix"), factors(dim)))
         store = program.add(RopeStore(self._codecs, dim), **where, **turning, q=q, k=k, v=v, q_norm=q_norm,
-                            k_norm=k_norm, q_stride=_stride(q), kv_stride=_stride(k), group=self._group,
+                            k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k), group=self._group,
                             eps=self._eps)
+        self._keeps.append(program.add(
+            KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
+            q_stride=stride_of(q), query_heads=config.num_heads))
         if self._codecs.waits:
             self._closes.append(program.add(Close(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
-                        q_stride=_stride(q), out_stride=_stride(mixed), group=self._group,
+                        q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
                         window=UNBOUNDED if window is None else window),
-            program.add(Combine(dim), out=mixed, out_stride=_stride(mixed), query_heads=config.num_heads)))
+            program.add(Combine(dim), out=mixed, out_stride=stride_of(mixed), query_heads=config.num_heads)))
         if self._codecs.side("v").turned:
-            program.add(Unturn(dim), **turning, x=mixed, x_stride=_stride(mixed), heads=config.num_heads)
+            program.add(Unturn(dim), **turning, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)
@@ -173,11 +177,11 @@ class StepProgram:
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import Rows
 
-        for weight in {_key(packed_of(one)): packed_of(one) for one in linears}.values():
-            family, columns, rotated = key = _key(weight)
+        for weight in {key_of(packed_of(one)): packed_of(one) for one in linears}.values():
+            family, columns, rotated = key = key_of(weight)
             made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MOST_ROWS, self._pool.threads)))
-            self._program.add(Rows(source, family, rotated), x=x, x_stride=_stride(x),
+            self._program.add(Rows(source, family, rotated), x=x, x_stride=stride_of(x),
                               subgroups=columns // SUB, **made.written, **self._turning(rotated), **values)
 
     def _turning(self, width: int) -> dict[str, Any]:
@@ -198,8 +202,8 @@ class StepProgram:
             self._multiply(linear, role, self._hidden, add=1)
             return
         self._multiply(linear, role, self._aside)
-        self._program.add(NormAdd(), x=self._aside, x_stride=_stride(self._aside), out=self._hidden,
-                          out_stride=_stride(self._hidden), size=self._config.hidden_size, eps=self._eps,
+        self._program.add(NormAdd(), x=self._aside, x_stride=stride_of(self._aside), out=self._hidden,
+                          out_stride=stride_of(self._hidden), size=self._config.hidden_size, eps=self._eps,
                           weight=self._float(norm.weight, self._aside.shape[1]))
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
@@ -207,10 +211,10 @@ class StepProgram:
         from quantkit_kernels.cpu.matmul import STRIPE
 
         weight = packed_of(linear)
-        made = self._activations[role, *_key(weight)]
+        made = self._activations[role, *key_of(weight)]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
-                                  scratch=self._scratch, out_stride=stride if out is None else _stride(out),
+                                  scratch=self._scratch, out_stride=stride if out is None else stride_of(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
         self._packed[index] = weight, made.stride
 
@@ -289,6 +293,11 @@ class StepProgram:
         self._pages(cache)
         self._shape(row, tile, longest)
         self._close(batch, pieces)
+        asked = row if any(batch.sequences[one.sequence].asked for one in pieces) else 0
+        if asked != self._asked_now:
+            self._asked_now = asked
+            for index in self._keeps:
+                self._program.set(index, units=asked)
 
     def _close(self, batch: Batch, pieces: Sequence[Piece]) -> None:
         """Encode what will have waited long enough at this step's end."""
@@ -383,17 +392,3 @@ class StepProgram:
                     self._program.set(index, **parts, **rule)
             self._program.set(attend, limit=limit, sinks=sinks)
         self._pages_now = now
-
-
-def _mlp(layer: DecoderLayer) -> MLP:
-    """A layer's MLP: models with experts are declined."""
-    assert isinstance(layer.mlp, MLP)
-    return layer.mlp
-
-
-def _key(weight: Packed) -> tuple[Any, int, int]:
-    return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
-
-
-def _stride(x: torch.Tensor) -> int:
-    return x.stride(0) * x.element_size()

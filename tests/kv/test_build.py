@@ -29,7 +29,7 @@ def test_every_policy_with_every_codec():
     ("snapkv", "budget"), ("snapkv(0)", "budget"), ("snapkv(-0.5)", "budget"), ("snapkv(true)", "budget"),
     ("snapkv(inf)", "budget"), ("snapkv(nan)", "budget"), ("snapkv(1e300)", "budget"),
     ("snapkv(0.5, window=0)", "window"), ("snapkv(0.5, kernel=0)", "kernel"),
-    ("snapkv(0.5, kernel=1000000)", "kernel"), ("tova(1)", "budget"), ("tova(8, interval=0)", "interval"),
+    ("snapkv(0.5, kernel=1000000)", "kernel"), ("tova(0)", "budget"), ("tova(8, interval=0)", "interval"),
     ("all(5)", "budget"), ("all(x=1)", "x")])
 def test_bad_options_are_named(text, said):
     with pytest.raises(UsageError) as caught:

@@ -155,7 +155,8 @@ class Pair:
             assert pages.used == used, "pages that nobody needs, or two that share one"
             assert 4 * (pages.allocated_bytes - used * pages.page_bytes) <= pages.allocated_bytes
         assert self.cache.allocated_bytes == sum(
-            part.nbytes for pages in self.cache.pages for part in pages.parts.values())
+            part.nbytes for pages in self.cache.pages for part in pages.parts.values()) + sum(
+            one.watched_bytes for one in self.cache._sequences.values())
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -236,7 +237,7 @@ def test_snapkv_asks_nothing_of_decoding_and_keeps_no_queries_for_it(feeder):
     number = one.cache.add()
     one.feed([number], [100], "prefill_end")
     one.feed([number], [1], "decode")
-    assert all(held.queries is None for held in one.cache._sequences[number].layers)
+    assert one.cache._sequences[number].watched_bytes == 0
     one.feed([number], [50], "prefill_end")
     assert set(one.cache.held(number)) == {(20, 20)}
 

@@ -89,7 +89,8 @@ class Lists:
                 assert set(gone[:int(slots[-1]) // PAGE].tolist()) <= {0, PAGE}
                 for side in "kv":
                     self.plain[side][head] = self.plain[side][head][slots]
-                    self.coded[side][head] = self.coded[side][head][slots[slots < len(self.coded[side][head])]]
+                    coded = self.coded[side][head]
+                    self.coded[side][head] = coded[slots[slots < len(coded)]]
                 self.positions[head] = self.positions[head][slots]
                 continue
             for side in "kv":

@@ -9,14 +9,15 @@ from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import BF16, CODECS, PAGE, PARTS, KVCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
-SEQUENCE = 6
+SEQUENCE = 8
 """Words of a sequence's record."""
 CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_waiting", "*v_waiting", "*positions",
          "*waiting_positions", "*rows", "*sequences", "layer", "heads", "recent", "first")
 """Arguments that say where keys and values lie: the layer's pages; those of vectors that wait, bfloat16;
-``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 6]``: pointer to
+``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 8]``: pointer to
 page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
-``[layers, heads]``, pointer to numbers of pages that wait and their width, tokens of this step;
+``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
+``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, tokens of this step;
 ``positions``: null if a slot's number is its position; ``heads``: of keys; ``recent`` newest slots wait, and
 the ``first``."""
 
@@ -67,7 +68,7 @@ class Held:
         if codecs.waits:
             self._waiting = e.load(one, PTR, 24) + index * e.load(one, I64, 32) * 4
             self._start = self.border(self.length)
-        self.count = e.load(one, I64, 40)
+        self.count = e.load(one, I64, 56)
 
     def border(self, length: Value) -> Value:
         """Of so many slots those in ``[first, border)`` are read as codes."""

@@ -12,8 +12,8 @@ from quantkit_kernels.cpu import kv_bits, rotation
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import BF16, GROUP, PAGE, lanes
-from quantkit_kernels.cpu.kv_pages import CACHE, Codecs, Held
-from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
+from quantkit_kernels.cpu.kv_pages import CACHE, SEQUENCE, Codecs, Held
+from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
 
 ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "*signs", "*mix",
                   "q_stride", "kv_stride", "group", "eps")
@@ -21,6 +21,7 @@ ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm"
 of the rotation, if a codec wants it; ``eps``: a float32's bits."""
 CLOSE_ARGUMENTS = (*CACHE, "*scratch", "blocks", "scratch_private")
 """``blocks``: pages of a head that may be done, at most."""
+KEEP_ARGUMENTS = ("*rows", "*sequences", "*q", "q_stride", "layer", "query_heads")
 UNTURN_ARGUMENTS = ("*x", "*signs", "*mix", "x_stride", "heads")
 FARTHEST = 2.0**100
 """What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
@@ -139,6 +140,33 @@ class Close:
             with e.when(e.present(a.positions)), e.loop(0, PAGE) as slot:
                 place = e.load(a.waiting_positions, I32, (source + slot) * 4)
                 e.store(a.positions, place, (target + slot) * 4)
+        e.ret()
+
+
+@dataclass(frozen=True)
+class KeepQueries:
+    """Copy a row's queries to where its sequence keeps the last ones, if it does; a unit is a row."""
+
+    dim: int
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return f"keep_queries_d{self.dim}"
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e, a, unit, _ = begin(module, self.name, KEEP_ARGUMENTS)
+        sequence, place, position = (e.load(a.rows, I64, unit * 24 + 8 * i) for i in range(3))
+        one = a.sequences + sequence * (8 * SEQUENCE)
+        ring, size, count = e.load(one, PTR, 40), e.load(one, I64, 48), e.load(one, I64, 56)
+        # a later row of the step would write to the same place
+        with e.when(e.present(ring)), e.when(place + size >= count):
+            row = self.dim * 4
+            target = ring + (a.layer * size + position % size) * (a.query_heads * row)
+            source, width = a.q + unit * a.q_stride, lanes(self.dim)
+            with e.loop(0, a.query_heads * row, width * 4) as at:
+                e.store(target + at, e.load(source + at, vec(F32, width)))
         e.ret()
 
 

@@ -19,6 +19,7 @@ KERNELS: dict[type, Sequence[str]] = {
     matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS,
     rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
     kv_write.RopeStore: kv_write.ROPE_ARGUMENTS, kv_write.Close: kv_write.CLOSE_ARGUMENTS,
+    kv_write.KeepQueries: kv_write.KEEP_ARGUMENTS,
     kv_write.Unturn: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
     attention.Combine: attention.COMBINE_ARGUMENTS, read.Read: read.ARGUMENTS,
     viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.Columns: viterbi.COLUMN_ARGUMENTS}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from quantkit.kv.base import MOST, Held, KVPolicy
+from quantkit.kv.policies.scores import best, of_last_queries, tokens
 
 
 class SnapKV(KVPolicy):
@@ -30,18 +31,22 @@ class SnapKV(KVPolicy):
     def queries(self) -> int:
         return self.window
 
-    def keep(self, held: Held) -> torch.Tensor | None:
+    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
         """The best-scored earlier positions and the window."""
-        total = held.lengths[0]
-        kept = max(1, int(total * self.budget)) if self.budget < 1 else int(self.budget)
-        recent = min(self.window, kept)
-        earlier = total - recent
-        if kept >= total:
+        counts = [min(self.share(held, length), length) for length in held.lengths]
+        if counts == list(held.lengths):
             return None
-        # averaged over the queries and over the query heads that share this key head
-        scores = held.weights()[..., :earlier].mean((1, 2))
-        pad = self.kernel // 2
-        scores = F.avg_pool1d(scores[:, None], self.kernel, 1, pad, count_include_pad=True)[:, 0, :earlier]
-        best = scores.topk(kept - recent, dim=-1).indices.sort(-1).values
-        last = torch.arange(earlier, total, device=best.device).expand(best.shape[0], -1)
-        return torch.cat((best, last), -1)
+        return self.choose(of_last_queries(held, min(self.window, *counts), self.kernel), counts)
+
+    def share(self, held: Held, length: int) -> int:
+        """How many slots of so many stay in this layer's heads."""
+        return tokens(self.budget, length)
+
+    def choose(self, scores: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Slots of each head.
+
+        Args:
+            scores: float32 ``[Hkv, S]``; −∞ beyond a head's length.
+            counts: how many stay in each head.
+        """
+        return best(scores, counts)

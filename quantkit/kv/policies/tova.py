@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from quantkit.kv.base import MOST, Held, KVPolicy
+from quantkit.kv.policies.scores import best, tokens
 
 
 class Tova(KVPolicy):
@@ -15,11 +17,14 @@ class Tova(KVPolicy):
 
     The paper drops one position a step; here ``interval`` at a time, between which the cache holds
     up to ``interval`` more. All heads of a layer keep the same positions, the newest among them.
+
+    Attributes:
+        budget: a number below 1 is a share of the prompt, from 1 on it is tokens; 2 at least.
     """
 
     name: ClassVar[str] = "tova"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    budget: int = Field(ge=2, le=MOST)
+    budget: float = Field(gt=0, le=MOST)
     interval: int = Field(default=32, ge=1, le=MOST)
 
     @property
@@ -30,12 +35,11 @@ class Tova(KVPolicy):
     def queries(self) -> int:
         return 1
 
-    def keep(self, held: Held) -> torch.Tensor | None:
-        """The ``budget`` positions with the largest mean weight over all heads."""
-        total = held.lengths[0]
-        if total <= self.budget:
+    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+        """The positions with the largest mean weight over all heads."""
+        kept = max(2, tokens(self.budget, held.prompt))
+        if max(held.lengths) <= kept:
             return None
-        scores = held.weights()[:, :, -1].mean((0, 1))
+        scores = held.weights().mean(0)
         scores[-1] = torch.inf
-        best = scores.topk(self.budget).indices.sort().values
-        return best.expand(len(held.lengths), -1)
+        return best(scores[None], [kept]) * len(held.lengths)

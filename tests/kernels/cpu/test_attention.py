@@ -42,7 +42,7 @@ class Pages:
         begin, end = self.seen, self.seen + count
         lengths = torch.full((1, self.heads), begin, dtype=torch.int32)
         table, codecs = self.table, Codecs(self.codec, self.codec)
-        sequences = torch.tensor([[table.data_ptr(), table.shape[1], lengths.data_ptr(), 0, 0, count]])
+        sequences = torch.tensor([[table.data_ptr(), table.shape[1], lengths.data_ptr(), 0, 0, 0, 0, count]])
         rows = torch.tensor([[0, i, begin + i] for i in range(count)])
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         q, k, v = (x[begin:end].clone().contiguous() for x in (self.q, self.k, self.v))

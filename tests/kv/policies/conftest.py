@@ -10,11 +10,17 @@ from quantkit.kv.base import Held
 
 @pytest.fixture
 def held():
-    """``held(positions, seen, weights)``; what isn't given may not be asked for."""
-    def make(positions: torch.Tensor, seen: int | None = None, weights: torch.Tensor | None = None) -> Held:
-        def refuse() -> torch.Tensor:
-            raise AssertionError("the policy asked for what it doesn't need")
+    """``held(positions, seen, weights=…)``; what isn't given may not be asked for."""
+    def make(positions: torch.Tensor, seen: int | None = None, *, prompt: int | None = None, layer: int = 0,
+             layers: int = 1, **given: torch.Tensor) -> Held:
+        def answer(name: str):
+            def refuse(*_: object) -> torch.Tensor:
+                raise AssertionError(f"the policy asked for {name}, which it doesn't need")
 
-        return Held((positions.shape[1],) * positions.shape[0], seen or int(positions.max()) + 1,
-                    lambda: positions, refuse, refuse if weights is None else lambda: weights)
+            return (lambda *_: given[name]) if name in given else refuse
+
+        seen = int(positions.max()) + 1 if seen is None else seen
+        lengths = tuple((positions >= 0).sum(1).tolist())
+        return Held(layer, layers, lengths, seen, seen if prompt is None else prompt, lambda: positions,
+                    *map(answer, ("keys", "values", "weights", "sums", "future")))
     return make

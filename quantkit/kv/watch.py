@@ -1,0 +1,123 @@
+"""What a policy is told: where queries look, so far and from what they were like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.kv.asked import SINKS, Asked, Moments
+from quantkit.kv.base import Held, Phase
+from quantkit.models.layers import Step
+from quantkit.ops import rotation
+from quantkit.ops.attention import attention_weights
+from quantkit.ops.rope import rotate
+
+if TYPE_CHECKING:
+    from quantkit.kv.cache import KVCache
+    from quantkit.kv.held import HeldLayer, HeldSequence
+
+def listen(cache: KVCache, sequence: HeldSequence, phase: Phase) -> None:
+    """Before a step: keep its queries if the policy will ask for them, and none if it won't."""
+    policy, config = cache.policy, cache.config
+    if (listens := policy.listens(phase)) != (sequence.asked is not None):
+        seen = sequence.layers[0].seen
+        sequence.listen(Asked(len(sequence.layers), policy.queries, config.num_heads, config.head_dim, seen,
+                              cache.device) if listens else None)
+
+
+def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
+    """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
+    asked, begin = held.asked, held.seen - q.shape[1]
+    scale = cache.config.head_dim**-0.5 if cache.scale is None else cache.scale
+    for start in range(0, q.shape[1], asked.size):
+        some = q[:, start:start + asked.size].float() * scale
+        make_room(cache, layer, held, begin + start, some.shape[1])
+        asked.put(layer, some, begin + start + some.shape[1])
+
+
+def make_room(cache: KVCache, layer: int, held: HeldLayer, end: int, count: int) -> None:
+    """Before queries of so many positions from ``end`` on take the place of others: sum those up."""
+    if cache.policy.watches and end + count - held.absorbed > held.asked.size:
+        absorb(cache, layer, held, end)
+
+
+def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
+    """Sum up what isn't yet of the queries before ``end``."""
+    count = end - held.absorbed
+    if cache.policy.watches is None or not count:
+        return
+    q = held.asked.last(layer, end, count)
+    if cache.policy.watches == "sums":
+        new = _weights(cache, layer, held, q, end).sum(2).mean(1)
+        if held.sums is not None:
+            new[:, :held.sums.shape[1]] += held.sums
+        held.sums = new
+    elif (first := max(0, SINKS - held.absorbed)) < count:
+        if held.moments is None:
+            held.moments = Moments.none(q.shape[0], q.shape[2], q.device)
+        held.moments.add(_plain(cache, layer, q[:, first:], torch.arange(end - count + first, end)))
+    held.absorbed = end
+
+
+def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
+    """What the policy sees of a layer."""
+    store, seen = cache.stores[layer], held.seen
+
+    def weights() -> torch.Tensor:
+        q = held.asked.last(layer, seen, cache.policy.queries)
+        return _weights(cache, layer, held, q, seen).mean((1, 2))
+
+    def sums() -> torch.Tensor:
+        absorb(cache, layer, held, seen)
+        assert held.sums is not None
+        return held.sums
+
+    def future(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        absorb(cache, layer, held, seen)
+        return _future(cache, layer, held, torch.arange(seen, seen + steps))
+
+    return Held(layer, len(cache.stores), tuple(held.lengths.tolist()), seen, held.prompt,
+                lambda: store.positions(held), lambda: store.read(held, "k"), lambda: store.read(held, "v"),
+                weights, sums, future)
+
+
+def _weights(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int) -> torch.Tensor:
+    """Of scaled queries ``[H, n, D]`` before ``end``: float32 ``[Hkv, G, n, S]``."""
+    store = cache.stores[layer]
+    return attention_weights(q, store.read(held, "k"), store.positions(held), end, 1.0, cache.softcap,
+                             cache.config.sliding_windows[layer])
+
+
+def _plain(cache: KVCache, layer: int, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Queries ``[H, n, D]`` of positions ``at`` as they were before they were rotated."""
+    q = rotation.unrotate(q) if cache.codings.keys.turned else q
+    cos, sin = _angles(cache, layer, at)
+    plain = rotate(q[None], cos, -sin)[0]
+    # yarn and longrope make vectors longer on the way
+    rope = cache.config.rope_of(cache.config.sliding_windows[layer])
+    plain[..., :cos.shape[-1]] /= rope.attention_factor**2
+    return plain
+
+
+def _angles(cache: KVCache, layer: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    step = Step(cache.config, at[None].to(cache.device), torch.float32)
+    return step.rotation(cache.config.sliding_windows[layer])
+
+
+def _future(cache: KVCache, layer: int, held: HeldLayer,
+            at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean ``[H, D]`` and covariance ``[H, D, D]`` of the queries so far, rotated as positions ``at`` are in
+    the mean."""
+    assert held.moments is not None
+    mean, covariance = held.moments.mean().float(), held.moments.covariance().float()
+    cos, sin = _angles(cache, layer, at)
+    cos, sin = (wave.mean(2, keepdim=True) for wave in (cos, sin))
+    mean = rotate(mean[None, :, None], cos, sin)[0, :, 0]
+    for _ in range(2):  # its rows, then its columns
+        covariance = rotate(covariance[None], cos, sin)[0].mT
+    if cache.codings.keys.turned:
+        mean = rotation.rotate(mean)
+        for _ in range(2):
+            covariance = rotation.rotate(covariance).mT
+    return mean, covariance

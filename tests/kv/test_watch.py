@@ -1,0 +1,111 @@
+"""What policies are told of queries, against its definition, however the text was cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantkit.kv import watch
+from quantkit.models.layers import Step
+from quantkit.ops import rotation
+from quantkit.ops.rope import rotate
+
+CUTS = st.lists(st.integers(1, 150), min_size=1, max_size=4)
+
+
+def fed(one, number, cuts, answers=()):
+    """Feeds a prompt in these pieces, then an answer: of each layer rotated queries, keys, plain queries."""
+    found = [[torch.zeros(n, 0, one.dim) for n in (4, 2, 4)] for _ in range(one.layers)]
+    steps = [(count, "prefill") for count in cuts[:-1]] + [(cuts[-1], "prefill_end")]
+    for count, phase in [*steps, *((count, "decode") for count in answers)]:
+        for layer, (q, k, _, positions, _) in enumerate(one.feed([number], [count], phase)):
+            cos, sin = Step(one.config, positions, q.dtype).rotation(None)
+            new = rotate(q, cos, sin)[0], rotate(k, cos, sin)[0], q[0]
+            found[layer] = [torch.cat((old, x), 1) for old, x in zip(found[layer], new)]
+    return found
+
+
+def views(one, number):
+    held = one.cache._sequences[number].layers
+    return [watch.view(one.cache, layer, held[layer]) for layer in range(one.layers)]
+
+
+def attention(q, k):
+    """float64 ``[H, T, T]``."""
+    scores = q.double() @ k.double().repeat_interleave(2, 0).mT / q.shape[-1]**0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=CUTS, answers=st.lists(st.integers(1, 9), max_size=8))
+def test_sums_are_of_all_queries(feeder, cuts, answers):
+    one = feeder("h2o(100000, interval=7)")
+    number = one.cache.add()
+    for (q, k, _), held in zip(fed(one, number, cuts, answers), views(one, number)):
+        wanted = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
+        assert torch.allclose(held.sums().double(), wanted, atol=1e-4)
+        assert held.prompt == sum(cuts) and held.seen == sum(cuts) + sum(answers)
+
+
+def test_sums_follow_what_stays(feeder):
+    one = feeder("h2o(50, recent=0.4)")
+    number = one.cache.add()
+    for layer, (q, k, _) in enumerate(fed(one, number, [130, 70])):
+        sums = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
+        kept = one.cache.positions(number, layer).long()
+        for head, row in enumerate(kept):
+            assert row[-20:].tolist() == list(range(180, 200))
+            assert sorted(sums[head, :180].topk(30).indices.tolist()) == row[:-20].tolist()
+        held = one.cache._sequences[number].layers[layer].sums
+        assert torch.allclose(held.double(), sums.gather(1, kept), atol=1e-4)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=CUTS, size=st.integers(1, 70))
+def test_weights_are_of_the_last_queries(feeder, cuts, size):
+    one = feeder(f"snapkv(100000, window={size})")
+    number = one.cache.add()
+    for (q, k, _), held in zip(fed(one, number, cuts), views(one, number)):
+        wanted = attention(q, k)[:, -size:].mean(1).unflatten(0, (2, 2)).mean(1)
+        assert torch.allclose(held.weights().double(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["none", "rotation(4)"])
+@pytest.mark.parametrize("cuts", [[5], [3, 60], [200, 1, 130]])
+def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts):
+    one = feeder(f"expected(100000)+{codec}")
+    number, total = one.cache.add(), sum(cuts)
+    for (_, _, plain), held in zip(fed(one, number, cuts), views(one, number)):
+        mean, covariance = held.future(20)
+        some = plain[:, 4:].double() / one.dim**0.5  # without the first, which are like no other
+        at = torch.arange(total, total + 20)[None]
+        cos, sin = (wave.double() for wave in Step(one.config, at, torch.float32).rotation(None))
+        turn = torch.stack([rotate(torch.eye(one.dim, dtype=torch.float64)[None, None, [i]].expand(
+            1, 1, 20, -1), cos, sin)[0, 0].mean(0) for i in range(one.dim)])  # row i: what e_i becomes
+        centered = some - some.mean(1, keepdim=True)
+        wanted = some.mean(1) @ turn, turn.mT @ (centered.mT @ centered / some.shape[1]) @ turn
+        if codec != "none":
+            mixed = rotation.rotate(torch.eye(one.dim)).double()
+            wanted = wanted[0] @ mixed, mixed.mT @ wanted[1] @ mixed
+        assert torch.allclose(mean.double(), wanted[0], atol=1e-5)
+        assert torch.allclose(covariance.double(), wanted[1], atol=1e-5)
+
+
+def test_nothing_is_kept_of_queries_that_nobody_will_ask(feeder):
+    for kv, phases in (("all", ()), ("window(8)", ()), ("snapkv(20)", ("prefill",)),
+                       ("h2o(20)", ("prefill", "decode")), ("expected(20)", ("prefill",))):
+        one = feeder(kv)
+        number = one.cache.add()
+        for count, phase in ((30, "prefill"), (30, "prefill_end"), (1, "decode")):
+            one.feed([number], [count], phase)
+            listens = phase.partition("_")[0] in phases
+            assert (one.cache._sequences[number].asked is not None) == listens, (kv, phase)
+            assert one.cache._sequences[number].watched_bytes > 0 or not listens
+        assert one.cache._sequences[number].watched_bytes == 0 or "decode" in phases
+        pages = sum(store.pages.used * store.pages.page_bytes for store in one.cache.stores)
+        assert one.cache.used_bytes - pages == one.cache._sequences[number].watched_bytes
+        one.cache.free([number])
+        assert one.cache.used_bytes == 0
