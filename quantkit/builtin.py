@@ -71,6 +71,7 @@ def register_kv_policies(register: Register) -> None:
     register("h2o", "quantkit.kv.policies.h2o:H2O")
     register("tova", "quantkit.kv.policies.tova:Tova")
     register("expected", "quantkit.kv.policies.expected:Expected")
+    register("kvzip", "quantkit.kv.policies.kvzip:KVzip")
 
 
 @hookimpl

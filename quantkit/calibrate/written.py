@@ -15,7 +15,7 @@ import torch
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM
+from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.layers import Step
 from quantkit.models.linear import Weights
 from quantkit.ops.attention import Visibility, attention
@@ -109,6 +109,9 @@ class _Cache:
     def extents(self) -> torch.Tensor:
         """All windows are written to their end."""
         return torch.full((self._keys.shape[0],), self._length)
+
+    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Nothing is left to do."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
                window: int | None) -> torch.Tensor:

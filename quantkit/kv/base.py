@@ -12,8 +12,8 @@ from pydantic import Field
 
 from quantkit.spec import Frozen
 
-Phase = Literal["prefill", "prefill_end", "decode"]
-"""``prefill_end`` is the prompt's last chunk."""
+Phase = Literal["prefill", "prefill_end", "decode", "replay"]
+"""``prefill_end`` is the prompt's last chunk; ``replay``: the prompt comes again, to be looked at."""
 MOST = 2**31
 """No option counts more tokens."""
 MOST_WAITING = 2**30
@@ -114,7 +114,8 @@ class Held:
         weights: → float32 ``[Hkv, S]``: attention of the last queries (as many as the policy asked for),
             mean over them and over the query heads that share a key head; 0 beyond a head's length.
         sums: → float32 ``[Hkv, S]``: attention of all queries since a slot is there, summed over them, mean
-            over query heads. Only for a policy that ``watches`` it.
+            over query heads; of ``peaks`` the largest attention that any query gave. Only for a policy that
+            ``watches`` it.
         future: ``(steps)`` → float32 mean ``[H, D]`` and covariance ``[H, D, D]`` of the next so many
             queries, scaled and rotated as keys are, if they are like those so far. Likewise.
     """
@@ -137,7 +138,10 @@ class KVPolicy(Frozen):
 
     Attributes:
         on_prefill: acts after every chunk of the prompt, after its last, or never.
-        watches: what it wants to know of all queries: ``sums`` or ``moments``, for :attr:`Held.future`.
+        watches: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
+            ``moments``, for :attr:`Held.future`.
+        replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
+            the ones that it watches.
         every: acts every so many decode steps; ``None``: never.
         queries: how many of the last queries' attention weights it wants.
         visible: ``(window, sinks)`` if queries may look only at the first ``sinks`` positions and the
@@ -146,7 +150,7 @@ class KVPolicy(Frozen):
 
     name: ClassVar[str]
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = None
-    watches: ClassVar[Literal["sums", "moments"] | None] = None
+    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
     keeps_all: ClassVar[bool] = False
 
     @property
@@ -156,6 +160,10 @@ class KVPolicy(Frozen):
     @property
     def queries(self) -> int:
         return 0
+
+    @property
+    def replays(self) -> int | None:
+        return None
 
     @property
     def visible(self) -> tuple[int, int] | None:
@@ -169,9 +177,13 @@ class KVPolicy(Frozen):
         """Whether it acts at the end of such a step (in decode: at every ``every``-th)."""
         if phase == "decode":
             return self.every is not None
+        if phase == "replay":
+            return False
         return self.on_prefill == "chunk" or (self.on_prefill == "end" and phase == "prefill_end")
 
     def listens(self, phase: Phase) -> bool:
         """Whether queries of such a step will be asked."""
+        if phase == "replay" or self.replays:
+            return phase == "replay"
         asks = bool(self.queries or self.watches)
         return asks and not (phase == "decode" and self.every is None)

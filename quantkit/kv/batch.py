@@ -9,14 +9,16 @@ import torch
 
 from quantkit.kv import gpu, watch
 from quantkit.kv.base import Phase
-from quantkit.kv.held import HeldLayer, HeldSequence
+from quantkit.kv.held import HeldLayer
 from quantkit.kv.read import Rows, attend
+from quantkit.kv.replay import replay
 from quantkit.models.layers import Step
 from quantkit.ops import rotation
 from quantkit.ops.rope import rotate
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
+    from quantkit.models.decoder import LanguageModel
 
 FARTHEST = 2.0**100
 """What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
@@ -26,8 +28,9 @@ class Batch:
     """Sequences of a cache as the rows of one step; see
     :class:`~quantkit.models.decoder.KVCacheProtocol`."""
 
-    def __init__(self, cache: KVCache, rows: list[HeldSequence], phase: Phase) -> None:
-        self.cache, self.sequences, self.phase = cache, rows, phase
+    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase) -> None:
+        self.cache, self.phase, self._numbers = cache, phase, numbers
+        self.sequences = rows = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in rows]
         self._shared: dict[object, object] = {}
@@ -103,7 +106,7 @@ class Batch:
         elif self.phase == "decode" and policy.every is not None:
             before, held.steps = held.steps, held.steps + count
             acts = held.steps // policy.every > before // policy.every
-        if acts:
+        if acts and not policy.replays:
             self.cache.act(layer, held)
 
     def finish(self, counts: Sequence[int]) -> None:
@@ -113,6 +116,21 @@ class Batch:
         for held, count in zip(self.sequences, counts, strict=True):
             for index, layer in enumerate(held.layers):
                 self._end(index, layer, None, count)
+
+    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        size = self.cache.policy.replays
+        if size is None or self.phase not in ("prefill", "prefill_end"):
+            return
+        counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
+        for row, (number, held, count) in enumerate(zip(self._numbers, self.sequences, counts)):
+            held.tokens += ids[row, :count].tolist()
+            if self.phase == "prefill_end" and count:
+                tokens, held.tokens = held.tokens, []
+                replay(self.cache, number, model, tokens, size)
+                for index, layer in enumerate(held.layers):
+                    self.cache.act(index, layer)
+                    layer.sums = None
 
     def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
         """Tokens of each row.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.kv import watch
 from quantkit.kv.base import PAGE, Layout, Phase
 from quantkit.kv.batch import Batch
@@ -106,11 +107,29 @@ class KVCache:
         """
         old = self._sequences[number]
         copy = self.add(old.extent)
-        for store, held, own in zip(self.stores, old.layers, self._sequences[copy].layers):
-            store.fork(held, own, shared)
-        if old.asked is not None:
-            self._sequences[copy].asked = old.asked.copy()
+        own = self._sequences[copy]
+        for store, held, mine in zip(self.stores, old.layers, own.layers):
+            store.fork(held, mine, shared)
+        own.tokens, own.dropped = list(old.tokens), old.dropped
+        own.asked = None if old.asked is None else old.asked.copy()
         return copy
+
+    def prefix(self, number: int) -> int:
+        """:meth:`fork` for another text that begins with all that a sequence had so far.
+
+        It then reads what it would if it had been fed that beginning itself. That is so until a policy has
+        dropped something by where a prompt ended or an answer went; what a window leaves behind is hidden
+        from what follows whatever that is.
+
+        Raises:
+            KeyError: ``number`` is unknown.
+            UsageError: the policy has dropped something.
+        """
+        if self._sequences[number].dropped:
+            raise UsageError(f"what the KV policy {self.policy.name!r} left of a text can't begin another",
+                             why="what it dropped depends on where the first one's prompt ended",
+                             next="fork it before its prompt's end")
+        return self.fork(number)
 
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
@@ -127,7 +146,11 @@ class KVCache:
             ids: of :meth:`add`, each once.
             phase: ``prefill_end`` for the prompt's last chunk, after which policies act.
         """
-        return Batch(self, [self._sequences[number] for number in ids], phase)
+        return Batch(self, ids, phase)
+
+    def sequence(self, number: int) -> HeldSequence:
+        """What is known of a sequence. Raises KeyError."""
+        return self._sequences[number]
 
     def seen(self, number: int) -> int:
         """Tokens that a sequence had: the position of its next one."""
@@ -181,6 +204,8 @@ class KVCache:
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
             whole = self.policy.visible is not None and store.waiting is not None
+            if self.policy.visible is None:
+                held.drops()
             (store.thin if whole else store.keep)(held, list(kept))
             self._shrink(layer)
 

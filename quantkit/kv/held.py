@@ -49,6 +49,10 @@ class HeldLayer:
         assert self._owner.asked is not None
         return self._owner.asked
 
+    def drops(self) -> None:
+        """What it holds isn't any more what another text with the same beginning would."""
+        self._owner.dropped = True
+
     @property
     def seen(self) -> int:
         """Tokens that it had, dropped ones included: the next one's position."""
@@ -81,6 +85,8 @@ class HeldSequence:
         seen: tokens that each layer had, int64 ``[layers]``.
         table, waiting: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
         asked: the last queries, while a policy listens.
+        dropped: a policy dropped what another text with the same beginning could see.
+        tokens: the prompt's, if the policy wants it fed again.
         room: tokens that fit before a page is missing, where there is a table.
         where: addresses of table, lengths, waiting and queries, each table's width behind it, and how many
             queries are kept, where there is one.
@@ -94,6 +100,8 @@ class HeldSequence:
         self.table: Table | None = None
         self.waiting: Table | None = None
         self.asked: Asked | None = None
+        self.tokens: list[int] = []
+        self.dropped = False
         self.room = 0
         self.where = 0, 0, 0, 0, 0, 0, 0
 
@@ -127,7 +135,7 @@ class HeldSequence:
                       *((0, 0) if self.asked is None else (self.asked.ring.data_ptr(), self.asked.size)))
 
     def listen(self, asked: Asked | None) -> None:
-        """Keep the queries from now on there, or none, nor what was summed up over them."""
+        """Keep the queries from now on there, or none; what was summed up before is forgotten."""
         self.asked, self.table = asked, None
         for layer in self.layers:
             layer.absorbed, layer.sums, layer.moments = layer.seen, None, None

@@ -53,6 +53,12 @@ def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
+    elif cache.policy.watches == "peaks":
+        new = _weights(cache, layer, held, q, end).amax((1, 2))
+        if held.sums is not None:
+            before = new[:, :held.sums.shape[1]]
+            torch.maximum(before, held.sums, out=before)
+        held.sums = new
     elif (first := max(0, SINKS - held.absorbed)) < count:
         if held.moments is None:
             held.moments = Moments.none(q.shape[0], q.shape[2], q.device)
@@ -69,7 +75,8 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
         return _weights(cache, layer, held, q, seen).mean((1, 2))
 
     def sums() -> torch.Tensor:
-        absorb(cache, layer, held, seen)
+        if cache.policy.replays is None:
+            absorb(cache, layer, held, seen)
         assert held.sums is not None
         return held.sums
 

@@ -41,6 +41,14 @@ class KVCacheProtocol(Protocol):
             ``[B, H, T, D]`` in q's dtype; finite at padding.
         """
 
+    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """All layers had a step; the cache may now call the model itself, for steps of its own.
+
+        Args:
+            model: the one that was called.
+            ids, positions: int64 ``[B, T]``, the step's.
+        """
+
 
 class DecoderLayer:
     """One layer, usable alone: ``DecoderLayer(config, index, weights)``.
@@ -150,6 +158,8 @@ class CausalLM:
         step = Step(self.config, positions, x.dtype, cache)
         for layer in self.layers:
             x = layer(x, positions, cache, step)
+        if cache is not None:
+            cache.done(self, ids, positions)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

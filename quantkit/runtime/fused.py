@@ -148,6 +148,7 @@ class FusedModel:
                 row += piece.count
             parts.append(program.step(batch, ids, pieces, picked))
         batch.finish(counts)
+        batch.done(self, ids, positions)
         rows = _joined(parts, self.config.vocab_size)
         return rows if last is not None else _padded(rows, counts, ids.shape[1])
 
@@ -161,6 +162,7 @@ class FusedModel:
         program = self.program(codecs_of(batch.cache))
         parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts, batch.most)]
         batch.finish(counts)
+        batch.done(self, ids, positions)
         return _padded(_joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,10 @@ def test_codecs_cost_what_their_bits_say(model, cuts):
                                 "snapkv(20, window=4)", "tova(200)", "tova(20, interval=2)+int8"])
 def test_policies_cost_nothing_before_they_drop(model, kv):
     cost = divergence(model, kv, [40, 41, *range(42, 80, 2)])
-    assert abs(cost) < 1e-6 if kv in ("window(80)", "snapkv(200)", "tova(200)") else 1e-6 < cost < 3
+    # a query that sees nine positions gives no weight to others, and those that it does see are kept
+    free = kv in ("window(80)", "snapkv(200)", "tova(200)") or (
+        kv == "snapkv(20, window=4)" and set(model.config.sliding_windows) == {9})
+    assert abs(cost) < 1e-6 if free else 1e-6 < cost < 3
 
 
 @torch.no_grad()

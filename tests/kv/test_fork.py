@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
@@ -42,28 +43,33 @@ def test_both_go_on_as_if_alone(model, kv):
             assert torch.equal(feed(model, alone, own, ids[i:i + 1], "decode"), expected)
 
 
+def held(cache):
+    """Bytes of pages in use."""
+    return sum(pages.used * pages.page_bytes for store in cache.stores for pages in store.all)
+
+
 @pytest.mark.parametrize("kv", ["int8", "int4", "rotation(3)/int8", "snapkv(90, window=8)+int4"])
 def test_pages_are_shared_until_one_writes_to_them(model, kv):
     cache = KVCache(model.config, parse_kv(kv), torch.float32)
     row = cache.add()
     feed(model, cache, row, torch.arange(4, 304) % 256, "prefill_end")
-    before = cache.used_bytes
+    before = held(cache)
     other, copied = cache.fork(row), cache.fork(row, shared=False)
-    assert cache.used_bytes == 2 * before, "one of both is a copy"
+    assert held(cache) == 2 * before, "one of both is a copy"
     cache.free([copied])
-    assert cache.used_bytes == before
+    assert held(cache) == before
     last = sum(store.all[-1].page_bytes * cache.heads for store in cache.stores)
     feed(model, cache, row, torch.tensor([5]), "decode")
-    assert cache.used_bytes == before + last, "only the page that was written to is another"
+    assert held(cache) == before + last, "only the page that was written to is another"
     feed(model, cache, other, torch.arange(70), "prefill_end")
     cache.free([row])
     alone = KVCache(model.config, parse_kv(kv), torch.float32)
     own = alone.add()
     feed(model, alone, own, torch.arange(4, 304) % 256, "prefill_end")
     feed(model, alone, own, torch.arange(70), "prefill_end")
-    assert cache.used_bytes == alone.used_bytes and cache.held(other) == alone.held(own)
+    assert held(cache) == held(alone) and cache.held(other) == alone.held(own)
     cache.free([other])
-    assert cache.used_bytes == cache.allocated_bytes == 0
+    assert cache.allocated_bytes == 0
     with pytest.raises(KeyError):
         cache.fork(row)
 
@@ -100,3 +106,34 @@ def test_any_number_of_forks_in_any_order(model, kv):
             assert torch.equal(got, alone(histories[row]))
     cache.free(list(histories))
     assert cache.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("kv", [*SETTINGS, "int4", "window(70)+int4", "pyramidkv(60, window=8)", "adakv(0.5)",
+                                "h2o(50, interval=20)", "expected(0.5)+rotation(3)", "kvzip(0.5)"])
+def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
+    """Two texts that share 140 tokens: the second reads what it would if it had been fed alone."""
+    random = torch.Generator().manual_seed(11)
+    first, rest, other = (torch.randint(4, 250, (n,), generator=random) for n in (140, 60, 75))
+    cache = KVCache(model.config, parse_kv(kv), torch.float32)
+    row = cache.add()
+    feed(model, cache, row, first, "prefill")
+    early = cache.prefix(row)
+    feed(model, cache, row, rest, "prefill_end")
+    rows = [early]
+    if cache.policy.keeps_all or cache.policy.visible:
+        rows.append(cache.prefix(row))
+    else:
+        with pytest.raises(UsageError, match="can't begin another"):
+            cache.prefix(row)
+        with pytest.raises(UsageError, match="can't begin another"):
+            cache.prefix(cache.fork(row))
+    for start, number in zip((first, torch.cat((first, rest))), rows):
+        alone = KVCache(model.config, parse_kv(kv), torch.float32)
+        own = alone.add()
+        feed(model, alone, own, first, "prefill")
+        if len(start) > 140:
+            feed(model, alone, own, rest, "prefill")
+        for ids, phase in ((other, "prefill_end"), (other[:1], "decode")):
+            got = feed(model, cache, number, ids, phase)
+            assert torch.equal(got, feed(model, alone, own, ids, phase))
+        assert cache.held(number) == alone.held(own)

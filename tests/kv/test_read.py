@@ -40,6 +40,9 @@ class Masked:
     def __init__(self, limit, sinks):
         self._limit, self._sinks = limit, sinks
 
+    def done(self, model, ids, positions):
+        pass
+
     def attend(self, layer, q, k, v, step, window):
         q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
         at = step.positions[0]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from quantkit.kv.policies.scores import best
+from quantkit.kv.policies.scores import best_of_all
 from quantkit.kv.policies.snapkv import SnapKV
 
 
@@ -23,10 +23,5 @@ class AdaKV(SnapKV):
     floor: float = Field(default=0.2, ge=0, le=1)
 
     def choose(self, scores: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Each head's best up to the floor, then the best of all."""
-        scores = scores.clone()
-        for head, safe in enumerate(best(scores, [max(1, int(count * self.floor)) for count in counts])):
-            scores[head, safe] = torch.inf
-        chosen = torch.zeros_like(scores, dtype=torch.bool).flatten()
-        chosen[scores.flatten().topk(sum(counts)).indices] = True
-        return [row.nonzero()[:, 0] for row in chosen.view_as(scores)]
+        """The best of all heads."""
+        return best_of_all(scores, counts, self.floor)

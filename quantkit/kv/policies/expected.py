@@ -28,7 +28,7 @@ class Expected(KVPolicy):
 
     name: ClassVar[str] = "expected"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    watches: ClassVar[Literal["sums", "moments"] | None] = "moments"
+    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "moments"
     budget: float = Field(gt=0, le=MOST)
     steps: int = Field(default=512, ge=1, le=MOST)
     sinks: int = Field(default=4, ge=0, le=MOST)

@@ -25,7 +25,7 @@ class H2O(KVPolicy):
 
     name: ClassVar[str] = "h2o"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    watches: ClassVar[Literal["sums", "moments"] | None] = "sums"
+    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "sums"
     budget: float = Field(gt=0, le=MOST)
     recent: float = Field(default=0.5, ge=0, le=1)
     interval: int = Field(default=32, ge=1, le=MOST)

@@ -26,6 +26,21 @@ def best(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     return [row.topk(count).indices.sort().values for row, count in zip(scores, counts, strict=True)]
 
 
+def best_of_all(scores: torch.Tensor, counts: Sequence[int], floor: float) -> list[torch.Tensor]:
+    """As many slots as :func:`best`, shared out among heads.
+
+    Args:
+        scores, counts: as for :func:`best`.
+        floor: of each head this share of its count stays at least: its best. The others are the best of all.
+    """
+    scores = scores.clone()
+    for head, safe in enumerate(best(scores, [max(1, int(count * floor)) for count in counts])):
+        scores[head, safe] = torch.inf
+    chosen = torch.zeros_like(scores, dtype=torch.bool).flatten()
+    chosen[scores.flatten().topk(sum(counts)).indices] = True
+    return [row.nonzero()[:, 0] for row in chosen.view_as(scores)]
+
+
 def of_last_queries(held: Held, window: int, kernel: int) -> torch.Tensor:
     """SnapKV's scores, float32 ``[Hkv, S]``: what the last queries look at, averaged over neighbours.
 
