@@ -128,7 +128,7 @@ class Pages:
 
 
 def _grown(total: int, needed: int) -> int:
-    """Pages of a block that had so many and needs more: some to spare, so that it isn't moved at every step."""
+    """Pages of a block that has so many and needs more: some to spare, or every step would move it."""
     return max(needed, total + total // 8)
 
 

@@ -1,8 +1,8 @@
-"""What a cache will hold, before there is one: its own bookkeeping, of one sequence in one head, without data.
+"""What a cache will hold, before there is one: its own bookkeeping, of a sequence in one head, without data.
 
-No formula: a :class:`~quantkit.kv.cache.KVCache` takes and gives back pages as it would for a model, on torch's
-``meta`` device, where tensors have shapes and no memory. Where a policy asks for keys or attention, these are
-zeros: a policy of ours decides *which* positions stay by them, and by lengths alone how many.
+No formula: a :class:`~quantkit.kv.cache.KVCache` takes and gives back pages as it would for a model, on
+torch's ``meta`` device, where tensors have shapes and no memory. Where a policy asks for keys or attention,
+these are zeros: a policy of ours decides *which* positions stay by them, and by lengths alone how many.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             kv = nothing.expand(count, -1)
             store.write(slots, kv, kv, torch.arange(at, at + count))
             store.close(layer)
-        cache.settle_layer(0, layer)
+        store.settle(layer)
         layer.queries = nothing.expand(1, max(1, min(policy.queries, layer.seen)), -1)
         batch.finish([count])
         if phase == "decode":

@@ -16,9 +16,10 @@ from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
 CHUNK = 128
-SETTINGS = ("none", "int8", "fp8", "int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)", "int8/int4",
-            "rotation(2.5)", "int8(recent=64)", "window(100, sinks=4)", "window(70)+int4", "snapkv(50)+int8",
-            "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)", "tova(64)+rotation(3)")
+SETTINGS = ("none", "int8", "fp8", "int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)",
+            "int8/int4", "rotation(2.5)", "int8(recent=64)", "window(100, sinks=4)", "window(70)+int4",
+            "snapkv(50)+int8", "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)",
+            "tova(64)+rotation(3)")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,8 @@ def test_what_a_prompt_holds_while_it_comes_in(loaded, kv, monkeypatch):
     assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int2(recent=100, sinks=70)", "window(100)", "rotation(3)"])
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int2(recent=100, sinks=70)", "window(100)",
+                                "rotation(3)"])
 @torch.inference_mode()
 def test_the_worst_case_of_three_is_met_to_the_byte(loaded, kv, monkeypatch):
     """Two that decode together, as long as they may become, and a third whose prompt is as long as that."""
@@ -126,9 +128,9 @@ def test_plain_pages_are_arithmetic():
 
 def test_a_models_own_windows_are_not_given_back():
     """The cache keeps what is behind them: a prediction that forgot it would promise too much."""
-    config = parse_config({"model_type": "mistral", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
-                           "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-                           "sliding_window": 64})
+    config = parse_config({"model_type": "mistral", "vocab_size": 320, "hidden_size": 64,
+                           "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "sliding_window": 64})
     assert config.sliding_windows == (64, 64)
     windowed = footprint(config, parse_kv("none"), torch.bfloat16, 512, 256, 512)
     plain = footprint(dataclasses.replace(config, sliding_windows=(None, None)), parse_kv("none"),
@@ -139,8 +141,9 @@ def test_a_models_own_windows_are_not_given_back():
 @pytest.mark.parametrize("context, prompt", [(1, 1), (64, 1), (65, 64), (100_000, 3), (100_000, 99_999)])
 def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
     """What is skipped of a long one changes nothing: pages are counted in closed form where there is one."""
-    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
-                           "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1})
+    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+                           "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+                           "num_key_value_heads": 1})
     found = footprint(config, parse_kv("int8"), torch.bfloat16, context, prompt, 512)
     assert found.sequence_bytes == -(-context // 64) * 64 * found.bytes_per_token
     waits = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
