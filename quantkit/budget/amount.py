@@ -55,7 +55,7 @@ def parse_budget(text: str) -> Budget:
     return Budget(text.strip(), bytes=int(amount * UNITS[match[2]]))
 
 
-def parse_bytes(text: str, option: str) -> int:
+def parse_bytes(text: str, option: str, example: str = "16GB") -> int:
     """``16GB`` (10⁹) or ``16GiB`` (2³⁰) → bytes.
 
     Raises:
@@ -63,6 +63,6 @@ def parse_bytes(text: str, option: str) -> int:
     """
     match = _AMOUNT.fullmatch(text.strip().lower())
     if match is None or match[2] not in UNITS or not (amount := int(Fraction(match[1]) * UNITS[match[2]])):
-        raise UsageError(f"{option} {text!r} is no size", next=f"{option} 16GB",
+        raise UsageError(f"{option} {text!r} is no size", next=f"{option} {example}",
                          why="it is a number above 0 and a unit: MB, GB, TB (powers of 1000), MiB, GiB, TiB")
     return amount

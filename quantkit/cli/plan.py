@@ -51,7 +51,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     from quantkit.budget.amount import parse_bytes
 
     size = parse_bytes(memory, "--memory")
-    rates = (None if bandwidth is None else float(parse_bytes(re.sub(r"/s$", "", bandwidth), "--bandwidth")),
+    rates = (None if bandwidth is None else
+             float(parse_bytes(bandwidth.strip().removesuffix("/s"), "--bandwidth", "200GB/s")),
              None if flops is None else _flops(flops))
     if prompt is not None and prompt > context:
         raise UsageError(f"--prompt is {prompt:,}", why=f"a sequence has {context:,} tokens",
