@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.capacity.joint import Combination, front
 from quantkit.capacity.losses import losses
 from quantkit.capacity.roofline import Ceilings, step, turns
-from quantkit.cli.present import human_bytes, table, width, wrapped
+from quantkit.cli.present import human_bytes, table, wrapped
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.runtime.buffers import MOST_ROWS
@@ -141,9 +141,11 @@ def _others(chosen: Combination, found: Sequence[Combination]) -> Iterator[str]:
     before = [one for one in all_of_them if one.rank < chosen.rank][-BETTER:]
     after = [one for one in all_of_them if one.rank > chosen.rank and one.total < chosen.total][:WORSE]
     rows = [["→" if one is chosen else "", one.weights.name, str(one.kv), _kl(one.weights_kl), _kl(one.kv_kl),
-             _kl(one.kl), _mega(one.total), _mega(one.left)] for one in (*before, chosen, *after)]
-    yield table(["", "weights", "KV", "KL weights", "+ KV", "=", "needs", "left"], rows,
-                right=(3, 4, 5, 6, 7), shrink=1, limit=width())
+             _kl(one.kl), f"{one.total / 1e6:,.1f}", f"{one.left / 1e6:,.1f}"]
+            for one in (*before, chosen, *after)]
+    longest = max((1, 2), key=lambda column: max(len(row[column]) for row in rows))
+    yield table(["", "weights", "KV", "KL", "+ KV's", "=", "MB needed", "left"], rows, right=(3, 4, 5, 6, 7),
+                shrink=longest)
     yield wrapped("", f"KL: nats a token, measured on {figures.model}; on another model the order is a "
                       "guess. Measured of both at once it is their sum, near enough", 2).lstrip()
     unknown = sorted({one.weights.name for one in found if one.weights_kl is None and one.weights.recipe}

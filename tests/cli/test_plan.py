@@ -97,6 +97,7 @@ def test_a_policy_says_for_which_prompt(cli):
                  *RATES)
     text = " ".join(result.stdout.split())
     assert "what snapkv drops is counted for a prompt of 6,000 of the 8,192 tokens (--prompt)" in text
+    assert max(map(len, result.stdout.splitlines()[:-2])) <= 80
     # half of the prompt and what comes behind it
     assert f"{3000 + 2192:,} tokens at most" in text
 
@@ -215,6 +216,13 @@ def test_what_a_family_does_otherwise_is_said(cli, uri, words):
     assert result.exit_code == 0, result.stderr
     assert words in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines()[:-2])) <= 80
+
+
+def test_a_long_setting_leaves_names_readable(cli, checkpoint):
+    result = cli("plan", checkpoint, "--context", 500, "--memory", "600MB", *RATES,
+                 "--kv", "snapkv(0.25, kernel=7, window=64)+int8(recent=128, sinks=64)")
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith("→")]
+    assert len(row) <= 80 and row.split()[1] == "int8" and "sinks=64)" in row
 
 
 def test_json_is_one_value_with_nothing_beside_it(cli):
