@@ -133,8 +133,8 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             store.write(slots, kv, kv, torch.arange(at, at + count))
             store.close(layer)
         store.settle(layer)
-        layer.queries = nothing.expand(1, max(1, min(policy.queries, layer.seen)), -1)
-        batch.finish([count])
+        if not policy.keeps_all:
+            batch._end(0, layer, nothing.expand(1, count, -1), count)
         if phase == "decode":
             decoding |= during
         elif phase is not None:
