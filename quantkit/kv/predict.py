@@ -105,13 +105,14 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     Raises:
         UsageError: the policy's options or the head dimension don't fit.
     """
-    # one head of one layer: all are alike
-    small = dataclasses.replace(config, num_layers=1, num_heads=1, num_kv_heads=1, sliding_windows=(None,))
+    # one key head of one layer, with the queries that share it: all are alike
+    small = dataclasses.replace(config, num_layers=1, num_heads=config.num_heads // config.num_kv_heads,
+                                num_kv_heads=1, sliding_windows=(None,))
     whole = KVCache(config, spec, dtype, "meta")
     store = whole.stores[0]
     sizes = store.pages.page_bytes, 0 if store.waiting is None else store.waiting.page_bytes
     cache = KVCache(small, spec, dtype, "meta" if whole.policy.keeps_all else "cpu")
-    nothing = torch.zeros(1, config.head_dim, dtype=dtype)
+    nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
     filling, _ = _run(cache, context, 0, chunk, nothing)
     _, decoding = _run(cache, prompt, context - prompt, chunk, nothing)
     return Footprint(config.num_layers, config.num_kv_heads, whole.bytes_per_token,
@@ -120,7 +121,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
 
 def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[Most, Most]:
     """One sequence from its first token to its last: what it holds in its prompt, and from its end on.
-    ``nothing [1, D]`` is every key, value and query."""
+    ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     row, store, policy = cache.add(), cache.stores[0], cache.policy
     filling = decoding = Most()
     for count, phase in _steps(prompt, decoded, chunk, policy.keeps_all):
@@ -129,12 +130,12 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
         at, slots = layer.seen, store.allocate(layer, count)
         during = _now(cache, layer)
         if not policy.keeps_all:  # which goes by positions
-            kv = nothing.expand(count, -1)
+            kv = nothing[0].expand(count, -1)
             store.write(slots, kv, kv, torch.arange(at, at + count))
             store.close(layer)
         store.settle(layer)
         if not policy.keeps_all:
-            batch._end(0, layer, nothing.expand(1, count, -1), count)
+            batch._end(0, layer, nothing.expand(-1, count, -1), count)
         if phase == "decode":
             decoding |= during
         elif phase is not None:
