@@ -102,6 +102,7 @@ def register_reporters(register: Register) -> None:
 def register_commands(register: Register) -> None:
     for name, line in (
         ("demo", "Quantize a real small model three ways and measure what each cost."),
+        ("plan", "Choose weights and KV cache for an amount of memory, with the arithmetic."),
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
         ("export", "Pack a checkpoint anew in another layout, exactly."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),

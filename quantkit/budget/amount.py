@@ -1,4 +1,4 @@
-"""``4.25bpw`` or ``5GB`` → a budget."""
+"""``4.25bpw`` or ``5GB`` → a budget; ``16GB`` → bytes."""
 
 from __future__ import annotations
 
@@ -53,3 +53,16 @@ def parse_budget(text: str) -> Budget:
     if match[2] == "bpw":
         return Budget(text.strip(), bits=amount)
     return Budget(text.strip(), bytes=int(amount * UNITS[match[2]]))
+
+
+def parse_bytes(text: str, option: str, example: str = "16GB") -> int:
+    """``16GB`` (10⁹) or ``16GiB`` (2³⁰) → bytes.
+
+    Raises:
+        UsageError: it is no number with such a unit, or not above 0; ``option`` is named.
+    """
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    if match is None or match[2] not in UNITS or not (amount := int(Fraction(match[1]) * UNITS[match[2]])):
+        raise UsageError(f"{option} {text!r} is no size", next=f"{option} {example}",
+                         why="it is a number above 0 and a unit: MB, GB, TB (powers of 1000), MiB, GiB, TiB")
+    return amount

@@ -65,7 +65,7 @@ class Pages:
     def take(self, count: int) -> list[int]:
         """So many pages, the lowest free ones."""
         if count > len(self._free):
-            self._resize(max(self.used + count, self._total + self._total // 8))
+            self._resize(_grown(self._total, self.used + count))
         return [self._free.pop() for _ in range(count)]
 
     def share(self, pages: Iterable[int]) -> None:
@@ -151,6 +151,16 @@ class Pages:
         self._free = [*range(total - 1, self._total - 1, -1), *self._free]
         self._total = total
         self._moves.count += 1
+
+
+def _grown(total: int, needed: int) -> int:
+    """Pages of a block that has so many and needs more: some to spare, or every step would move it."""
+    return max(needed, total + total // 8)
+
+
+def most_pages(used: int) -> int:
+    """Pages that exist at most, free ones included, in a block of which so many were in use at most."""
+    return _grown(used - 1, used) if used else 0
 
 
 def slots_of(pages: Sequence[int], start: int, count: int) -> list[int]:

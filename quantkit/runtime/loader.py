@@ -116,7 +116,7 @@ def label_of(rows: Sequence[LayerRow]) -> str:
 def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> LoadedModel:
     hf, infos = source.config(), source.tensors()
     config = parse_config(hf)
-    kind = _dtype(hf, dtype)
+    kind = dtype_of(hf, dtype)
     needed = tensor_shapes(config)
     _strict(uri, needed, infos, config, SourceError)
     tokenizer = Tokenizer(source.side_files(), hf)
@@ -132,7 +132,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
 def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
     hf = checkpoint.config()
     config = parse_config(hf)
-    kind = _dtype(hf, dtype)
+    kind = dtype_of(hf, dtype)
     packed: dict[str, QuantizedTensor] = {}
     for slot in all_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
@@ -193,7 +193,7 @@ def _strict(uri: str, needed: Collection[str], found: Collection[str], config: M
                         next="get config.json and the weights from the same place again")
 
 
-def _dtype(hf: dict[str, Any], dtype: str) -> torch.dtype:
+def dtype_of(hf: Mapping[str, Any], dtype: str) -> torch.dtype:
     if dtype == "auto":
         dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:

@@ -1,0 +1,57 @@
+"""What this machine's CPU can do at most, measured in a second or two."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+
+from quantkit.errors import UsageError
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import Packed, Product
+
+ROWS = 512
+"""Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""
+REPEATS = 3
+
+
+def read_bandwidth() -> float:
+    """Bytes a second at which all threads read memory; a gigabyte is taken for it.
+
+    Raises:
+        UsageError: there are no CPU kernels here.
+    """
+    _require()
+    from quantkit_kernels.cpu.read import Bandwidth
+
+    memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
+    memory.measure()
+    return median(memory.measure() for _ in range(REPEATS))
+
+
+def flops(packed: Packed) -> float:
+    """Operations a second of the product with such a weight, two for each of its numbers and row.
+
+    Args:
+        packed: some rows of it.
+
+    Raises:
+        UsageError: there are no CPU kernels here.
+    """
+    _require()
+    product, seconds = Product(packed, ROWS), []
+    product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
+    for _ in range(REPEATS):
+        begin, runs = time.perf_counter(), 0
+        while (spent := time.perf_counter() - begin) < 0.1:
+            product.run()
+            runs += 1
+        seconds.append(spent / runs)
+    return 2 * ROWS * packed.shape[0] * packed.shape[1] / median(seconds)
+
+
+def _require() -> None:
+    if (reason := cpu_linear.unavailable()) is not None:
+        raise UsageError("this machine's ceilings can't be measured", why=reason,
+                         next="pip install llvmlite, or give --bandwidth and --flops")

@@ -1,0 +1,129 @@
+"""``quantkit plan MODEL --context N --concurrency C --memory SIZE``."""
+
+from __future__ import annotations
+
+import re
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import rich_click as click
+
+from quantkit.cli.again import typed
+from quantkit.cli.present import human_bytes, print_json
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantkit.capacity.joint import Combination
+    from quantkit.capacity.roofline import Ceilings
+
+_FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([gtp])(?:flop/?s)?", re.ASCII | re.IGNORECASE)
+_POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--context", type=click.IntRange(min=1), required=True, metavar="TOKENS",
+              help="Of each sequence, prompt and answer.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Sequences at once.")
+@click.option("--memory", required=True, metavar="SIZE", help="That there is for everything: 16GB, 24GiB.")
+@click.option("--recipe", "-r", "recipes", multiple=True, metavar="NAME|FILE",
+              help="Choose weights from these alone; `none` leaves them as they are. May be repeated. (All "
+                   "recipes that can be named.)")
+@click.option("--kv", "settings", multiple=True, metavar="SETTING",
+              help='Choose the KV cache from these alone: int8, "window(1024, sinks=4)+int8". May be '
+                   "repeated. (All measured codecs; nothing is dropped.)")
+@click.option("--prompt", type=click.IntRange(min=1), metavar="TOKENS",
+              help="Of the context, by which policies decide what they drop. (Half.)")
+@click.option("--bandwidth", metavar="RATE", help="At which memory is read: 200GB/s. (Measured on this CPU.)")
+@click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, every combination too, as JSON.")
+def command(model: str, context: int, concurrency: int, memory: str, recipes: tuple[str, ...],
+            settings: tuple[str, ...], prompt: int | None, bandwidth: str | None, flops: str | None,
+            revision: str | None, as_json: bool) -> None:
+    """Choose weights and KV cache together for an amount of memory, and show the arithmetic.
+
+    MODEL is anything that `quantkit quantize` takes, or a checkpoint, for which only the KV cache is chosen.
+    No weight is read. Counted is what this package's runtime holds on a CPU. Of what fits, the combination is
+    chosen that is expected to lose the least; losses were measured on one small model.
+    """
+    from quantkit.budget.amount import parse_bytes
+
+    size = parse_bytes(memory, "--memory")
+    rates = (None if bandwidth is None else
+             float(parse_bytes(bandwidth.strip().removesuffix("/s"), "--bandwidth", "200GB/s")),
+             None if flops is None else _flops(flops))
+    if prompt is not None and prompt > context:
+        raise UsageError(f"--prompt is {prompt:,}", why=f"a sequence has {context:,} tokens",
+                         next=f"--prompt {context}")
+    from quantkit.capacity.candidates import candidates
+    from quantkit.capacity.joint import Asked, combine
+
+    there = candidates(model, revision, recipes, settings)
+    found = combine(there.pairs, Asked(context, concurrency, size, prompt))
+    chosen = next((one for one in found if one.left >= 0), None)
+    if chosen is None:
+        raise _nothing_fits(min(found, key=lambda one: one.total))
+    ceilings = _ceilings(chosen, *rates)
+    commands = _commands(chosen, model, revision)
+    from quantkit.cli.planned import facts, lines
+
+    if as_json:
+        print_json({"model": model, **facts(chosen, found, ceilings), "left_out": there.left_out,
+                    "next": commands})
+        return
+    for line in lines(model, chosen, found, ceilings, there.left_out):
+        click.echo(line)
+    for label, text in zip(("next", *[""] * len(commands)), commands):
+        click.echo(f"{label:<14}{text}")  # not folded: it is there to be copied
+
+
+def _nothing_fits(closest: Combination) -> UsageError:
+    """With the combination that needs the least, and what it would take for that one to fit."""
+    asked = closest.asked
+    context, count = closest.most_context(), closest.most_sequences()
+    ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
+    if context:
+        ways.append(f"{typed('context', 'prompt')} --context {context}")
+    if count:
+        ways.append(f"{typed('concurrency')} --concurrency {count}")
+    many = f"{asked.concurrency:,} sequences" if asked.concurrency > 1 else "a sequence"
+    return UsageError(
+        f"nothing fits: {many} of {asked.context:,} tokens in {human_bytes(asked.memory)}",
+        why=f"closest are weights {closest.weights.name} ({human_bytes(closest.weights.bytes)}) with a KV "
+            f"cache {closest.kv} ({human_bytes(closest.kv_bytes + closest.spare_bytes)}):\n"
+            f"{human_bytes(closest.total)} in all, {human_bytes(-closest.left)} too much",
+        next="\n".join(ways))
+
+
+def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
+    """As given, or of this machine; or why there are none."""
+    from quantkit.bench import ceilings
+    from quantkit.capacity.roofline import Ceilings
+
+    whose = {name: "measured on this CPU now" if rate is None else "given"
+             for name, rate in (("bandwidth", bandwidth), ("flops", flops))}
+    try:
+        return Ceilings(bandwidth or ceilings.read_bandwidth(),
+                        flops or ceilings.flops(chosen.weights.sample(ceilings.ROWS)), whose)
+    except UsageError as error:
+        return error.why or error.what
+
+
+def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:
+    """What to type now."""
+    at = f" --revision {quote(revision)}" if revision else ""
+    made, served = [], f"{quote(model)}{at}"
+    if (recipe := chosen.weights.recipe) is not None:
+        made, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
+    return [*made, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
+                   f"--max-batch {chosen.asked.concurrency}"]
+
+
+def _flops(text: str) -> float:
+    match = _FLOPS.fullmatch(text.strip())
+    if match is None or not (rate := float(match[1]) * _POWERS[match[2].lower()]):
+        raise UsageError(f"--flops {text!r} is no rate", next="--flops 40T",
+                         why="it is a number above 0 and G, T or P: 10⁹, 10¹², 10¹⁵ operations a second")
+    return rate

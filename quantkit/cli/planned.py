@@ -1,0 +1,174 @@
+"""What ``quantkit plan`` shows: the arithmetic, the roofline, and the combinations beside the chosen one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quantkit.capacity.joint import Combination, front
+from quantkit.capacity.losses import losses
+from quantkit.capacity.roofline import Ceilings, step, turns
+from quantkit.cli.present import human_bytes, table, wrapped
+from quantkit.kv.base import PAGE
+from quantkit.kv.build import build_codings, build_policy
+from quantkit.runtime.buffers import MOST_ROWS
+
+BETTER, WORSE = 3, 5
+"""Combinations shown beside the chosen one: of those that lose less, and of those that need less."""
+_SAID = {"activations": f"of {MOST_ROWS} tokens, between operations",
+         "logits": "of a step, and a copy to sample from",
+         "cos and sin": "of positions, up to twice as many", "page tables": "which page holds what",
+         "runtime": "Python, torch, LLVM"}
+
+
+def facts(chosen: Combination, found: Sequence[Combination], ceilings: Ceilings | str) -> dict[str, Any]:
+    """All of it as plain data; bytes exact."""
+    asked, config, cache = chosen.asked, chosen.weights.config, chosen.found
+    one = None if isinstance(ceilings, str) else step(chosen.weights, cache, ceilings, asked.concurrency)
+    return {
+        "asked": {"context": asked.context, "concurrency": asked.concurrency, "memory_bytes": asked.memory,
+                  "prompt": asked.prompt_tokens},
+        "chosen": chosen.to_dict() | {"unfused": chosen.weights.unfused},
+        "kv": {"layers": cache.layers, "key_heads": cache.heads, "head_dim": config.head_dim,
+               "numbers_per_token": _numbers(chosen), "bytes_per_token": cache.bytes_per_token,
+               "waiting_bytes_per_token": cache.waiting_bytes_per_token, "page_tokens": PAGE,
+               "sequence_bytes": cache.sequence_bytes, "sequence_slots": cache.decoding.slots,
+               "allocated_bytes": cache.allocated_bytes(asked.concurrency),
+               "windows": [window for window in config.sliding_windows if window]},
+        "room": {"sequences": chosen.most_sequences(), "context": chosen.most_context()},
+        "decoding": {"unknown": ceilings} if one is None or isinstance(ceilings, str) else {
+            "bandwidth": ceilings.bandwidth, "flops": ceilings.flops, "ceilings": ceilings.whose,
+            **one.to_dict(), "bound_by_compute_from_batch": turns(chosen.weights, cache, ceilings)},
+        "losses": {"model": losses().model, "weights": losses().weights_measured, "kv": losses().kv_measured},
+        "combinations": [other.to_dict() for other in found]}
+
+
+def lines(model: str, chosen: Combination, found: Sequence[Combination], ceilings: Ceilings | str,
+          left_out: Mapping[str, str]) -> Iterator[str]:
+    """Lines for a terminal, but for the commands to type next."""
+    asked, config = chosen.asked, chosen.weights.config
+    yield wrapped("model", f"{model}: {config.model_type}, {config.num_layers} layers, {config.num_heads} "
+                           f"heads of {config.head_dim} ({config.num_kv_heads} KV)")
+    yield wrapped("asked", f"{_sequences(asked.concurrency)} of {asked.context:,} tokens in "
+                           f"{human_bytes(asked.memory)}")
+    yield wrapped("chosen", f"weights {chosen.weights.name} ({chosen.weights.description.rstrip('.')}), "
+                            f"KV cache {chosen.kv}")
+    yield ""
+    yield from _sum(chosen)
+    yield ""
+    yield wrapped("room", _room(chosen))
+    yield wrapped("decoding", _decoding(chosen, ceilings))
+    for text in _remarks(chosen):
+        yield wrapped("note", text)
+    yield ""
+    yield from _others(chosen, found)
+    if left_out:
+        yield wrapped("left out", "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+
+
+def _sum(chosen: Combination) -> Iterator[str]:
+    """Every term, down to the total."""
+    cache, asked, config = chosen.found, chosen.asked, chosen.weights.config
+    numbers = _numbers(chosen)
+    rows = [("weights", f"{chosen.weights.name}; {human_bytes(chosen.weights.file_bytes)} in files",
+             _mega(chosen.weights.bytes)),
+            ("KV a token", f"{cache.layers} layers × {cache.heads} key heads × 2 × {config.head_dim} × "
+                           f"{8 * cache.bytes_per_token / numbers:.4g} bits", f"{cache.bytes_per_token:,} B")]
+    codings = build_codings(chosen.kv)
+    if cache.waiting_bytes_per_token:
+        rows.append(("  as computed", f"the newest {codings.recent} to {codings.recent + PAGE - 1}"
+                     + (f", the first {codings.first}" if codings.first else ""),
+                     f"{cache.waiting_bytes_per_token:,} B"))
+    rows += [("KV a sequence", f"{cache.decoding.slots:,} tokens at most, in pages of {PAGE}",
+              _mega(cache.sequence_bytes)),
+             ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
+              _mega(chosen.kv_bytes)),
+             ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
+              _mega(chosen.spare_bytes))]
+    rows += [(name, _SAID[name], _mega(size)) for name, size in chosen.scratch.items()]
+    rows += [("total", f"of {_mega(asked.memory)}", _mega(chosen.total)), ("left", "", _mega(chosen.left))]
+    yield table(["what", "how", "bytes"], rows, right=(2,), shrink=1)
+
+
+def _room(chosen: Combination) -> str:
+    asked, config = chosen.asked, chosen.weights.config
+    more, longest = chosen.most_sequences() - asked.concurrency, chosen.most_context()
+    said = [f"{_sequences(more)} more of that length" if more else "no sequence more"]
+    limit = " (the model's own limit)" if longest == config.max_position_embeddings else ""
+    said.append(f"or {_sequences(asked.concurrency)} of up to {longest:,} tokens{limit}")
+    return ", ".join(said)
+
+
+def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
+    if isinstance(ceilings, str):
+        return f"not known what bounds it: {ceilings}; give --bandwidth and --flops"
+    batch = chosen.asked.concurrency
+    one = step(chosen.weights, chosen.found, ceilings, batch)
+    turn = turns(chosen.weights, chosen.found, ceilings)
+    if turn is None:
+        when = "at no batch by compute: a sequence's own keys and values take longer to read than to use"
+    elif turn <= batch:
+        when = f"up to {turn - 1} by memory" if turn > 1 else "at every batch"
+    else:
+        when = f"from {turn:,} sequences on by compute"
+    return (f"bound by {one.bound}: a step of {_sequences(batch)} reads {human_bytes(one.weight_bytes)} of "
+            f"weights and {human_bytes(one.kv_bytes)} of KV, {_seconds(one.memory_s)} at "
+            f"{human_bytes(ceilings.bandwidth)}/s ({ceilings.whose['bandwidth']}), and computes "
+            f"{one.flops / 1e9:,.3g} GFLOP, {_seconds(one.compute_s)} at {ceilings.flops / 1e9:,.4g} GFLOP/s "
+            f"({ceilings.whose['flops']}); {when}. At most {one.tokens_s:,.3g} tokens a second in all")
+
+
+def _remarks(chosen: Combination) -> Iterator[str]:
+    config, policy = chosen.weights.config, build_policy(chosen.kv)
+    if (seen := [window for window in config.sliding_windows if window]):
+        yield (f"{len(seen)} of {config.num_layers} layers see {max(seen):,} tokens only, but the cache "
+               "keeps what is behind a model's own window: all is counted")
+    if chosen.weights.unfused is not None:
+        yield (f"no single program for this model on a CPU (it {chosen.weights.unfused}): packed weights "
+               "are held beside the stored ones, and activations are an estimate")
+    if any(one.row.spec is not None and one.row.spec.kind == "trellis" for one in chosen.weights.layers):
+        yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
+               "slower than these bounds (docs/results.md)")
+    if not policy.keeps_all:
+        yield (f"what {chosen.kv.policy} drops is counted for a prompt of {chosen.asked.prompt_tokens:,} of "
+               f"the {chosen.asked.context:,} tokens (--prompt)")
+
+
+def _others(chosen: Combination, found: Sequence[Combination]) -> Iterator[str]:
+    """The chosen one among those that lose less and don't fit, and those that need less and lose more."""
+    figures = losses()
+    all_of_them = front(found)
+    before = [one for one in all_of_them if one.rank < chosen.rank][-BETTER:]
+    after = [one for one in all_of_them if one.rank > chosen.rank and one.total < chosen.total][:WORSE]
+    rows = [["→" if one is chosen else "", one.weights.name, str(one.kv), _kl(one.weights_kl), _kl(one.kv_kl),
+             _kl(one.kl), f"{one.total / 1e6:,.1f}", f"{one.left / 1e6:,.1f}"]
+            for one in (*before, chosen, *after)]
+    longest = max((1, 2), key=lambda column: max(len(row[column]) for row in rows))
+    yield table(["", "weights", "KV", "KL", "+ KV's", "=", "MB needed", "left"], rows, right=(3, 4, 5, 6, 7),
+                shrink=longest)
+    yield wrapped("", f"KL: nats a token, measured on {figures.model}; on another model the order is a "
+                      "guess. Measured of both at once it is their sum, near enough", 2).lstrip()
+    unknown = sorted({one.weights.name for one in found if one.weights_kl is None and one.weights.recipe}
+                     | {str(one.kv) for one in found if one.kv_kl is None})
+    if unknown:
+        yield wrapped("", f"Never measured, and taken last: {', '.join(unknown)}", 2).lstrip()
+
+
+def _numbers(chosen: Combination) -> int:
+    return 2 * chosen.found.layers * chosen.found.heads * chosen.weights.config.head_dim
+
+
+def _kl(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"
+
+
+def _sequences(count: int) -> str:
+    return f"{count:,} sequence" + ("s" if count != 1 else "")
+
+
+def _mega(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,150 @@
+"""What is predicted of a cache is what it holds after tokens have really been fed to a model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.kv.cache import KVCache
+from quantkit.kv.predict import footprint
+from quantkit.kv.store import Store
+from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import parse_config
+from quantkit.runtime.loader import load
+from quantkit.testing import tiny_model
+
+CHUNK = 128
+SETTINGS = ("none", "int8", "fp8", "int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)",
+            "int8/int4", "rotation(2.5)", "int8(recent=64)", "window(100, sinks=4)", "window(70)+int4",
+            "snapkv(50)+int8", "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)",
+            "tova(64)+rotation(3)")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Two layers, two key heads of 32."""
+    return load(str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")))
+
+
+class Fed:
+    """A cache that real tokens are fed to, and the most bytes that were in use in it at any one time."""
+
+    def __init__(self, loaded, spec, monkeypatch):
+        self.model, self.cache, self.peak = loaded.model, KVCache(loaded.config, spec, loaded.dtype), 0
+        take = Store.reserve
+
+        def reserve(store, held, count):
+            take(store, held, count)
+            self.peak = max(self.peak, self.cache.used_bytes)
+
+        monkeypatch.setattr(Store, "reserve", reserve)
+
+    def prompt(self, count):
+        row = self.cache.add()
+        ids = torch.randint(4, 200, (1, count), generator=torch.Generator().manual_seed(0))
+        for start in range(0, count, CHUNK):
+            stop = min(start + CHUNK, count)
+            batch = self.cache.batch([row], "prefill_end" if stop == count else "prefill")
+            self.model(ids[:, start:stop], cache=batch, last=torch.tensor([stop - start - 1]))
+        return row
+
+    def decode(self, rows, count):
+        for at in range(count):
+            self.model(torch.full((len(rows), 1), 4 + at % 200), cache=self.cache.batch(rows, "decode"))
+
+
+@pytest.mark.parametrize("kv", SETTINGS)
+@pytest.mark.parametrize("prompt, decoded", [(1, 63), (200, 150), (129, 260)])
+@torch.inference_mode()
+def test_what_a_sequence_holds_from_its_prompt_on(loaded, kv, prompt, decoded, monkeypatch):
+    spec = parse_kv(kv)
+    found = footprint(loaded.config, spec, loaded.dtype, prompt + decoded, prompt, CHUNK)
+    fed = Fed(loaded, spec, monkeypatch)
+    row = fed.prompt(prompt)
+    fed.peak = fed.cache.used_bytes
+    fed.decode([row], decoded)
+    assert found.bytes_per_token == fed.cache.bytes_per_token
+    assert found.waiting_bytes_per_token == fed.cache.waiting_bytes_per_token
+    if fed.cache.policy.queries:  # goes operation by operation: a layer has settled before the next one takes
+        assert fed.peak <= found.sequence_bytes <= fed.peak + 2 * sum(found.page_bytes)
+    else:
+        assert fed.peak == found.sequence_bytes
+    assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
+
+
+@pytest.mark.parametrize("kv", SETTINGS)
+@torch.inference_mode()
+def test_what_a_prompt_holds_while_it_comes_in(loaded, kv, monkeypatch):
+    spec = parse_kv(kv)
+    found = footprint(loaded.config, spec, loaded.dtype, 390, 100, CHUNK)
+    fed = Fed(loaded, spec, monkeypatch)
+    fed.prompt(390)
+    most = found.layers * found.heads * found.filling.bytes
+    if fed.cache.policy.queries:
+        assert fed.peak <= most <= fed.peak + found.heads * CHUNK // 64 * sum(found.page_bytes)
+    else:
+        assert fed.peak == most
+    assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int2(recent=100, sinks=70)", "window(100)",
+                                "rotation(3)"])
+@torch.inference_mode()
+def test_the_worst_case_of_three_is_met_to_the_byte(loaded, kv, monkeypatch):
+    """Two that decode together, as long as they may become, and a third whose prompt is as long as that."""
+    spec, length = parse_kv(kv), 400
+    found = footprint(loaded.config, spec, loaded.dtype, length, length // 2, CHUNK)
+    assert found.filling.bytes >= found.decoding.bytes
+    fed = Fed(loaded, spec, monkeypatch)
+    rows = [fed.prompt(length // 2) for _ in range(2)]
+    fed.decode(rows, length // 2)
+    fed.prompt(length)
+    assert fed.peak <= found.used_bytes(3)
+    gone = 2 * (found.sequence_bytes - sum(map(sum, held_bytes(fed.cache, found, rows))) // 2)
+    assert fed.peak + gone == found.used_bytes(3), "but for what the two gave back after their last step"
+    assert fed.cache.allocated_bytes <= found.allocated_bytes(3)
+
+
+def held_bytes(cache, found, rows):
+    """Bytes of the pages of these sequences, by row, then layer."""
+    for row in rows:
+        yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.waiting), found.page_bytes)
+                   for own in kind) for layer in cache.batch([row]).sequences[0].layers]
+
+
+def test_plain_pages_are_arithmetic():
+    """32 layers of 4,096 numbers, key and value, in 16 bits: half a megabyte a token, a gigabyte at 2,000."""
+    config = parse_config({"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+                           "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32})
+    found = footprint(config, parse_kv("none"), torch.float16, 2000, 1000, 512)
+    assert found.bytes_per_token == 2 * 262_144 == 2**19
+    assert found.sequence_bytes == 2048 * 2**19 == 2**30  # whole pages of 64
+    assert found.used_bytes(3) == 3 * 2**30
+    assert 3 * 2**30 <= found.allocated_bytes(3) <= 3 * 2**30 * 9 / 8
+    assert found.moving_bytes(3) == 3 * 2**30 / 32
+
+
+def test_a_models_own_windows_are_not_given_back():
+    """The cache keeps what is behind them: a prediction that forgot it would promise too much."""
+    config = parse_config({"model_type": "mistral", "vocab_size": 320, "hidden_size": 64,
+                           "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "sliding_window": 64})
+    assert config.sliding_windows == (64, 64)
+    windowed = footprint(config, parse_kv("none"), torch.bfloat16, 512, 256, 512)
+    plain = footprint(dataclasses.replace(config, sliding_windows=(None, None)), parse_kv("none"),
+                      torch.bfloat16, 512, 256, 512)
+    assert windowed == plain and windowed.sequence_bytes == 512 * windowed.bytes_per_token
+
+
+@pytest.mark.parametrize("context, prompt", [(1, 1), (64, 1), (65, 64), (100_000, 3), (100_000, 99_999)])
+def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
+    """What is skipped of a long one changes nothing: pages are counted in closed form where there is one."""
+    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+                           "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+                           "num_key_value_heads": 1})
+    found = footprint(config, parse_kv("int8"), torch.bfloat16, context, prompt, 512)
+    assert found.sequence_bytes == -(-context // 64) * 64 * found.bytes_per_token
+    waits = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
+    assert waits.decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
