@@ -142,6 +142,7 @@ class KVPolicy(Frozen):
             ``moments``, for :attr:`Held.future`.
         replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
             the ones that it watches.
+        alike: all heads of all layers keep equally many.
         every: acts every so many decode steps; ``None``: never.
         queries: how many of the last queries' attention weights it wants.
         visible: ``(window, sinks)`` if queries may look only at the first ``sinks`` positions and the
@@ -152,6 +153,7 @@ class KVPolicy(Frozen):
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = None
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
     keeps_all: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
 
     @property
     def every(self) -> int | None:

@@ -17,6 +17,7 @@ from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.pages import most_pages
+from quantkit.kv.replay import LEAD
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
 
@@ -27,14 +28,16 @@ class Most:
 
     Attributes:
         codes, waiting: pages of codes, and of vectors that wait.
-        bytes: of both, at any one time.
+        bytes: of all, at any one time.
         slots: tokens.
+        watched: bytes of what a policy watches.
     """
 
     codes: int = 0
     waiting: int = 0
     bytes: int = 0
     slots: int = 0
+    watched: int = 0
 
     def __or__(self, other: Most) -> Most:
         return Most(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
@@ -83,7 +86,10 @@ class Footprint:
 
     def allocated_bytes(self, count: int) -> int:
         """``KVCache.allocated_bytes``, at most: blocks of pages grow by more than is asked of them."""
-        return self.layers * sum(most_pages(n) * size for n, size in zip(self.pages(count), self.page_bytes))
+        pages = sum(most_pages(n) * size for n, size in zip(self.pages(count), self.page_bytes))
+        one = self.filling | self.decoding
+        watched = (count - 1) * self.decoding.watched + one.watched if count else 0
+        return self.layers * (pages + self.heads * watched)
 
     def moving_bytes(self, count: int) -> int:
         """What is there twice while a layer's block grows or shrinks."""
@@ -115,6 +121,9 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
     filling, _ = _run(cache, context, 0, chunk, nothing)
     _, decoding = _run(cache, prompt, context - prompt, chunk, nothing)
+    if not whole.policy.alike:  # the mean is the same, but each head rounds up to pages by itself
+        filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
+                             for most in (filling, decoding))
     return Footprint(config.num_layers, config.num_kv_heads, whole.bytes_per_token,
                      whole.waiting_bytes_per_token, sizes, filling, decoding)
 
@@ -136,6 +145,11 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
         store.settle(layer)
         if not policy.keeps_all:
             batch._end(0, layer, nothing.expand(-1, count, -1), count)
+        if policy.replays and phase == "prefill_end":
+            during |= _replayed(cache, row, min(prompt, policy.replays + LEAD), chunk)
+            layer.sums = torch.zeros(1, int(layer.lengths[0]))
+            cache.act(0, layer)
+            layer.sums = None
         if phase == "decode":
             decoding |= during
         elif phase is not None:
@@ -146,10 +160,25 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     return filling, decoding
 
 
+def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> Most:
+    """While so many tokens come again behind a sequence, at most."""
+    fork, most = cache.fork(row), Most()
+    for start in range(0, count, chunk):
+        layer = cache.batch([fork], "replay").sequences[0].layers[0]
+        cache.stores[0].allocate(layer, min(chunk, count - start))
+        most |= _now(cache, layer)
+        cache.stores[0].close(layer)
+        cache.stores[0].settle(layer)
+    cache.free([fork])
+    return most
+
+
 def _now(cache: KVCache, layer: HeldLayer) -> Most:
     store = cache.stores[0]
     waiting = 0 if store.waiting is None else store.waiting.used
-    return Most(store.pages.used, waiting, cache.used_bytes, int(layer.lengths[0]))
+    pages = store.pages.used * store.pages.page_bytes
+    pages += 0 if store.waiting is None else waiting * store.waiting.page_bytes
+    return Most(store.pages.used, waiting, cache.used_bytes, int(layer.lengths[0]), cache.used_bytes - pages)
 
 
 def _steps(prompt: int, decoded: int, chunk: int, keeps_all: bool) -> Iterator[tuple[int, Phase | None]]:

@@ -26,6 +26,7 @@ class KVzip(KVPolicy):
     """
 
     name: ClassVar[str] = "kvzip"
+    alike: ClassVar[bool] = False
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "peaks"
     budget: float = Field(gt=0, le=MOST)
