@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from quantkit.errors import UsageError
-
-UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]+)", re.ASCII)
+from quantkit.units import amount, bytes_of
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,13 @@ def parse_budget(text: str) -> Budget:
     Raises:
         UsageError: it is neither, or not above 0.
     """
-    match = _AMOUNT.fullmatch(text.strip().lower())
-    if match is None or not (match[2] == "bpw" or match[2] in UNITS) or not (amount := Fraction(match[1])):
+    found, size = amount(text), bytes_of(text)
+    if found is not None and found[1] == "bpw" and found[0]:
+        return Budget(text.strip(), bits=found[0])
+    if size is None:
         raise UsageError(f"{text!r} is no budget", why="it is a number and a unit: bpw (bits a weight) or "
                          "MB, GB, MiB, GiB (of all tensors)", next="--budget 4.25bpw, or --budget 5GB")
-    if match[2] == "bpw":
-        return Budget(text.strip(), bits=amount)
-    return Budget(text.strip(), bytes=int(amount * UNITS[match[2]]))
+    return Budget(text.strip(), bytes=size)
 
 
 def parse_bytes(text: str, option: str, example: str = "16GB") -> int:
@@ -61,8 +57,7 @@ def parse_bytes(text: str, option: str, example: str = "16GB") -> int:
     Raises:
         UsageError: it is no number with such a unit, or not above 0; ``option`` is named.
     """
-    match = _AMOUNT.fullmatch(text.strip().lower())
-    if match is None or match[2] not in UNITS or not (amount := int(Fraction(match[1]) * UNITS[match[2]])):
+    if (size := bytes_of(text)) is None:
         raise UsageError(f"{option} {text!r} is no size", next=f"{option} {example}",
                          why="it is a number above 0 and a unit: MB, GB, TB (powers of 1000), MiB, GiB, TiB")
-    return amount
+    return size

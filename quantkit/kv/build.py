@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -11,18 +11,37 @@ from quantkit.errors import UsageError, did_you_mean
 from quantkit.kv.base import PAGE, Coding, Codings, KVCodec, KVPolicy
 from quantkit.plugins import registry
 from quantkit.spec import Frozen, KVSpec
+from quantkit.units import bytes_of
 
 Made = TypeVar("Made", bound=Frozen)
 
 
-def build_policy(spec: KVSpec) -> KVPolicy:
+def build_policy(spec: KVSpec, slots: Callable[[KVPolicy, int], int] | None = None) -> KVPolicy:
     """The policy with its options.
 
+    Args:
+        spec: policy and codec.
+        slots: how many slots of each head so many bytes have room for, beside what the policy takes itself;
+            by default a budget in bytes is taken for some number of tokens.
+
     Raises:
-        UsageError: unknown, or an option is unknown, missing or out of range.
+        UsageError: unknown, or an option is unknown, missing or out of range; bytes are too few.
     """
     kind: type[KVPolicy] = registry("kv_policies").get(spec.policy)
-    return _built(kind, KVPolicy, "policy", spec.policy, spec.options, "512")
+
+    def built(options: Mapping[str, object]) -> KVPolicy:
+        return _built(kind, KVPolicy, "policy", spec.policy, options, "512")
+
+    size = bytes_of(given) if isinstance(given := spec.options.get("budget"), str) else None
+    if size is None:
+        return built(spec.options)
+    policy = built({**spec.options, "budget": 4 * PAGE})
+    if slots is None:
+        return policy
+    if (count := slots(policy, size) - policy.beside) < 1:
+        raise UsageError(f"a KV cache of {given} is too small", next="a larger budget, or fewer bits",
+                         why=f"{policy.name!r} has no room for {PAGE} tokens in each layer and head")
+    return built({**spec.options, "budget": count})
 
 
 def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.kv import watch
-from quantkit.kv.base import PAGE, Layout, Phase
+from quantkit.kv.base import PAGE, KVPolicy, Layout, Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.kv.held import HeldLayer, HeldSequence
@@ -59,6 +59,24 @@ class KVCache:
         self.number = next(_numbers)
         self._sequences: dict[int, HeldSequence] = {}
         self._ids = itertools.count()
+        self.policy = build_policy(self.spec, self._slots)
+
+    def _slots(self, policy: KVPolicy, size: int) -> int:
+        """How many tokens a sequence may have in such a cache of so many bytes, in each layer and head."""
+        one, codings = self.stores[0], self.codings
+        size //= self._layers * self.heads
+        page = one.pages.page_bytes
+        if policy.listens("decode"):
+            size -= policy.queries * self.config.num_heads // self.heads * self.config.head_dim * 4
+            page += PAGE * 4 if policy.watches == "sums" else 0
+        slots = 0
+        if one.waiting is not None:  # before a page is encoded, its vectors wait
+            slots = codings.first + codings.recent
+            size -= -(-(slots + PAGE) // PAGE) * one.waiting.page_bytes
+            size -= 2 * page if policy.visible else 0  # of which a part stays
+        # heads that keep more or fewer than others round up to pages each by itself
+        pages = size // page - (0 if policy.alike else 1)
+        return pages * PAGE + slots if pages > 0 else 0
 
     @property
     def pages(self) -> list[Pages]:

@@ -31,6 +31,10 @@ class Window(KVPolicy):
         return PAGE
 
     @property
+    def beside(self) -> int:
+        return self.sinks + PAGE
+
+    @property
     def visible(self) -> tuple[int, int] | None:
         return self.budget, self.sinks
 

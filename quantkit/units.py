@@ -1,0 +1,24 @@
+"""``16GB`` → bytes."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]+)", re.ASCII)
+
+
+def amount(text: str) -> tuple[Fraction, str] | None:
+    """A number and a unit in small letters, ``None`` if that isn't what it is."""
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    return None if match is None else (Fraction(match[1]), match[2])
+
+
+def bytes_of(text: str) -> int | None:
+    """``16GB`` (10⁹) or ``16GiB`` (2³⁰) → bytes; ``None`` if it is no number above 0 with such a unit."""
+    found = amount(text)
+    if found is None or found[1] not in UNITS:
+        return None
+    return int(found[0] * UNITS[found[1]]) or None

@@ -1,0 +1,54 @@
+"""A budget in bytes is what a sequence takes, whatever the codec."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.errors import UsageError
+from quantkit.kv.build import build_policy
+from quantkit.kvspec import parse_kv
+
+POLICIES = ("window(SIZE)", "window(SIZE, sinks=70)", "snapkv(SIZE, window=8)", "pyramidkv(SIZE, window=8)",
+            "adakv(SIZE)", "expected(SIZE)", "tova(SIZE, interval=20)", "h2o(SIZE, interval=20)")
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2(recent=0, sinks=0)", "rotation(3)",
+                                   "int4(recent=100, sinks=70)"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_more_than_that_is_taken_and_not_much_less(feeder, policy, codec):
+    size = 600_000
+    kv = f"{policy.replace('SIZE', '0.6MB')}+{codec}"
+    one = feeder(kv)
+    number = one.cache.add()
+    for phase in ("prefill", "prefill_end"):
+        one.feed([number], [1500], phase)
+    most = one.cache.used_bytes
+    for _ in range(70 if one.cache.policy.every else 0):
+        one.feed([number], [1], "decode")
+        most = max(most, one.cache.used_bytes)
+    if one.cache.policy.listens("prefill") and not one.cache.policy.listens("decode"):
+        most -= one.cache.sequence(number).watched_bytes  # gone with the first token of the answer
+    page = sum(pages.page_bytes for pages in one.cache.stores[0].all)
+    assert size - 4 * page * one.layers * one.kv_heads < most <= size
+
+
+@pytest.mark.parametrize("unit", ["300000B", "300kb", "0.3MB", "292.96875KiB"])
+def test_units(feeder, unit):
+    assert feeder(f"snapkv({unit})").cache.policy == feeder("snapkv(0.3MB)").cache.policy
+
+
+def test_twice_the_bits_half_the_tokens(feeder):
+    budgets = [feeder(f"snapkv(1MB)+{codec}").cache.policy.budget for codec in ("none", "bf16")]
+    assert budgets[0] * 1.9 < budgets[1] < budgets[0] * 2.1
+
+
+@pytest.mark.parametrize("kv", ["snapkv(1kB)", "window(100B)+int8", "h2o(20kB)"])
+def test_too_little_says_so(feeder, kv):
+    with pytest.raises(UsageError, match="too small"):
+        feeder(kv)
+
+
+@pytest.mark.parametrize("kv", ["snapkv(12parsec)", "snapkv(0MB)", "window(many)"])
+def test_what_is_no_size_is_refused_before_there_is_a_cache(kv):
+    with pytest.raises(UsageError, match="can't be made"):
+        build_policy(parse_kv(kv))
