@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,14 +14,14 @@ from quantkit.report.long_grids import Grid, grids
 from quantkit.report.markdown import plain
 from quantkit.report.table import WIDTH, columns, cut, fold
 
-LEAST = 12
-"""Columns that the rows' names have at least."""
+MOST = 36
+"""Columns that the rows' names have at most."""
 
 
 def table(result: LongResult) -> str:
     """For the terminal."""
     out = [cut(f"{result.model} · {result.method}: KV settings at length", WIDTH), ""]
-    for grid in grids(result):
+    for grid in map(_named, grids(result)):
         title = f"── {grid.title} "
         out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
         for part in _fitting(grid):
@@ -79,13 +80,21 @@ def write(result: LongResult, folder: Path) -> list[Path]:
     return [folder / name for name in FILES]
 
 
+def _named(grid: Grid) -> Grid:
+    """The grid with names that leave room for the rest; when a question came stands at their ends."""
+    return dataclasses.replace(grid, rows=tuple((_short(row[0]), *row[1:]) for row in grid.rows))
+
+
+def _short(name: str) -> str:
+    return name if columns(name) <= MOST else cut(name, MOST - 9) + name[-9:]
+
+
 def _fitting(grid: Grid) -> Iterator[Grid]:
     """The grid in parts that are narrow enough, each with the rows' names."""
     widths = _widths(grid)
-    first = max(LEAST, widths[0])
     start = 1
     while start < len(widths):
-        end, used = start, first
+        end, used = start, widths[0]
         while end < len(widths) and (end == start or used + 2 + widths[end] <= WIDTH):
             used += 2 + widths[end]
             end += 1
@@ -96,12 +105,9 @@ def _fitting(grid: Grid) -> Iterator[Grid]:
 
 def _lines(grid: Grid) -> Iterator[str]:
     widths = _widths(grid)
-    # what doesn't fit even alone is cut: names at their ends, for they begin with the setting
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    for row in (grid.heads, *grid.rows):
-        name = cut(row[0], widths[0])
-        cells = (" " * (width - columns(cell)) + cell for cell, width in zip(row[1:], widths[1:]))
-        yield cut("  ".join((name + " " * (widths[0] - columns(name)), *cells)).rstrip(), WIDTH)
+    for name, *cells in (grid.heads, *grid.rows):
+        right = (" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths[1:]))
+        yield cut("  ".join((name + " " * (widths[0] - columns(name)), *right)).rstrip(), WIDTH)
 
 
 def _widths(grid: Grid) -> list[int]:

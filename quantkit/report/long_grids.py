@@ -62,11 +62,18 @@ def _memory(result: LongResult) -> Grid:
     heads = ["setting", "KV/token", *(f"KV {length}" for length in lengths)]
     rows = [[one.label, kilobytes(one.bytes_per_token),
              *(megabytes(one.bytes.get(length)) for length in lengths)] for one in result.variants]
+    read = any(one.text_bytes is not None for one in result.variants)
+    if read:
+        heads.append("KV text")
+        for row, one in zip(rows, result.variants):
+            row.append(megabytes(one.text_bytes))
     if speeds:
         heads.append("decode tok/s")
         for row, one in zip(rows, result.variants):
             row.append(speeds.get(one.kv, "–"))
     notes = ["bytes of the pages held when a prompt of so many tokens was read"] if lengths else []
+    if read:
+        notes.append(f"KV text: allocated at the end of {max(result.protocol.lengths)} tokens by position")
     if any(one.when for one in result.variants):
         notes.append("known: the question is in the prompt at whose end the policy acts; later: it comes "
                      "when the policy has acted (query-agnostic)")

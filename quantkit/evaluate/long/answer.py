@@ -97,7 +97,8 @@ class Reader:
             shared = cache.used_bytes if len(whens) > 1 else 0
             own = cache.fork(row) if len(whens) > 1 else row
             prefill(loaded, cache, own, context[last:], ends=when == "later")
-            held, answers = cache.used_bytes - shared, []
+            held = cache.used_bytes - shared
+            answers: list[Answer] = []
             for question in item.questions:
                 answer, asked = self._ask(cache, own, question, when)
                 held = asked if when == "known" and not answers else held

@@ -114,15 +114,17 @@ class Variant:
 
     Attributes:
         kv: the setting; the first of all is the full cache.
-        when: ``None`` where nothing is ever dropped: it makes no difference.
+        when: ``None`` where nothing is ever dropped, or nothing was asked: it makes no difference.
         bytes_per_token: of codes and scales, all layers and heads.
         bytes: by length, of what the cache held at a prompt's end, at most.
+        text_bytes: allocated when a text by position was all there.
     """
 
     kv: str
     when: When | None
     bytes_per_token: int
     bytes: dict[int, int] = field(default_factory=dict)
+    text_bytes: int | None = None
 
     @property
     def label(self) -> str:

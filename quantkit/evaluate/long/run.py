@@ -105,15 +105,19 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent)
     each += prompts.numel() + len(prompts) * settings.new_tokens
     fed = _Fed(progress, each * len(specs))
     readers = [Reader(loaded, kv) for kv in specs]
+    whens: Sequence[When | None] = settings.questions if items else (None,)
     result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
-        variant for reader in readers for variant in _variants(reader, settings.questions)])
+        variant for reader in readers for variant in _variants(reader, whens)])
     for item_number, item in enumerate(items):
         for reader in readers:
             result.replies += _ask(result, reader, item, item_number, settings.questions,
                                    fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
     if POSITIONS in settings.tasks:
-        result.buckets, _ = by_position(loaded, specs, windows, settings.prompt, edges,
-                                        lambda count, kv: fed.to(f"positions kv {kv}")(count))
+        result.buckets, held = by_position(loaded, specs, windows, settings.prompt, edges,
+                                           lambda count, kv: fed.to(f"positions kv {kv}")(count))
+        for kv, count in zip(specs, held):
+            for variant in result.variants:
+                variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
     if GENERATED in settings.tasks:
         result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
                                 lambda count, kv: fed.to(f"generated kv {kv}")(count))
@@ -143,10 +147,10 @@ def _items(loaded: LoadedModel, settings: LongSettings, text: Text) -> list[Item
                                    samples=settings.samples, seed=settings.seed, chat=settings.chat)]
 
 
-def _variants(reader: Reader, questions: Sequence[When]) -> list[Variant]:
+def _variants(reader: Reader, questions: Sequence[When | None]) -> list[Variant]:
     cache = KVCache(reader.loaded.config, reader.kv, reader.loaded.dtype, reader.loaded.model.device)
-    whens: Sequence[When | None] = questions if reader.policy_acts else (None,)
-    return [Variant(str(reader.kv), when, cache.bytes_per_token) for when in whens]
+    return [Variant(str(reader.kv), when, cache.bytes_per_token)
+            for when in (questions if reader.policy_acts else (None,))]
 
 
 def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions: Sequence[When],
