@@ -15,8 +15,9 @@ from quantkit.errors import UsageError
 
 KEYS = 4
 """Needles of different keys that a context of ``multikey`` has at least."""
-CHAINS, HOPS = 2, 2
-"""Chains of variables in a context, and how often a value is passed on in each."""
+CHAINS, HOPS = 4, 2
+"""Chains of variables in a context, and how often a value is passed on in each. A model that names any code
+of the text is right once in four: well below what counts as solved."""
 _PLACES = (
     "Oslo", "Lima", "Cairo", "Dublin", "Havana", "Lisbon", "Nairobi", "Quito", "Riga", "Seoul", "Tunis",
     "Vienna", "Warsaw", "Zagreb", "Athens", "Berlin", "Dakar", "Geneva", "Hanoi", "Jakarta", "Kyiv", "London",
