@@ -119,8 +119,8 @@ def _against(result: LongResult, task: str) -> Grid:
     return Grid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                 tuple(rows),
                 ("of the cells that the full cache solves: right answers kept, wrong ones righted, McNemar's "
-                 "exact p, mean change of the right answer's log-probability (nats an answer, bootstrap over "
-                 "contexts)",)
+                 "exact p (as if questions about one context were independent), mean change of the right "
+                 "answer's log-probability (nats an answer, bootstrap over contexts)",)
                 if rows else ())
 
 

@@ -36,7 +36,8 @@ class Paired:
         full, own: how many each answered.
         lost: the full cache answered, the setting didn't; ``gained``: the other way round.
         p: of McNemar's exact test, two-sided: how often chance alone divides ``lost + gained`` so
-            unevenly or more. https://doi.org/10.1007/BF02295996
+            unevenly or more. It takes questions for independent, which those about one context aren't: with
+            few contexts it is too small. https://doi.org/10.1007/BF02295996
         change: mean change of the right answer's log-probability in nats, 95% by a bootstrap over contexts.
     """
 
