@@ -106,6 +106,7 @@ def register_commands(register: Register) -> None:
         ("quantize", "Quantize a model by a recipe into a checkpoint."),
         ("export", "Pack a checkpoint anew in another layout, exactly."),
         ("eval", "Compare models: perplexity, KL, top-1, speed and memory."),
+        ("eval-long", "Compare KV cache settings at length: retrieval, positions, generated text."),
         ("generate", "Generate text from a model or a checkpoint."),
         ("serve-local", "Serve a model on this machine: OpenAI's API and a page to chat."),
         ("inspect", "Show what a model or checkpoint holds, layer by layer."),

@@ -90,4 +90,4 @@ def on_layer_quantized(name: str, row: dict[str, Any]) -> None:
 
 @hookspec
 def on_run_finished(kind: str, summary: dict[str, Any]) -> None:
-    """A ``quantize`` or ``eval`` run ended; ``summary`` is what ``--json`` prints."""
+    """A ``quantize``, ``eval`` or ``eval-long`` run ended; ``summary`` is what ``--json`` prints."""

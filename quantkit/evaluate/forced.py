@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quantkit.evaluate.feed import prefill
 from quantkit.kv.cache import KVCache
-from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
@@ -46,11 +46,7 @@ class Forced:
         if cache.policy.every and cache.policy.every % step:
             step = 1
         ids, found = window[None].to(model.device), []
-        for start in range(0, self._prompt, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, self._prompt)
-            batch = cache.batch([row], "prefill_end" if stop == self._prompt else "prefill")
-            model(ids[:, start:stop], cache=batch,
-                  last=torch.zeros(1, dtype=torch.int64, device=model.device))
+        prefill(self.loaded, cache, row, window[:self._prompt].tolist())
         for start in range(self._prompt, end, step):
             stop = min(start + step, end)
             batch = cache.batch([row], "decode")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.evaluate.feed import prefill
 from quantkit.kv.cache import KVCache
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
@@ -203,7 +203,7 @@ class Scorer:
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         for context in sorted(contexts, key=lambda ids: (-len(ids), ids)):
             row = cache.add(len(context) + max(map(len, contexts[context])))
-            first = self._prompt(cache, row, context)
+            first = prefill(self.loaded, cache, row, context)
             forced = sorted(contexts[context])
             for start in range(0, len(forced), DECODE_ROWS):
                 some = [_Forced(ids, first) for ids in forced[start:start + DECODE_ROWS]]
@@ -216,17 +216,6 @@ class Scorer:
                                                   fed.greedy and int(best) == token)
                 done(sum(len(contexts[context][fed.ids]) for fed in some))
             cache.free([row])
-
-    def _prompt(self, cache: KVCache, row: int, context: Tokens) -> torch.Tensor:
-        """Read a context in chunks; logits ``[1, vocab]`` after its last token."""
-        device, logits = self.loaded.model.device, torch.empty(0)
-        for start in range(0, len(context), PREFILL_CHUNK):
-            chunk = context[start:start + PREFILL_CHUNK]
-            end = start + len(chunk) == len(context)
-            batch = cache.batch([row], "prefill_end" if end else "prefill")
-            logits = self.loaded.model(torch.tensor([chunk], device=device), cache=batch,
-                                       last=torch.tensor([len(chunk) - 1], device=device))
-        return logits
 
     def _decode(self, cache: KVCache, row: int, forced: Sequence[_Forced]) -> None:
         """Feed each of these after what ``row`` holds, all of them side by side."""

@@ -43,8 +43,8 @@ def render(result: EvalResult) -> str:
     out += _tasks(result)
     out += _exact(result)
     for text in result.protocol.lines():
-        out += _fold(text)
-    out += _fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
+        out += fold(text)
+    out += fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
                  "below each value: 95% bootstrap over windows, or the range of the timed runs")
     return "\n".join(out) + "\n"
 
@@ -73,7 +73,7 @@ def _tasks(result: EvalResult) -> list[str]:
     rows, names = result.rows, short_names(result.rows)
     for task in task_names(rows):
         title = f"── {task.replace('/', ' · ')} "
-        out.append(_cut(title + "─" * (62 - _columns(title)), WIDTH))
+        out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
         first = rows[0].metrics.get(task)
         for name, row in zip(names, rows):
             found = row.metrics.get(task)
@@ -92,13 +92,13 @@ def _exact(result: EvalResult) -> list[str]:
     if floor is None:
         return []
     title = "── KL from the reference in float32 arithmetic "
-    out = [title + "─" * (62 - _columns(title))]
+    out = [title + "─" * (62 - columns(title))]
     for name, row in zip(short_names(result.rows), result.rows):
         found = row.metrics.get(EXACT)
         value, span = spread(found)
         change = "" if found is None or row is result.rows[0] else f"{found.value - floor.value:+.5f}"
         out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
-    return [*out, *_fold("The first of these is the noise floor: the reference's own arithmetic. "
+    return [*out, *fold("The first of these is the noise floor: the reference's own arithmetic. "
                          "The last column is what others are above it."), ""]
 
 
@@ -111,33 +111,35 @@ def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> l
 
 def _rule(name: str, method: str, total: int) -> str:
     """A line across the table with the model's name, cut on the left, and what was done to it."""
-    method = _cut(method, total // 2)
-    name = _cut(name, total - _columns(method) - 8, tail=True)
+    method = cut(method, total // 2)
+    name = cut(name, total - columns(method) - 8, tail=True)
     text = f"── {name} · {method} "
-    return text + "─" * (total - _columns(text))
+    return text + "─" * (total - columns(text))
 
 
-def _cut(text: str, room: int, tail: bool = False) -> str:
+def cut(text: str, room: int, tail: bool = False) -> str:
+    """At most so many columns of a text, harmless for a terminal; ``tail``: its end."""
     text = "".join(c if c.isprintable() else "?" for c in text)
-    if _columns(text) <= room:
+    if columns(text) <= room:
         return text
-    while _columns(text) > room - 1:
+    while columns(text) > room - 1:
         text = text[1:] if tail else text[:-1]
     return f"…{text}" if tail else f"{text}…"
 
 
 def _left(text: str, room: int) -> str:
     """Cut on the left, and filled up on the right."""
-    text = _cut(text, room, tail=True)
-    return text + " " * (room - _columns(text))
+    text = cut(text, room, tail=True)
+    return text + " " * (room - columns(text))
 
 
-def _columns(text: str) -> int:
+def columns(text: str) -> int:
     """Columns of a terminal: two for a wide character, none for a combining one."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _fold(text: str) -> list[str]:
+def fold(text: str) -> list[str]:
+    """Lines of at most :data:`WIDTH` columns."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.evaluate import scoring
+from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.scoring import Request, Scorer
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
@@ -175,8 +177,7 @@ def test_through_a_cache_neither_batch_nor_order_matter(exact):
 
 def test_a_context_is_read_once(exact, monkeypatch):
     scorer, read = Scorer(exact, parse_kv("int8")), []
-    plain = scorer._prompt
-    monkeypatch.setattr(scorer, "_prompt",
-                        lambda cache, row, context: read.append(context) or plain(cache, row, context))
+    monkeypatch.setattr(scoring, "prefill",
+                        lambda loaded, cache, row, ids: read.append(ids) or prefill(loaded, cache, row, ids))
     scorer.score([Request((5, 6, 7), (token, 9)) for token in range(10, 50)] + [Request((5, 6), (4,))])
     assert read == [(5, 6, 7), (5, 6)]

@@ -1,0 +1,83 @@
+"""``quantkit eval-long MODEL``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rich_click as click
+
+from quantkit.cli.present import note
+from quantkit.cli.progress import Progress
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.long.answer import When
+
+_DEFAULT = "passkey,needle,multikey,variables,positions,generated"
+
+
+@click.command("eval-long")
+@click.argument("model")
+@click.option("--kv", multiple=True, metavar="LIST",
+              help='KV settings to compare with the full cache: int8,"snapkv(0.5)+int4". (The model\'s own.)')
+@click.option("--tasks", metavar="LIST", default=_DEFAULT, show_default=True, help="What is measured.")
+@click.option("--lengths", metavar="LIST", default="1024,2048,4096", show_default=True,
+              help="Tokens of a prompt with its question and answer; positions are counted between them.")
+@click.option("--depths", type=click.IntRange(min=1), default=5, show_default=True,
+              help="Places from the beginning to the end where an answer stands.")
+@click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True,
+              help="Contexts for each length (and depth), and texts that are read and generated.")
+@click.option("--question", type=click.Choice(["both", "known", "later"]), default="both", show_default=True,
+              help="Whether policies act at the end of a prompt with the question, or before it comes.")
+@click.option("--text", metavar="FILE", default="builtin", show_default=True,
+              help="UTF-8 text to read and to hide things in, or hf://datasets/OWNER/NAME/FILE@REVISION.")
+@click.option("--filler", is_flag=True, help="Hide things in generated sentences instead.")
+@click.option("--chat", is_flag=True, help="Ask by the chat template; else the user's text is continued.")
+@click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True,
+              help="By position and generated: tokens of a text that are its prompt.")
+@click.option("--new-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
+              help="Tokens that are generated.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Of names, numbers, places and hay.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+              help="Of activations; auto is the model's own.")
+@click.option("--revision", help="Branch, tag or commit of a model on the hub.")
+@click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Also write report.md and results.json there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: int, samples: int,
+            question: str, text: str, filler: bool, chat: bool, prompt: int, new_tokens: int, seed: int,
+            dtype: str, revision: str | None, out: Path | None, quiet: bool, as_json: bool) -> None:
+    """Compare ways to keep the KV cache at length.
+
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first: what
+    it can't answer says nothing about the others.
+    """
+    from quantkit.evaluate.forced import split_settings
+    from quantkit.evaluate.long.run import LongSettings, evaluate_long
+    from quantkit.kvspec import parse_kv
+    from quantkit.report import long
+
+    whens: dict[str, tuple[When, ...]] = {"both": ("known", "later"), "known": ("known",),
+                                          "later": ("later",)}
+    settings = LongSettings(
+        kv=tuple(parse_kv(one) for given in kv for one in split_settings(given)),
+        tasks=tuple(name.strip() for name in tasks.split(",")), lengths=_whole(lengths), depths=depths,
+        samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
+        new_tokens=new_tokens, seed=seed, dtype=dtype, revision=revision)
+    with Progress("evaluating", quiet) as progress:
+        result = evaluate_long(model, settings, progress)
+    click.echo(long.as_json(result) if as_json else long.table(result), nl=False)
+    if out is not None:
+        for path in long.write(result, out):
+            note(f"wrote {path}")
+
+
+def _whole(lengths: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in lengths.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"--lengths {lengths} can't be read", next="--lengths 1024,2048,4096",
+                         why="they are whole numbers, separated by commas")
+    return tuple(map(int, parts))

@@ -1,0 +1,76 @@
+"""The model calls of serving, for those who score: a prompt in chunks, then forced tokens as if generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.kv.cache import KVCache
+from quantkit.ops.sampling import greedy
+from quantkit.runtime.engine import PREFILL_CHUNK
+from quantkit.runtime.loader import LoadedModel
+
+MOST = 256
+"""Forced tokens at once, at most."""
+
+
+def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *,
+            ends: bool = True) -> torch.Tensor:
+    """Read prompt tokens in the engine's chunks.
+
+    Args:
+        loaded: the model.
+        cache: with the sequence ``row``.
+        row: the sequence.
+        ids: at least one token.
+        ends: the prompt ends here, and policies act; else more of it follows.
+
+    Returns:
+        Logits ``[1, vocab]`` after the last token.
+    """
+    device, logits = loaded.model.device, torch.empty(0)
+    for start in range(0, len(ids), PREFILL_CHUNK):
+        chunk = ids[start:start + PREFILL_CHUNK]
+        last = ends and start + len(chunk) == len(ids)
+        batch = cache.batch([row], "prefill_end" if last else "prefill")
+        logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
+                              last=torch.tensor([len(chunk) - 1], device=device))
+    return logits
+
+
+def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], done: int = 0) -> torch.Tensor:
+    """Feed tokens as if they had been generated; every query reads what decoding reads.
+
+    Tokens go together between two actions of the policy, which changes nothing but the speed.
+
+    Args:
+        loaded, cache, row: as for :func:`prefill`.
+        ids: at least one token.
+        done: tokens that were decoded or forced after the prompt before.
+
+    Returns:
+        Logits ``[n, vocab]``, each after one of the tokens.
+    """
+    every, found, start = cache.policy.every, [], 0
+    while start < len(ids):
+        room = MOST if every is None else min(MOST, every - (done + start) % every)
+        chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
+        found.append(loaded.model(chunk, cache=cache.batch([row], "decode"))[0])
+        start += room
+    return torch.cat(found)
+
+
+def likeliest(loaded: LoadedModel, logits: torch.Tensor) -> int:
+    """Greedy decoding's token for ``logits [vocab]``. Raises QuantkitError if they aren't finite."""
+    found = greedy(finite(loaded, logits))
+    return int(logits.argmax()) if found is None else found
+
+
+def finite(loaded: LoadedModel, logits: torch.Tensor) -> torch.Tensor:
+    """``logits`` as they are. Raises QuantkitError if one is NaN or +∞."""
+    if not (logits < torch.inf).all():
+        raise QuantkitError(f"{loaded.uri} gives logits that are not finite", next="--dtype float32",
+                            why="its weights are damaged, or its activations outgrow its dtype")
+    return logits

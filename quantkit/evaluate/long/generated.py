@@ -1,0 +1,95 @@
+"""Error by generated length: what decoding adds to a cache is made from what a compressed cache gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.evaluate.feed import finite, force, likeliest, prefill
+from quantkit.evaluate.long.positions import Bucket, Tally
+from quantkit.kv.cache import KVCache
+from quantkit.runtime.loader import LoadedModel
+from quantkit.spec import KVSpec
+
+FIRST = 16
+"""The first bucket's end; each of the others ends where four times as much was generated."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One setting on texts that the full cache generated.
+
+    Attributes:
+        kv: the setting.
+        buckets: by generated position: ``low`` tokens were generated before.
+        differs: by sample, after how many equal tokens greedy generation differs from the full cache's;
+            ``None``: it doesn't, as far as was generated.
+        decode_tok_s: tokens a second, one at a time.
+    """
+
+    kv: str
+    buckets: tuple[Bucket, ...]
+    differs: tuple[int | None, ...]
+    decode_tok_s: float
+
+
+def steps_of(tokens: int) -> list[int]:
+    """Where buckets of generated text begin and end: 0, 16, 64, 256, …, ``tokens``."""
+    edges, end = [0], FIRST
+    while end < tokens:
+        edges.append(end)
+        end *= 4
+    return [*edges, tokens]
+
+
+@torch.inference_mode()
+def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tensor, tokens: int,
+            fed: Callable[[int, str], None] = lambda count, kv: None) -> list[Drift]:
+    """Generate greedily with the full cache, then force every setting along the same text, token by token.
+
+    Until a setting's likeliest token first is another than the full cache's, both have read the same: so the
+    first disagreement is also where greedy generation would part. An end of sequence ends nothing here.
+
+    Args:
+        loaded: the model.
+        settings: the full cache first: it writes the text.
+        prompts: int64 ``[n, T]``.
+        tokens: how many are generated.
+        fed: told how many tokens went through a setting.
+
+    Raises:
+        QuantkitError: the model's output is not finite.
+    """
+    edges = steps_of(tokens)
+    tallies, seconds = [Tally(edges) for _ in settings], [0.0] * len(settings)
+    differs: list[list[int | None]] = [[] for _ in settings]
+    for prompt in prompts:
+        written: list[int] = []
+        truth: list[torch.Tensor] = []
+        for index, kv in enumerate(settings):
+            cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
+            row = cache.add(len(prompt) + tokens)
+            logits = prefill(loaded, cache, row, prompt.tolist())
+            fed(len(prompt), str(kv))
+            first: int | None = None
+            for step in range(tokens):
+                if step:
+                    begun = time.perf_counter()
+                    logits = force(loaded, cache, row, written[step - 1:step], step - 1)
+                    seconds[index] += time.perf_counter() - begun
+                own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
+                if index == 0:
+                    written.append(best)
+                    truth.append(own)
+                elif first is None and best != written[step]:
+                    first = step
+                tallies[index].add(step, truth[step], own, torch.tensor(written[step:step + 1]))
+            fed(tokens, str(kv))
+            differs[index].append(first)
+            tallies[index].close()
+    count = (tokens - 1) * len(prompts)
+    return [Drift(str(kv), tuple(tally.buckets(str(kv))), tuple(first), count / spent if spent else 0.0)
+            for kv, tally, first, spent in zip(settings, tallies, differs, seconds)]

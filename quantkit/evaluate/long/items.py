@@ -1,0 +1,153 @@
+"""Drafts → token ids of exactly the length that was asked for."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.errors import UsageError
+from quantkit.evaluate.long.hay import Filler, Hay, bale
+from quantkit.evaluate.long.tasks import TASKS, Asked, Draft
+from quantkit.text.tokenizer import Tokenizer
+
+MARK = "\u2402here the text stands\u2403"
+"""Where a chat template is cut in two."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a context, in tokens.
+
+    Attributes:
+        ids: follow the context, up to where the answer begins.
+        answer: the ids of the right answer.
+        text: the right answer.
+        depth, hops: see :class:`~quantkit.evaluate.long.tasks.Asked`.
+    """
+
+    ids: tuple[int, ...]
+    answer: tuple[int, ...]
+    text: str
+    depth: float | None
+    hops: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context and its questions.
+
+    Attributes:
+        task: its name.
+        length: tokens of the context with the longest question and answer, exactly.
+        sample: its number among those of the same task and length.
+        context: ids.
+        questions: at least one.
+    """
+
+    task: str
+    length: int
+    sample: int
+    context: tuple[int, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around a text, by the model's chat template if it has one.
+
+    Attributes:
+        before: ids before it.
+        between: what ends the user's turn and begins the answer; ``None``: the turn isn't ended, the text is
+            simply continued, which the smallest models are best at.
+    """
+
+    before: tuple[int, ...]
+    between: str | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, chat: bool) -> Frame:
+        """The frame of a model: within a user's turn, where it has a chat template.
+
+        Raises:
+            SourceError: ``chat``, and the model has no chat template.
+            UsageError: ``chat``, and its template changes what a user says.
+        """
+        if not chat and not tokenizer.has_chat:
+            return cls(tuple(tokenizer.encode("", special=True)), None)
+        parts = tokenizer.chat_text([{"role": "user", "content": MARK}]).split(MARK)
+        if chat and len(parts) != 2:
+            raise UsageError("the model's chat template doesn't keep a message as it is",
+                             why=f"it has the user's text {len(parts) - 1} times", next="leave out --chat")
+        return cls(tuple(tokenizer.encode(parts[0], special=False)), parts[1] if chat else None)
+
+
+def depths_of(count: int) -> tuple[float, ...]:
+    """So many places from the beginning to the end, evenly; a single one is the middle."""
+    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
+
+
+def make_items(tokenizer: Tokenizer, task: str, hay: Hay, *, length: int, depths: int, samples: int,
+               seed: int = 0, chat: bool = False) -> list[Item]:
+    """The contexts of one task at one length.
+
+    Args:
+        tokenizer: the model's: lengths are in its tokens.
+        task: one of :data:`~quantkit.evaluate.long.tasks.TASKS`.
+        hay: what things are hidden in, unless the task generates its own.
+        length: tokens of a context with the longest question and answer.
+        depths: places, see :func:`depths_of`.
+        samples: so many times, with other names, numbers and hay.
+        seed: the same seed gives the same items.
+        chat: ask by the model's chat template.
+
+    Raises:
+        UsageError: the length is too short for what is hidden, or the text for the length.
+        SourceError: the model has no chat template to ask by.
+    """
+    frame, found = Frame.of(tokenizer, chat), []
+    for sample in range(samples):
+        # what is drawn at one length doesn't depend on which others are asked for
+        chance = random.Random(f"{seed} {task} {length} {sample}")
+        for draft in TASKS[task].drafts(depths_of(depths), chance):
+            source = Filler() if TASKS[task].filler else hay
+            found.append(_item(tokenizer, frame, draft, source, (task, length, sample), chance))
+    return found
+
+
+def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple[str, int, int],
+          chance: random.Random) -> Item:
+    task, length, sample = key
+    intro = tokenizer.encode(f"{draft.intro}\n\n", special=False)
+    questions = tuple(_question(tokenizer, frame, one) for one in draft.asked)
+    hidden = [(depth, tokenizer.encode(f" {text}", special=False)) for depth, text in draft.hidden]
+    fixed = len(frame.before) + len(intro) + sum(len(ids) for _, ids in hidden)
+    fixed += max(len(one.ids) + len(one.answer) for one in questions)
+    if fixed >= length:
+        raise UsageError(f"{length} tokens are too few for {task}", next=f"--lengths {2 * fixed}",
+                         why=f"what is hidden and asked takes {fixed}")
+    straw = bale(hay, tokenizer, length - fixed, chance)
+    context = [*frame.before, *intro]
+    done = 0
+    for depth, ids in hidden:
+        place = _nearest(straw.starts, depth * len(straw.ids))
+        context += (*straw.ids[done:place], *ids)
+        done = place
+    context += straw.ids[done:]
+    return Item(task, length, sample, tuple(context), questions)
+
+
+def _nearest(starts: Sequence[int], place: float) -> int:
+    """The sentence that begins nearest to a place: nothing is put into the middle of one."""
+    right = bisect_left(starts, place)
+    return min(starts[max(0, right - 1):right + 1], key=lambda start: abs(start - place))
+
+
+def _question(tokenizer: Tokenizer, frame: Frame, asked: Asked) -> Question:
+    text = f"\n\n{asked.lead}" if frame.between is None else f"\n\n{asked.ask}{frame.between}{asked.lead}"
+    ids, whole = (tokenizer.encode(part, special=False) for part in (text, f"{text} {asked.answer}"))
+    # some tokenizers write a text's first space otherwise than one within it
+    answer = whole[len(ids):] if whole[:len(ids)] == ids else tokenizer.encode(
+        f" {asked.answer}", special=False)
+    return Question(tuple(ids), tuple(answer), asked.answer, asked.depth, asked.hops)

@@ -1,0 +1,73 @@
+"""The same questions, asked with a full cache and with a setting: what was lost, and whether it is chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluate.metrics import Interval, Metric
+
+CHANGE = Metric("logprob_change", lambda reference, candidate, targets: candidate - reference)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One question with both.
+
+    Attributes:
+        context: which context it is about: questions that share one aren't independent.
+        full, own: whether the full cache's, the setting's answer was right.
+        change: log-probability of the right answer, the setting's less the full cache's, in nats.
+    """
+
+    context: object
+    full: bool
+    own: bool
+    change: float
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A setting against the full cache.
+
+    Attributes:
+        asked: questions.
+        full, own: how many each answered.
+        lost: the full cache answered, the setting didn't; ``gained``: the other way round.
+        p: of McNemar's exact test, two-sided: how often chance alone divides ``lost + gained`` so
+            unevenly or more. It takes questions for independent, which those about one context aren't: with
+            few contexts it is too small. https://doi.org/10.1007/BF02295996
+        change: mean change of the right answer's log-probability in nats, 95% by a bootstrap over contexts.
+    """
+
+    asked: int
+    full: int
+    own: int
+    lost: int
+    gained: int
+    p: float
+    change: Interval
+
+
+def compare(pairs: Sequence[Pair]) -> Paired:
+    """Count pairs and test their difference.
+
+    Raises:
+        ValueError: no pairs.
+    """
+    lost = sum(one.full and not one.own for one in pairs)
+    gained = sum(one.own and not one.full for one in pairs)
+    contexts: dict[object, list[float]] = {}
+    for one in pairs:
+        contexts.setdefault(one.context, []).append(one.change)
+    means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
+    return Paired(len(pairs), sum(one.full for one in pairs), sum(one.own for one in pairs), lost, gained,
+                  mcnemar(lost, gained), CHANGE.summarize(means))
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Two-sided exact p of so many discordant pairs; 1 if there are none."""
+    total = lost + gained
+    tail = sum(math.comb(total, count) for count in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2 ** total)

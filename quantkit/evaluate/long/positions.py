@@ -1,0 +1,127 @@
+"""Perplexity, KL and top-1 by position: what a setting costs as a text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import UsageError
+from quantkit.evaluate.feed import MOST, finite, force, prefill
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval
+from quantkit.kv.cache import KVCache
+from quantkit.runtime.loader import LoadedModel
+from quantkit.spec import KVSpec
+
+METRICS = (PERPLEXITY, KL, TOP1)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One setting over a range of positions.
+
+    Attributes:
+        kv: the setting.
+        low, high: the queries that were scored: ``low ≤ tokens before the query < high``.
+        values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals over
+            windows.
+    """
+
+    kv: str
+    low: int
+    high: int
+    values: dict[str, Interval]
+
+
+class Tally:
+    """Sums scores by bucket; a mean a bucket and window."""
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges = tuple(edges)
+        self._means: list[list[list[float]]] = [[[] for _ in METRICS] for _ in self.edges[1:]]
+        self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
+
+    def add(self, at: int, reference: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> None:
+        """Score ``reference``'s and ``own`` log-probabilities float32 ``[T, vocab]`` of queries from position
+        ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
+        scores = [metric.score(reference, own, targets).double() for metric in METRICS]
+        for sums, low, high in zip(self._sums, self.edges, self.edges[1:]):
+            part = slice(max(0, low - at), max(0, high - at))
+            for index, score in enumerate(scores):
+                sums[index] += float(score[part].sum())
+
+    def close(self) -> None:
+        """A window is over."""
+        for means, sums, low, high in zip(self._means, self._sums, self.edges, self.edges[1:]):
+            for mean, total in zip(means, sums):
+                mean.append(total / (high - low))
+        self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
+
+    def buckets(self, kv: str) -> list[Bucket]:
+        """What was found."""
+        return [Bucket(kv, low, high, {metric.name: metric.summarize(mean)
+                                       for metric, mean in zip(METRICS, means)})
+                for low, high, means in zip(self.edges, self.edges[1:], self._means)]
+
+
+def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
+    """Where buckets begin and end: behind the prompt, then at every length; the last query of a window
+    predicts nothing that is known.
+
+    Raises:
+        UsageError: nothing lies behind the prompt.
+    """
+    ends = sorted(length for length in lengths if length > prompt + 1)
+    if not ends:
+        raise UsageError(f"a prompt of {prompt} tokens leaves nothing to score",
+                         why=f"the longest text has {max(lengths)}", next="give a smaller --prompt")
+    return [prompt, *ends[:-1], ends[-1] - 1]
+
+
+@torch.inference_mode()
+def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
+                edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
+                ) -> tuple[list[Bucket], list[int]]:
+    """Teacher-force texts through every setting, side by side, and score them by position.
+
+    A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
+    generated. All settings are kept at once, so that no window's logits are.
+
+    Args:
+        loaded: the model.
+        settings: the full cache first: it is the reference.
+        windows: int64 ``[n, T]``.
+        prompt: tokens that aren't scored.
+        edges: see :func:`edges_of`.
+        fed: told how many tokens went through a setting.
+
+    Returns:
+        Buckets, setting by setting; and each setting's bytes of KV cache at a window's end.
+
+    Raises:
+        QuantkitError: the model's output is not finite.
+    """
+    tallies = [Tally(edges) for _ in settings]
+    held = [0] * len(settings)
+    for window in windows:
+        ids: list[int] = window.tolist()
+        caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
+        rows = [cache.add(len(ids)) for cache in caches]
+        for kv, cache, row in zip(settings, caches, rows):
+            prefill(loaded, cache, row, ids[:prompt])
+            fed(prompt, str(kv))
+        for start in range(prompt, len(ids) - 1, MOST):
+            chunk = ids[start:min(start + MOST, len(ids) - 1)]
+            targets = window[start + 1:start + 1 + len(chunk)]
+            reference: torch.Tensor | None = None
+            for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
+                logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
+                own = logits.float().log_softmax(-1).cpu()
+                reference = own if reference is None else reference
+                tallies[index].add(start, reference, own, targets)
+                held[index] = cache.allocated_bytes
+                fed(len(chunk), str(kv))
+        for tally in tallies:
+            tally.close()
+    return [one for kv, tally in zip(settings, tallies) for one in tally.buckets(str(kv))], held

@@ -1,0 +1,211 @@
+"""What was found at length: replies one by one, the rest in buckets, and the protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quantkit.evaluate.long.answer import When
+from quantkit.evaluate.long.generated import Drift
+from quantkit.evaluate.long.paired import Pair, Paired, compare
+from quantkit.evaluate.long.positions import Bucket
+from quantkit.evaluate.metrics import Interval
+
+SOLVED = 0.5
+"""A cell in which the full cache answers a smaller share says nothing about a setting."""
+Cell = tuple[str, int, float | None, int]
+"""Task, length, depth, hops: questions that are alike."""
+
+
+@dataclass(frozen=True)
+class LongProtocol:
+    """Everything that changes a number.
+
+    Attributes:
+        text, text_sha256: what was read, and what things were hidden in unless ``filler``.
+        filler: hay was generated.
+        tasks, lengths, depths, samples, seed: see :func:`~quantkit.evaluate.long.items.make_items`.
+        chat: asked by the model's chat template; else the user's text is continued.
+        questions: when they came.
+        prompt, new_tokens: of the texts that were read by position and generated.
+        dtype: of activations.
+        quantkit, torch, cpu, cores, threads: what it ran on.
+    """
+
+    text: str
+    text_sha256: str
+    filler: bool
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    depths: int
+    samples: int
+    seed: int
+    chat: bool
+    questions: tuple[When, ...]
+    prompt: int
+    new_tokens: int
+    dtype: str
+    quantkit: str
+    torch: str
+    cpu: str
+    cores: int
+    threads: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what decides quality; numbers with different fingerprints can't be compared."""
+        fields = asdict(self)
+        for name in ("text", "quantkit", "torch", "cpu", "cores", "threads"):
+            del fields[name]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:12]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        hay = "generated" if self.filler else "the text, generated for passkeys"
+        asked = "by the chat template" if self.chat else "as a text to continue"
+        return [f"tasks {', '.join(self.tasks)}; text {self.text} (sha256 {self.text_sha256[:12]})",
+                f"hay: {hay}; depths: {self.depths}; samples: {self.samples}; seed {self.seed}; "
+                f"asked {asked}",
+                f"by position and generated: prompts of {self.prompt} tokens, {self.new_tokens} generated",
+                f"activations {self.dtype}; {self.cpu}, {self.cores} cores, {self.threads} threads, torch "
+                f"{self.torch}, quantkit {self.quantkit}; fingerprint {self.fingerprint}"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer.
+
+    Attributes:
+        task, length, sample, depth, hops: which question.
+        context, question: numbers of the context among all, and of the question in it.
+        kv, when: the setting, and when the question came.
+        right, logprob, text: see :class:`~quantkit.evaluate.long.answer.Answer`.
+        expected, tokens: the right answer, and how many tokens it has.
+    """
+
+    task: str
+    length: int
+    sample: int
+    depth: float | None
+    hops: int
+    context: int
+    question: int
+    kv: str
+    when: When
+    right: bool
+    logprob: float
+    text: str
+    expected: str
+    tokens: int
+
+    @property
+    def cell(self) -> Cell:
+        """What it is counted with."""
+        return self.task, self.length, self.depth, self.hops
+
+
+@dataclass
+class Variant:
+    """A KV setting, and when its questions came.
+
+    Attributes:
+        kv: the setting; the first of all is the full cache.
+        when: ``None`` where nothing is ever dropped, or nothing was asked: it makes no difference.
+        bytes_per_token: of codes and scales, all layers and heads.
+        bytes: by length, of what the cache held at a prompt's end, at most.
+        text_bytes: allocated when a text by position was all there.
+    """
+
+    kv: str
+    when: When | None
+    bytes_per_token: int
+    bytes: dict[int, int] = field(default_factory=dict)
+    text_bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """``int8``; ``snapkv(0.5), later``."""
+        return self.kv if self.when is None else f"{self.kv}, {self.when}"
+
+
+@dataclass
+class LongResult:
+    """A comparison of KV settings at length.
+
+    Attributes:
+        model, method: what ran.
+        protocol: how.
+        variants: the full cache first.
+        replies: to every question, of every variant.
+        buckets: by position, setting by setting.
+        drifts: by generated length, one a setting.
+    """
+
+    model: str
+    method: str
+    protocol: LongProtocol
+    variants: list[Variant]
+    replies: list[Reply] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    drifts: list[Drift] = field(default_factory=list)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Those that ask questions, in order."""
+        return list(dict.fromkeys(one.task for one in self.replies))
+
+    def of(self, variant: Variant, task: str) -> list[Reply]:
+        """A variant's replies, in the questions' order."""
+        return [one for one in self.replies if one.kv == variant.kv and one.task == task
+                and variant.when in (None, one.when)]
+
+    def solved(self) -> set[Cell]:
+        """Cells of which the full cache answers at least :data:`SOLVED`: where settings can be compared."""
+        cells: dict[Cell, list[bool]] = {}
+        for task in self.tasks:
+            for one in self.of(self.variants[0], task):
+                cells.setdefault(one.cell, []).append(one.right)
+        return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
+
+    def paired(self, variant: Variant, task: str) -> Paired | None:
+        """A variant against the full cache, over the cells that the full cache solves; ``None`` if it
+        solves none."""
+        solved = self.solved()
+        pairs = [Pair(full.context, full.right, own.right, own.logprob - full.logprob)
+                 for full, own in zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)
+                 if full.cell in solved]
+        return compare(pairs) if pairs else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        solved = sorted(self.solved(), key=str)
+        return {"model": self.model, "method": self.method,
+                "protocol": asdict(self.protocol) | {"fingerprint": self.protocol.fingerprint},
+                "settings": [asdict(one) for one in self.variants],
+                "full_cache_solves": [dict(zip(("task", "length", "depth", "hops"), cell))
+                                      for cell in solved],
+                "against_full_cache": list(self._comparisons()),
+                "replies": [asdict(one) for one in self.replies],
+                "positions": [_bucket(one) for one in self.buckets],
+                "generated": [{"kv": one.kv, "decode_tok_s": one.decode_tok_s, "differs": list(one.differs),
+                               "buckets": [_bucket(part) for part in one.buckets]} for one in self.drifts]}
+
+    def _comparisons(self) -> Iterator[dict[str, Any]]:
+        for task in self.tasks:
+            for variant in self.variants[1:]:
+                found = self.paired(variant, task)
+                yield {"task": task, "kv": variant.kv, "question": variant.when,
+                       **({} if found is None else asdict(found))}
+
+
+def _bucket(one: Bucket) -> dict[str, Any]:
+    return {"kv": one.kv, "low": one.low, "high": one.high,
+            **{name: _finite(found) for name, found in one.values.items()}}
+
+
+def _finite(found: Interval) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(found).items()}

@@ -1,0 +1,194 @@
+"""One comparison at length: load once, run every setting, the full cache first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantkit import __version__
+from quantkit.errors import UsageError, did_you_mean
+from quantkit.evaluate.long.answer import Reader, When
+from quantkit.evaluate.long.generated import by_step
+from quantkit.evaluate.long.hay import Filler, Hay, TextHay
+from quantkit.evaluate.long.items import Item, make_items
+from quantkit.evaluate.long.positions import by_position, edges_of
+from quantkit.evaluate.long.result import LongProtocol, LongResult, Reply, Variant
+from quantkit.evaluate.long.tasks import TASKS
+from quantkit.evaluate.protocol import cpu_cores, cpu_name
+from quantkit.evaluate.quality import windows_of
+from quantkit.evaluate.text import BUILTIN, Text, load_text
+from quantkit.kv.cache import KVCache
+from quantkit.plugins import current
+from quantkit.progress import Event, Listener, silent
+from quantkit.runtime.loader import LoadedModel, load
+from quantkit.spec import KVSpec
+
+POSITIONS, GENERATED = "positions", "generated"
+ALL = (*TASKS, POSITIONS, GENERATED)
+"""Everything that can be measured."""
+
+
+@dataclass(frozen=True)
+class LongSettings:
+    """What the caller chooses.
+
+    Attributes:
+        kv: settings to compare with the full cache, which always runs first; empty: the model's own.
+        tasks: of :data:`ALL`.
+        lengths: tokens, of prompts with questions and answers, and where buckets of positions end.
+        depths: places that answers stand in, from the beginning to the end.
+        samples: contexts a cell, texts by position, texts that are generated.
+        text: what is read, and what things are hidden in.
+        filler: hide them in generated sentences instead.
+        chat: ask by the chat template.
+        questions: when they come, see :data:`~quantkit.evaluate.long.answer.When`.
+        prompt: tokens of a text that are its prompt, by position and generated.
+        new_tokens: generated.
+        seed: of everything that is drawn.
+        dtype, revision: as for ``load``.
+    """
+
+    kv: tuple[KVSpec, ...] = ()
+    tasks: tuple[str, ...] = ALL
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    depths: int = 5
+    samples: int = 2
+    text: str = BUILTIN
+    filler: bool = False
+    chat: bool = False
+    questions: tuple[When, ...] = ("known", "later")
+    prompt: int = 512
+    new_tokens: int = 128
+    seed: int = 0
+    dtype: str = "auto"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("depths", "samples", "prompt", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", why="it must be at least 1")
+        for name, given in (("task", self.tasks), ("length", self.lengths), ("KV setting", self.kv)):
+            if len({str(one) for one in given}) != len(given):
+                raise UsageError(f"a {name} is given twice", next=f"name each {name} once")
+        if unknown := [task for task in self.tasks if task not in ALL]:
+            raise UsageError(f"no task at length is called {unknown[0]!r}", why=did_you_mean(unknown[0], ALL))
+        if not self.tasks or not self.lengths or min(self.lengths) < 1:
+            raise UsageError("nothing is to be measured", why=f"tasks {self.tasks}, lengths {self.lengths}",
+                             next="--tasks passkey --lengths 1024,2048")
+
+
+def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent) -> LongResult:
+    """Compare KV settings with the full cache, at length.
+
+    Args:
+        uri: a checkpoint or source.
+        settings: see there.
+        progress: told of tokens that went through the model.
+
+    Raises:
+        QuantkitError: the model can't be loaded, the text is unusable, a length doesn't fit, or the model's
+            output is not finite.
+    """
+    text = load_text(settings.text)
+    loaded = load(uri, revision=settings.revision, dtype=settings.dtype)
+    _check(loaded, settings)
+    specs = [KVSpec(), *(kv for kv in settings.kv or (loaded.kv,) if kv != KVSpec())]
+    items = _items(loaded, settings, text)
+    windows = windows_of(loaded, text.content, max(settings.lengths), settings.samples) \
+        if POSITIONS in settings.tasks else torch.empty(0, 0)
+    prompts = windows_of(loaded, text.content, settings.prompt, settings.samples) \
+        if GENERATED in settings.tasks else torch.empty(0, 0)
+    edges = edges_of(settings.prompt, settings.lengths) if POSITIONS in settings.tasks else []
+    each = sum(len(item.context) for item in items) + windows.numel() - len(windows)
+    each += prompts.numel() + len(prompts) * settings.new_tokens
+    fed = _Fed(progress, each * len(specs))
+    readers = [Reader(loaded, kv) for kv in specs]
+    whens: Sequence[When | None] = settings.questions if items else (None,)
+    result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
+        variant for reader in readers for variant in _variants(reader, whens)])
+    for item_number, item in enumerate(items):
+        for reader in readers:
+            result.replies += _ask(result, reader, item, item_number, settings.questions,
+                                   fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
+    if POSITIONS in settings.tasks:
+        result.buckets, held = by_position(loaded, specs, windows, settings.prompt, edges,
+                                           lambda count, kv: fed.to(f"positions kv {kv}")(count))
+        for kv, count in zip(specs, held):
+            for variant in result.variants:
+                variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
+    if GENERATED in settings.tasks:
+        result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
+                                lambda count, kv: fed.to(f"generated kv {kv}")(count))
+    current().notify("on_run_finished", kind="eval-long", summary=result.to_dict())
+    return result
+
+
+def _check(loaded: LoadedModel, settings: LongSettings) -> None:
+    limit = loaded.config.max_position_embeddings
+    if max(settings.lengths) > limit:
+        raise UsageError(f"a length of {max(settings.lengths)} is longer than the model's context",
+                         why=f"{loaded.uri} was made for {limit} tokens", next=f"--lengths {limit}")
+    if GENERATED in settings.tasks and settings.prompt + settings.new_tokens > limit:
+        raise UsageError(f"a prompt of {settings.prompt} and {settings.new_tokens} new tokens are too long",
+                         why=f"{loaded.uri} was made for {limit} tokens",
+                         next="give a smaller --prompt or --new-tokens")
+
+
+def _items(loaded: LoadedModel, settings: LongSettings, text: Text) -> list[Item]:
+    """All contexts, before any model runs: what doesn't fit shows at once."""
+    tasks = [task for task in settings.tasks if task in TASKS]
+    if not tasks:
+        return []
+    hay: Hay = Filler() if settings.filler else TextHay(text.name, text.content)
+    return [item for task in tasks for length in sorted(settings.lengths)
+            for item in make_items(loaded.tokenizer, task, hay, length=length, depths=settings.depths,
+                                   samples=settings.samples, seed=settings.seed, chat=settings.chat)]
+
+
+def _variants(reader: Reader, questions: Sequence[When | None]) -> list[Variant]:
+    cache = KVCache(reader.loaded.config, reader.kv, reader.loaded.dtype, reader.loaded.model.device)
+    return [Variant(str(reader.kv), when, cache.bytes_per_token)
+            for when in (questions if reader.policy_acts else (None,))]
+
+
+def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions: Sequence[When],
+         fed: Callable[[int], None]) -> list[Reply]:
+    """A setting's replies to all questions of a context; bytes go to its variants."""
+    replies = []
+    for found in reader.read(item, questions, fed):
+        for variant in result.variants:
+            if variant.kv == str(reader.kv) and variant.when in (None, found.when):
+                # the most that a prompt of this length needed: windows of codecs that wait differ a little
+                variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), found.kv_bytes)
+        for index, (one, answer) in enumerate(zip(item.questions, found.answers, strict=True)):
+            replies.append(Reply(item.task, item.length, item.sample, one.depth, one.hops, number, index,
+                                 str(reader.kv), found.when, answer.right, answer.logprob, answer.text,
+                                 one.text, len(one.answer)))
+    return replies
+
+
+def _protocol(loaded: LoadedModel, settings: LongSettings, text: Text) -> LongProtocol:
+    return LongProtocol(
+        text.name, text.sha256, settings.filler, settings.tasks, tuple(sorted(settings.lengths)),
+        settings.depths, settings.samples, settings.seed, settings.chat, settings.questions, settings.prompt,
+        settings.new_tokens, str(loaded.dtype).removeprefix("torch."), __version__, torch.__version__,
+        cpu_name(), cpu_cores(), torch.get_num_threads())
+
+
+class _Fed:
+    """Turns "so many more tokens" into events."""
+
+    def __init__(self, progress: Listener, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def to(self, label: str) -> Callable[[int], None]:
+        """A counter for what is worked on now."""
+        self._progress(Event(self._done, self._total, label))
+
+        def count(tokens: int) -> None:
+            self._done += tokens
+            self._progress(Event(self._done, self._total, label))
+
+        return count

@@ -1,0 +1,115 @@
+"""Reports on a comparison at length: a table of at most 80 columns, Markdown, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.long.result import LongResult
+from quantkit.report.long_grids import Grid, grids
+from quantkit.report.markdown import plain
+from quantkit.report.table import WIDTH, columns, cut, fold
+
+MOST = 36
+"""Columns that the rows' names have at most."""
+
+
+def table(result: LongResult) -> str:
+    """For the terminal."""
+    out = [cut(f"{result.model} · {result.method}: KV settings at length", WIDTH), ""]
+    for grid in map(_named, grids(result)):
+        title = f"── {grid.title} "
+        out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
+        for part in _fitting(grid):
+            out += [*_lines(part), ""]
+        for note in grid.notes:
+            out[-1:] = [*fold(note), ""]
+    for line in result.protocol.lines():
+        out += fold(line)
+    return "\n".join(out) + "\n"
+
+
+def markdown(result: LongResult) -> str:
+    """To keep and to pass on."""
+    out = [f"# {plain(result.model)} ({plain(result.method)}): KV settings at length", ""]
+    for grid in grids(result):
+        out += [f"## {plain(grid.title)}", "", "| " + " | ".join(map(plain, grid.heads)) + " |",
+                "|---|" + "--:|" * (len(grid.heads) - 1)]
+        out += ["| " + " | ".join(_marked(cell) for cell in row) + " |" for row in grid.rows]
+        out += ["", *(f"{plain(note)}." for note in grid.notes), ""]
+    return "\n".join([*out, "## Protocol", "", *(f"- {plain(line)}" for line in result.protocol.lines()), ""])
+
+
+def _marked(cell: str) -> str:
+    """Escaped; the spaces before a row's name that belongs to the row above would be dropped."""
+    return ("&nbsp;&nbsp;" if cell.startswith("  ") else "") + plain(cell)
+
+
+def as_json(result: LongResult) -> str:
+    """One object: ``protocol``, ``settings``, ``full_cache_solves``, ``against_full_cache``, ``replies``,
+    ``positions``, ``generated``."""
+    return json.dumps(result.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+FILES: Mapping[str, Callable[[LongResult], str]] = {"report.md": markdown, "results.json": as_json}
+
+
+def write(result: LongResult, folder: Path) -> list[Path]:
+    """Write ``report.md`` and ``results.json``; each replaces an older one whole.
+
+    Raises:
+        QuantkitError: the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, render in FILES.items():
+            fresh = folder / f"{name}.new"
+            try:
+                fresh.write_text(render(result), encoding="utf-8")
+                fresh.replace(folder / name)
+            finally:
+                with suppress(OSError):
+                    fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise QuantkitError(f"the report can't be written to {folder}", why=error.strerror or str(error),
+                            next="free some space, or choose another --out") from error
+    return [folder / name for name in FILES]
+
+
+def _named(grid: Grid) -> Grid:
+    """The grid with names that leave room for the rest; when a question came stands at their ends."""
+    return dataclasses.replace(grid, rows=tuple((_short(row[0]), *row[1:]) for row in grid.rows))
+
+
+def _short(name: str) -> str:
+    return name if columns(name) <= MOST else cut(name, MOST - 9) + name[-9:]
+
+
+def _fitting(grid: Grid) -> Iterator[Grid]:
+    """The grid in parts that are narrow enough, each with the rows' names."""
+    widths = _widths(grid)
+    start = 1
+    while start < len(widths):
+        end, used = start, widths[0]
+        while end < len(widths) and (end == start or used + 2 + widths[end] <= WIDTH):
+            used += 2 + widths[end]
+            end += 1
+        yield Grid(grid.title, (grid.heads[0], *grid.heads[start:end]),
+                   tuple((row[0], *row[start:end]) for row in grid.rows))
+        start = end
+
+
+def _lines(grid: Grid) -> Iterator[str]:
+    widths = _widths(grid)
+    for name, *cells in (grid.heads, *grid.rows):
+        right = (" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths[1:]))
+        yield cut("  ".join((name + " " * (widths[0] - columns(name)), *right)).rstrip(), WIDTH)
+
+
+def _widths(grid: Grid) -> list[int]:
+    lines: Sequence[Sequence[str]] = (grid.heads, *grid.rows)
+    return [max(columns(line[index]) for line in lines) for index in range(len(grid.heads))]

@@ -1,0 +1,151 @@
+"""A comparison at length as grids of texts, for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluate.long.positions import Bucket
+from quantkit.evaluate.long.result import LongResult, Reply, Variant
+from quantkit.report.base import kilobytes, megabytes, number, spread
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        title: above it.
+        heads: of all columns; the first has the rows' names.
+        rows: their cells.
+        notes: sentences below it.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def grids(result: LongResult) -> Iterator[Grid]:
+    """All that was found, the full cache's own answers first."""
+    if result.tasks:
+        yield _solved(result)
+    yield _memory(result)
+    for task in result.tasks:
+        yield _task(result, task)
+        yield _against(result, task)
+    if result.buckets:
+        yield _buckets("by position: tokens before the query", _by_kv(result.buckets),
+                       ("perplexity; KL and top-1 against the full cache (intervals: in the JSON)",))
+    if result.drifts:
+        yield _buckets("generated: tokens since the prompt's end",
+                       [(one.kv, one.buckets) for one in result.drifts],
+                       ("the full cache writes greedily, every setting is fed the same text token by token",))
+        yield _first(result)
+
+
+def _solved(result: LongResult) -> Grid:
+    rows = []
+    for task in result.tasks:
+        own = result.of(result.variants[0], task)
+        rows.append((task, *(_score([one for one in own if one.length == length])
+                             for length in result.protocol.lengths)))
+    heads = ("task", *map(str, result.protocol.lengths))
+    return Grid("what the full cache answers", heads, tuple(rows),
+                ("right of asked; where the full cache itself fails, a setting can't be judged",))
+
+
+def _memory(result: LongResult) -> Grid:
+    lengths = [length for length in result.protocol.lengths if length in result.variants[0].bytes]
+    speeds = {one.kv: number(one.decode_tok_s) for one in result.drifts}
+    heads = ["setting", "KV/token", *(f"KV {length}" for length in lengths)]
+    rows = [[one.label, kilobytes(one.bytes_per_token),
+             *(megabytes(one.bytes.get(length)) for length in lengths)] for one in result.variants]
+    read = any(one.text_bytes is not None for one in result.variants)
+    if read:
+        heads.append("KV text")
+        for row, one in zip(rows, result.variants):
+            row.append(megabytes(one.text_bytes))
+    if speeds:
+        heads.append("decode tok/s")
+        for row, one in zip(rows, result.variants):
+            row.append(speeds.get(one.kv, "–"))
+    notes = ["bytes of the pages held when a prompt of so many tokens was read"] if lengths else []
+    if read:
+        notes.append(f"KV text: allocated at the end of {max(result.protocol.lengths)} tokens by position")
+    if any(one.when for one in result.variants):
+        notes.append("known: the question is in the prompt at whose end the policy acts; later: it comes "
+                     "when the policy has acted (query-agnostic)")
+    return Grid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
+
+
+def _task(result: LongResult, task: str) -> Grid:
+    """Right of asked by depth or hops, a column a length."""
+    solved, lengths = result.solved(), result.protocol.lengths
+    rows: list[tuple[str, ...]] = []
+    for variant in result.variants:
+        own = result.of(variant, task)
+        rows.append((variant.label, *(_score([one for one in own if one.length == at]) for at in lengths)))
+        kinds = sorted({(one.depth, one.hops) for one in own}, key=lambda kind: (kind[0] or 0.0, kind[1]))
+        for depth, hops in kinds if len(kinds) > 1 else ():
+            passed = f"{hops} hop" if hops == 1 else f"{hops} hops"
+            name = passed if depth is None else f"depth {100 * depth:.0f}%"
+            cells = []
+            for length in lengths:
+                cell = _score([one for one in own if one.cell == (task, length, depth, hops)])
+                cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
+            rows.append((f"  {name}", *cells))
+    return Grid(task, ("setting", *map(str, lengths)), tuple(rows),
+                ("right of asked; in parentheses cells that the full cache doesn't solve (below half)",))
+
+
+def _score(replies: Sequence[Reply]) -> str:
+    return f"{sum(one.right for one in replies)}/{len(replies)}" if replies else "–"
+
+
+def _against(result: LongResult, task: str) -> Grid:
+    """Every variant against the full cache, over the cells that it solves."""
+    rows: list[tuple[str, ...]] = []
+    for variant in result.variants[1:]:
+        found = result.paired(variant, task)
+        if found is None:
+            rows.append((variant.label, *"–––––"))
+            continue
+        value, span = spread(found.change)
+        rows.append((variant.label, f"{found.full - found.lost}/{found.full}",
+                     f"{found.gained}/{found.asked - found.full}", number(found.p, 2), value,
+                     span.replace("–", " to ")))
+    return Grid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
+                tuple(rows),
+                ("of the cells that the full cache solves: right answers kept, wrong ones righted, McNemar's "
+                 "exact p (as if questions about one context were independent), mean change of the right "
+                 "answer's log-probability (nats an answer, bootstrap over contexts)",)
+                if rows else ())
+
+
+def _by_kv(buckets: Sequence[Bucket]) -> list[tuple[str, Sequence[Bucket]]]:
+    names = dict.fromkeys(one.kv for one in buckets)
+    return [(kv, [one for one in buckets if one.kv == kv]) for kv in names]
+
+
+def _buckets(title: str, settings: Sequence[tuple[str, Sequence[Bucket]]], notes: tuple[str, ...]) -> Grid:
+    """Three rows a setting, a column a bucket."""
+    rows: list[tuple[str, ...]] = []
+    for index, (name, buckets) in enumerate(settings):
+        rows.append((name, *(number(one.values["perplexity"].value, 4) for one in buckets)))
+        if index:
+            rows.append(("  KL", *(number(one.values["kl_mean"].value) for one in buckets)))
+            rows.append(("  top-1", *(f"{number(100 * one.values['top1'].value)}%" for one in buckets)))
+    heads = (f"{one.low}–{one.high - 1}" for one in settings[0][1])
+    return Grid(title, ("setting", *heads), tuple(rows), notes)
+
+
+def _first(result: LongResult) -> Grid:
+    most = f"> {result.protocol.new_tokens - 1}"
+    rows = tuple((one.kv, ", ".join(most if first is None else str(first) for first in one.differs))
+                 for one in result.drifts[1:])
+    return Grid("generated: equal tokens before greedy generation differs", ("setting", "by sample"), rows)
+
+
+__all__ = ["Grid", "Variant", "grids"]
