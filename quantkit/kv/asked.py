@@ -72,6 +72,11 @@ class Moments:
         self.total += some.sum(1)
         self.squares += some.mT @ some
 
+    @property
+    def nbytes(self) -> int:
+        """Of both sums."""
+        return self.total.nbytes + self.squares.nbytes
+
     def mean(self) -> torch.Tensor:
         """float64 ``[H, D]``."""
         return self.total / self.count

@@ -143,7 +143,8 @@ class KVPolicy(Frozen):
         replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
             the ones that it watches.
         alike: all heads of all layers keep equally many.
-        beside: slots that a head may hold beside its budget while it decodes.
+        beside: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
+            the first of an answer.
         every: acts every so many decode steps; ``None``: never.
         queries: how many of the last queries' attention weights it wants.
         visible: ``(window, sinks)`` if queries may look only at the first ``sinks`` positions and the
@@ -162,7 +163,7 @@ class KVPolicy(Frozen):
 
     @property
     def beside(self) -> int:
-        return self.every or 0
+        return self.every or PAGE
 
     @property
     def queries(self) -> int:

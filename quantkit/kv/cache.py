@@ -97,7 +97,8 @@ class KVCache:
 
     @property
     def _watched_bytes(self) -> int:
-        return sum(sequence.watched_bytes for sequence in self._sequences.values())
+        # another thread may ask
+        return sum(sequence.watched_bytes for sequence in list(self._sequences.values()))
 
     def add(self, extent: int = 0) -> int:
         """Begin a sequence; returns its id.
@@ -128,24 +129,26 @@ class KVCache:
         own = self._sequences[copy]
         for store, held, mine in zip(self.stores, old.layers, own.layers):
             store.fork(held, mine, shared)
-        own.tokens, own.dropped = list(old.tokens), old.dropped
+        own.tokens = list(old.tokens)
         own.asked = None if old.asked is None else old.asked.copy()
         return copy
 
     def prefix(self, number: int) -> int:
         """:meth:`fork` for another text that begins with all that a sequence had so far.
 
-        It then reads what it would if it had been fed that beginning itself. That is so until a policy has
-        dropped something by where a prompt ended or an answer went; what a window leaves behind is hidden
-        from what follows whatever that is.
+        It then reads what it would if it had been fed that beginning itself. What a window leaves behind is
+        hidden from what follows whatever that is; with other policies that drop, what stays depends on where
+        the prompt ended, so that nothing is shared from there on.
 
         Raises:
             KeyError: ``number`` is unknown.
-            UsageError: the policy has dropped something.
+            UsageError: the prompt has ended, and the policy is such a one.
         """
-        if self._sequences[number].dropped:
+        held = self._sequences[number]
+        whole = self.policy.keeps_all or self.policy.visible is not None
+        if not whole and any(layer.prompt or layer.steps for layer in held.layers):
             raise UsageError(f"what the KV policy {self.policy.name!r} left of a text can't begin another",
-                             why="what it dropped depends on where the first one's prompt ended",
+                             why="what it keeps depends on where the first one's prompt ended",
                              next="fork it before its prompt's end")
         return self.fork(number)
 
@@ -177,6 +180,15 @@ class KVCache:
     def held(self, number: int) -> list[tuple[int, ...]]:
         """Slots that each layer's heads hold of a sequence."""
         return [tuple(row) for row in self._sequences[number].lengths.tolist()]
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of a sequence's pages, those that it shares with others included, and of what is watched."""
+        held = self._sequences[number]
+        found = held.watched_bytes
+        for store, layer in zip(self.stores, held.layers):
+            for pages, own in zip(store.all, (layer.pages, layer.waiting)):
+                found += sum(map(len, own)) * pages.page_bytes
+        return found
 
     def step_bytes(self, number: int) -> int:
         """Bytes that a decode step reads of a sequence: codes, and vectors that wait."""
@@ -222,8 +234,6 @@ class KVCache:
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
             whole = self.policy.visible is not None and store.waiting is not None
-            if self.policy.visible is None:
-                held.drops()
             (store.thin if whole else store.keep)(held, list(kept))
             self._shrink(layer)
 

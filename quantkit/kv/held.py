@@ -43,15 +43,15 @@ class HeldLayer:
         self.moments: Moments | None = None
         self.tables: dict[str, torch.Tensor] = {}
 
+    def extents(self) -> torch.Tensor:
+        """How many tokens the sequence was announced to have, int64 ``[1]``: longrope asks."""
+        return torch.tensor([self._owner.extent])
+
     @property
     def asked(self) -> Asked:
         """The sequence's last queries; there are none unless the policy listens."""
         assert self._owner.asked is not None
         return self._owner.asked
-
-    def drops(self) -> None:
-        """What it holds isn't any more what another text with the same beginning would."""
-        self._owner.dropped = True
 
     @property
     def seen(self) -> int:
@@ -85,7 +85,6 @@ class HeldSequence:
         seen: tokens that each layer had, int64 ``[layers]``.
         table, waiting: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
         asked: the last queries, while a policy listens.
-        dropped: a policy dropped what another text with the same beginning could see.
         tokens: the prompt's, if the policy wants it fed again.
         room: tokens that fit before a page is missing, where there is a table.
         where: addresses of table, lengths, waiting and queries, each table's width behind it, and how many
@@ -101,18 +100,17 @@ class HeldSequence:
         self.waiting: Table | None = None
         self.asked: Asked | None = None
         self.tokens: list[int] = []
-        self.dropped = False
         self.room = 0
         self.where = 0, 0, 0, 0, 0, 0, 0
 
     @property
     def watched_bytes(self) -> int:
         """Bytes of queries and of sums over them."""
-        parts = [] if self.asked is None else [self.asked.ring]
+        found = 0 if (asked := self.asked) is None else asked.ring.nbytes
         for layer in self.layers:
-            parts += [] if layer.sums is None else [layer.sums]
-            parts += [] if layer.moments is None else [layer.moments.total, layer.moments.squares]
-        return sum(part.nbytes for part in parts)
+            found += 0 if (sums := layer.sums) is None else sums.nbytes
+            found += 0 if (moments := layer.moments) is None else moments.nbytes
+        return found
 
     def lay_out(self, recent: int | None) -> None:
         """Make the tables if there are none.

@@ -117,6 +117,9 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     whole = KVCache(config, spec, dtype, "meta")
     store = whole.stores[0]
     sizes = store.pages.page_bytes, 0 if store.waiting is None else store.waiting.page_bytes
+    if "budget" in spec.options:  # bytes are of the whole model
+        budget = whole.policy.model_dump()["budget"]
+        spec = spec.model_copy(update={"options": {**spec.options, "budget": budget}})
     cache = KVCache(small, spec, dtype, "meta" if whole.policy.keeps_all else "cpu")
     nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
     filling, _ = _run(cache, context, 0, chunk, nothing)
@@ -133,6 +136,7 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     row, store, policy = cache.add(), cache.stores[0], cache.policy
     filling = decoding = Most()
+    most = cache.config.max_position_embeddings
     for count, phase in _steps(prompt, decoded, chunk, policy.keeps_all):
         batch = cache.batch([row], phase or "prefill")
         layer = batch.sequences[0].layers[0]
@@ -146,8 +150,8 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
         if not policy.keeps_all:
             batch._end(0, layer, nothing.expand(-1, count, -1), count)
         if policy.replays and phase == "prefill_end":
-            during |= _replayed(cache, row, min(prompt, policy.replays + LEAD), chunk)
             layer.sums = torch.zeros(1, int(layer.lengths[0]))
+            during |= _replayed(cache, row, min(prompt, policy.replays + LEAD, most - prompt), chunk)
             cache.act(0, layer)
             layer.sums = None
         if phase == "decode":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.kv import watch
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 CHUNK = 512
 """Tokens that go through the model at once."""
+LEAST = 64
+"""Shorter pieces are as good as nothing."""
 LEAD = 8
 """A piece begins with so many tokens of the one before, so that its first ones are found, too."""
 
@@ -30,20 +33,39 @@ def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int],
         number: of the sequence.
         model: that filled it.
         tokens: the prompt.
-        size: tokens of a piece; each is fed to a fork of its own.
+        size: tokens of a piece, at most; each is fed to a fork of its own.
+
+    Raises:
+        UsageError: the model's context has no room for a piece behind the prompt.
     """
     sequence = cache.sequence(number)
     ends = [int(layer.lengths.max()) for layer in sequence.layers]
+    # behind the prompt, where the model still knows positions
+    size = min(size, cache.config.max_position_embeddings - cache.seen(number) - LEAD)
+    if size < min(LEAST, len(tokens)):
+        raise UsageError(f"a prompt of {cache.seen(number)} tokens is too long for {cache.policy.name!r}",
+                         why=f"it comes again behind itself, and the model's context has "
+                             f"{cache.config.max_position_embeddings}", next="use --kv 'expected(0.5)'")
     for begin in range(0, len(tokens), size):
         fork = cache.fork(number)
-        other = cache.sequence(fork)
-        for start in range(max(0, begin - LEAD), min(begin + size, len(tokens)), CHUNK):
-            ids = torch.tensor([tokens[start:min(start + CHUNK, begin + size)]], device=cache.device)
-            batch: KVCacheProtocol = cache.batch([fork], "replay")
-            model(ids, batch.next_positions(ids.shape[1]), batch, torch.zeros(1, dtype=torch.int64))
-        for index, (layer, copy, end) in enumerate(zip(sequence.layers, other.layers, ends)):
-            watch.absorb(cache, index, copy, copy.seen)
-            assert copy.sums is not None
-            found = copy.sums[:, :end]
-            layer.sums = found.clone() if layer.sums is None else torch.maximum(layer.sums, found)
-        cache.free([fork])
+        try:
+            found = _looked_at(cache, fork, model, tokens[max(0, begin - LEAD):begin + size])
+        finally:
+            cache.free([fork])
+        for layer, peaks, end in zip(sequence.layers, found, ends):
+            peaks = peaks[:, :end].clone()
+            layer.sums = peaks if layer.sums is None else torch.maximum(layer.sums, peaks)
+
+
+def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int]) -> list[torch.Tensor]:
+    """Feed these; of each layer float32 ``[Hkv, S]``."""
+    for start in range(0, len(tokens), CHUNK):
+        ids = torch.tensor([tokens[start:start + CHUNK]], device=cache.device)
+        batch: KVCacheProtocol = cache.batch([fork], "replay")
+        model(ids, batch.next_positions(ids.shape[1]), batch, torch.zeros(1, dtype=torch.int64))
+    found = []
+    for index, layer in enumerate(cache.sequence(fork).layers):
+        watch.absorb(cache, index, layer, layer.seen)
+        assert layer.sums is not None
+        found.append(layer.sums)
+    return found

@@ -30,6 +30,9 @@ def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
     """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
     asked, begin = held.asked, held.seen - q.shape[1]
     scale = cache.config.head_dim**-0.5 if cache.scale is None else cache.scale
+    if not cache.policy.watches:
+        asked.put(layer, q[:, -asked.size:].float() * scale, held.seen)
+        return
     for start in range(0, q.shape[1], asked.size):
         some = q[:, start:start + asked.size].float() * scale
         make_room(cache, layer, held, begin + start, some.shape[1])
@@ -62,7 +65,8 @@ def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
     elif (first := max(0, SINKS - held.absorbed)) < count:
         if held.moments is None:
             held.moments = Moments.none(q.shape[0], q.shape[2], q.device)
-        held.moments.add(_plain(cache, layer, q[:, first:], torch.arange(end - count + first, end)))
+        at = torch.arange(end - count + first, end)
+        held.moments.add(_plain(cache, layer, held, q[:, first:], at))
     held.absorbed = end
 
 
@@ -96,10 +100,10 @@ def _weights(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: 
                              cache.config.sliding_windows[layer])
 
 
-def _plain(cache: KVCache, layer: int, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _plain(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Queries ``[H, n, D]`` of positions ``at`` as they were before they were rotated."""
     q = rotation.unrotate(q) if cache.codings.keys.turned else q
-    cos, sin = _angles(cache, layer, at)
+    cos, sin = _angles(cache, layer, held, at)
     plain = rotate(q[None], cos, -sin)[0]
     # yarn and longrope make vectors longer on the way
     rope = cache.config.rope_of(cache.config.sliding_windows[layer])
@@ -107,8 +111,9 @@ def _plain(cache: KVCache, layer: int, q: torch.Tensor, at: torch.Tensor) -> tor
     return plain
 
 
-def _angles(cache: KVCache, layer: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    step = Step(cache.config, at[None].to(cache.device), torch.float32)
+def _angles(cache: KVCache, layer: int, held: HeldLayer,
+            at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    step = Step(cache.config, at[None].to(cache.device), torch.float32, held)
     return step.rotation(cache.config.sliding_windows[layer])
 
 
@@ -118,7 +123,7 @@ def _future(cache: KVCache, layer: int, held: HeldLayer,
     the mean."""
     assert held.moments is not None
     mean, covariance = held.moments.mean().float(), held.moments.covariance().float()
-    cos, sin = _angles(cache, layer, at)
+    cos, sin = _angles(cache, layer, held, at)
     cos, sin = (wave.mean(2, keepdim=True) for wave in (cos, sin))
     mean = rotate(mean[None, :, None], cos, sin)[0, :, 0]
     for _ in range(2):  # its rows, then its columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
+class Announced(Protocol):
+    """Knows how long sequences become; see :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+
+    def extents(self) -> torch.Tensor: ...
+
+
 class Step:
     """What all layers of one forward pass share: rotation tables and who sees whom.
 
@@ -35,7 +41,7 @@ class Step:
     """
 
     def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
-                 cache: KVCacheProtocol | None = None) -> None:
+                 cache: Announced | None = None) -> None:
         self.positions = positions
         self._config, self._dtype, self._cache = config, dtype, cache
         self._rotations: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -97,7 +97,7 @@ def _task(result: LongResult, task: str) -> Grid:
                 cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
             rows.append((f"  {name}", *cells))
     return Grid(task, ("setting", *map(str, lengths)), tuple(rows),
-                ("right of asked; in parentheses cells that the full cache doesn't solve (below half)",))
+                ("right of asked; in parentheses cells that the full cache doesn't solve (below 3 of 4)",))
 
 
 def _score(replies: Sequence[Reply]) -> str:
@@ -105,7 +105,7 @@ def _score(replies: Sequence[Reply]) -> str:
 
 
 def _against(result: LongResult, task: str) -> Grid:
-    """Every variant against the full cache, over the cells that it solves."""
+    """Every variant against the full cache, over all questions."""
     rows: list[tuple[str, ...]] = []
     for variant in result.variants[1:]:
         found = result.paired(variant, task)
@@ -118,7 +118,7 @@ def _against(result: LongResult, task: str) -> Grid:
                      span.replace("–", " to ")))
     return Grid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                 tuple(rows),
-                ("of the cells that the full cache solves: right answers kept, wrong ones righted, McNemar's "
+                ("of all questions: right answers kept, wrong ones righted, McNemar's "
                  "exact p (as if questions about one context were independent), mean change of the right "
                  "answer's log-probability (nats an answer, bootstrap over contexts)",)
                 if rows else ())

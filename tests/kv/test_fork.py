@@ -1,5 +1,7 @@
 """A fork holds what its origin did, and neither sees what the other does afterwards."""
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
+LARGE = re.compile(r"^(\w+)\([0-9.]+")
 SETTINGS = ["none", "int8", "int4", "window(20, sinks=3)+int8", "snapkv(0.5, window=8)",
             "tova(30, interval=7)"]
 
@@ -16,6 +19,13 @@ SETTINGS = ["none", "int8", "int4", "window(20, sinks=3)+int8", "snapkv(0.5, win
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load(str(tiny_model(tmp_path_factory.mktemp("fork") / "m", head_dim=32)), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    one = load(str(tiny_model(tmp_path_factory.mktemp("served") / "m", head_dim=32)))
+    assert one.unfused is None
+    return one
 
 
 def feed(model, cache, row, ids, phase):
@@ -74,17 +84,20 @@ def test_pages_are_shared_until_one_writes_to_them(model, kv):
         cache.fork(row)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", [*SETTINGS, "int4", "rotation(2)", "window(70)+int4"])
-def test_any_number_of_forks_in_any_order(model, kv):
-    """Sequences fork, go on and end; each reads what it would have if it had been fed alone."""
+def test_any_number_of_forks_in_any_order(model, served, kv, dtype):
+    """Sequences fork, go on and end; each reads what it would have if it had been fed alone. In bfloat16 by
+    the kernels."""
     random = torch.Generator().manual_seed(7)
-    cache, histories = KVCache(model.config, parse_kv(kv), torch.float32), {}
+    model = model if dtype == "float32" else served
+    cache, histories = KVCache(model.config, parse_kv(kv), model.dtype), {}
 
     def draw(most):
         return int(torch.randint(most, (1,), generator=random))
 
     def alone(history):
-        one = KVCache(model.config, parse_kv(kv), torch.float32)
+        one = KVCache(model.config, parse_kv(kv), model.dtype)
         own = one.add()
         return [feed(model, one, own, ids, phase) for ids, phase in history][-1]
 
@@ -127,6 +140,12 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
             cache.prefix(row)
         with pytest.raises(UsageError, match="can't begin another"):
             cache.prefix(cache.fork(row))
+        large = KVCache(model.config, parse_kv(LARGE.sub(r"\1(500", kv)), torch.float32)
+        own = large.add()
+        feed(model, large, own, first, "prefill_end")
+        assert large.held(own) == [(140,) * large.heads] * 2, "nothing is dropped"
+        with pytest.raises(UsageError, match="can't begin another"):
+            large.prefix(own)
     for start, number in zip((first, torch.cat((first, rest))), rows):
         alone = KVCache(model.config, parse_kv(kv), torch.float32)
         own = alone.add()

@@ -20,7 +20,8 @@ SETTINGS = ("none", "int8", "fp8", "int4", "int3(recent=0, sinks=0)", "int2(rece
             "int8/int4", "rotation(2.5)", "int8(recent=64)", "window(100, sinks=4)", "window(70)+int4",
             "snapkv(50)+int8", "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)",
             "tova(64)+rotation(3)", "pyramidkv(0.5, window=8)", "adakv(60)+int4", "h2o(0.3, interval=16)",
-            "expected(80)+int8", "kvzip(0.5, piece=100)", "kvzip(100)+int4")
+            "expected(80)+int8", "kvzip(0.5, piece=100)", "kvzip(100)+int4",
+            "snapkv(0.15MB, window=8)", "h2o(0.1MB)+int8", "window(40kB)+int8")
 
 
 @pytest.fixture(scope="module")

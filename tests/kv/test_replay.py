@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.layers import Step
@@ -115,10 +116,34 @@ def test_several_prompts_in_one_step(loaded):
 @torch.inference_mode()
 def test_by_kernels_too(tmp_path):
     one = load(str(tiny_model(tmp_path / "m", head_dim=32)))
-    tokens, found = ids(600, seed=5), []
+    tokens, found = ids(400, seed=5), []
     for model in (one.model, one.model._model):
-        cache, number, _ = run(model, "kvzip(0.3)+int8", tokens, [300, 300], one.dtype, one.config)
+        cache, number, _ = run(model, "kvzip(0.3)+int8", tokens, [200, 200], one.dtype, one.config)
         found.append([set(map(tuple, (cache.positions(number, layer) >= 0).nonzero().tolist()))
                       for layer in range(one.config.num_layers)])
     for mine, its in zip(*found):
         assert len(mine & its) > 0.85 * len(mine | its)
+
+
+@torch.inference_mode()
+def test_a_failure_leaves_nothing_behind(loaded, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr("quantkit.kv.watch.absorb", fail)
+    cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
+    number = cache.add()
+    batch = cache.batch([number], "prefill_end")
+    with pytest.raises(MemoryError):
+        loaded.model(ids(100), batch.next_positions(100), batch)
+    cache.free([number])
+    assert cache.used_bytes == cache.allocated_bytes == 0
+
+
+@torch.inference_mode()
+def test_it_comes_again_within_the_models_context(loaded):
+    """512 positions: a prompt of 400 is fed in pieces of 104, one of 450 is refused."""
+    cache, number, _ = run(loaded.model, "kvzip(0.5)", ids(400), [400])
+    assert sum(cache.held(number)[0]) == 2 * 200
+    with pytest.raises(UsageError, match="too long for 'kvzip'"):
+        run(loaded.model, "kvzip(0.5)", ids(450), [450])

@@ -94,10 +94,9 @@ class Reader:
             fed(PREFILL_CHUNK)
         found = []
         for when in whens:
-            shared = cache.used_bytes if len(whens) > 1 else 0
             own = cache.fork(row) if len(whens) > 1 else row
             prefill(loaded, cache, own, context[last:], ends=when == "later")
-            held = cache.used_bytes - shared
+            held = cache.bytes_of(own)
             answers: list[Answer] = []
             for question in item.questions:
                 answer, asked = self._ask(cache, own, question, when)
@@ -129,13 +128,12 @@ class Reader:
     def _question(self, cache: KVCache, context: int, question: Question,
                   when: When) -> tuple[int, torch.Tensor, int]:
         """A copy of the context with the question, logits ``[1, vocab]`` after it, and the copy's bytes."""
-        before = cache.used_bytes
         row = cache.fork(context)
         if when == "known":
             logits = prefill(self.loaded, cache, row, question.ids)
         else:
             logits = force(self.loaded, cache, row, question.ids)[-1:]
-        return row, logits, cache.used_bytes - before
+        return row, logits, cache.bytes_of(row)
 
     def _greedy(self, cache: KVCache, context: int, question: Question, when: When) -> list[int]:
         """What the model writes, as long as an answer may be."""

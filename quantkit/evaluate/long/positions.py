@@ -76,7 +76,7 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
     if not ends:
         raise UsageError(f"a prompt of {prompt} tokens leaves nothing to score",
                          why=f"the longest text has {max(lengths)}", next="give a smaller --prompt")
-    return [prompt, *ends[:-1], ends[-1] - 1]
+    return sorted({prompt, *ends[:-1], ends[-1] - 1})
 
 
 @torch.inference_mode()

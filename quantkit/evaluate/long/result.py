@@ -15,7 +15,7 @@ from quantkit.evaluate.long.paired import Pair, Paired, compare
 from quantkit.evaluate.long.positions import Bucket
 from quantkit.evaluate.metrics import Interval
 
-SOLVED = 0.5
+SOLVED = 0.75
 """A cell in which the full cache answers a smaller share says nothing about a setting."""
 Cell = tuple[str, int, float | None, int]
 """Task, length, depth, hops: questions that are alike."""
@@ -172,13 +172,12 @@ class LongResult:
         return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
 
     def paired(self, variant: Variant, task: str) -> Paired | None:
-        """A variant against the full cache, over the cells that the full cache solves; ``None`` if it
-        solves none."""
-        solved = self.solved()
-        pairs = [Pair(full.context, full.right, own.right, own.logprob - full.logprob)
-                 for full, own in zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)
-                 if full.cell in solved]
-        return compare(pairs) if pairs else None
+        """A variant against the full cache, over all questions: a choice of those that the full cache
+        answers would be one against every setting. ``None`` if it solves no cell of the task."""
+        if not any(one.cell in self.solved() for one in self.of(self.variants[0], task)):
+            return None
+        return compare([Pair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in
+                        zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -39,7 +39,7 @@ class Expected(KVPolicy):
 
     def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
         """The best by expected attention times the size of what it reads."""
-        counts = [min(tokens(self.budget, length), length) for length in held.lengths]
+        counts = [min(tokens(self.budget, held.prompt), length) for length in held.lengths]
         if counts == list(held.lengths) or held.seen <= max(SINKS, self.sinks):
             return None
         mean, covariance = held.future(self.steps)

@@ -44,7 +44,7 @@ class KVzip(KVPolicy):
 
     def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
         """The best of all heads together."""
-        counts = [min(tokens(self.budget, length), length) for length in held.lengths]
+        counts = [min(tokens(self.budget, held.prompt), length) for length in held.lengths]
         if counts == list(held.lengths):
             return None
         scores = held.sums()

@@ -22,14 +22,14 @@ class PyramidKV(SnapKV):
     alike: ClassVar[bool] = False
     beta: float = Field(default=20, ge=1, le=1000)
 
-    def share(self, held: Held, length: int) -> int:
+    def share(self, held: Held) -> int:
         """By the layer; the same in all of them where the pyramid's top were narrower than the window."""
-        mean = tokens(self.budget, length)
+        mean = tokens(self.budget, held.prompt)
         if held.layers == 1:
             return mean
         least = mean / self.beta
-        most = min(2 * mean - least, length - self.window)
+        most = min(2 * mean - least, held.prompt - self.window)
         least = 2 * mean - most
-        if not length >= most >= least >= self.window:
+        if not held.prompt >= most >= least >= self.window:
             return mean
         return round(most - (most - least) * held.layer / (held.layers - 1))

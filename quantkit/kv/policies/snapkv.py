@@ -33,14 +33,14 @@ class SnapKV(KVPolicy):
 
     def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
         """The best-scored earlier positions and the window."""
-        counts = [min(self.share(held, length), length) for length in held.lengths]
+        counts = [min(self.share(held), length) for length in held.lengths]
         if counts == list(held.lengths):
             return None
         return self.choose(of_last_queries(held, min(self.window, *counts), self.kernel), counts)
 
-    def share(self, held: Held, length: int) -> int:
-        """How many slots of so many stay in this layer's heads."""
-        return tokens(self.budget, length)
+    def share(self, held: Held) -> int:
+        """How many slots stay in this layer's heads."""
+        return tokens(self.budget, held.prompt)
 
     def choose(self, scores: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
         """Slots of each head.

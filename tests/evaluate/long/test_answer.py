@@ -83,6 +83,14 @@ def test_bytes_are_those_of_the_compressed_prompt(exact, item):
         assert 0.4 * full < held("snapkv(0.5)", when) < 0.65 * full
 
 
+@pytest.mark.parametrize("kv", ["snapkv(5000)", "window(5000)", "snapkv(0.5)+int4", "h2o(0.5)"])
+def test_bytes_are_a_sequences_own_whatever_it_shares(exact, item, kv):
+    both = Reader(exact, parse_kv(kv)).read(item, ("known", "later"))
+    for found in both:
+        (alone,) = Reader(exact, parse_kv(kv)).read(item, (found.when,))
+        assert found.kv_bytes == alone.kv_bytes
+
+
 def test_both_times_are_what_each_is_alone(exact, item):
     reader = Reader(exact, parse_kv("snapkv(0.5)"))
     fed = []

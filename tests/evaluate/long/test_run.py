@@ -43,7 +43,7 @@ def test_bytes_fall_and_buckets_and_drifts_are_there(found):
     assert len(result.drifts[1].differs) == 2
 
 
-def test_only_cells_that_the_full_cache_solves_are_compared(found):
+def test_all_questions_are_compared_of_a_task_that_the_full_cache_solves_at_all(found):
     import dataclasses
 
     result, _ = found
@@ -52,7 +52,7 @@ def test_only_cells_that_the_full_cache_solves_are_compared(found):
     assert judged.solved() == {(task, length, 0.0, 0) for task in ("passkey", "needle", "multikey")
                                for length in (600, 700)}
     found = judged.paired(judged.variants[1], "needle")
-    assert (found.asked, found.full, found.own, found.lost, found.gained) == (4, 4, 0, 4, 0)
+    assert (found.asked, found.full, found.own, found.lost, found.gained) == (8, 4, 0, 4, 0)
     assert judged.paired(judged.variants[1], "variables") is None
 
 

@@ -45,3 +45,15 @@ def test_one_layer(held):
 
 def test_a_short_prompt_stays_whole(held):
     assert kept(held, PyramidKV(budget=2000), 100, 3) == [100] * 3
+
+
+def test_a_second_prompt_is_shared_out_as_one_that_came_at_once(held):
+    """Layers hold different numbers by then; budgets are of all that there was, or all that is left."""
+    policy, once, later = PyramidKV(budget=0.3, window=8), [], []
+    for layer, length in enumerate((900, 500, 100)):
+        for found, count in ((once, 1000), (later, length)):
+            positions = torch.arange(count).expand(2, -1)
+            slots = policy.keep(held(positions, 1000, prompt=1000, layer=layer, layers=3,
+                                     weights=torch.rand(2, count)))
+            found.append(count if slots is None else len(slots[0]))
+    assert sum(once) == 900 and later == [min(a, b) for a, b in zip(once, (900, 500, 100))]
