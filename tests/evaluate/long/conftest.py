@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from quantkit.evaluate.long.hay import Filler
 from quantkit.evaluate.long.items import Item, make_items
@@ -22,10 +20,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", params=["float32", "bfloat16"])
-def exact(wide: Path, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+def exact(wide: Path, request: pytest.FixtureRequest) -> LoadedModel:
     """In float32 operation by operation, in bfloat16 as one program where the CPU has kernels for it."""
-    with torch.inference_mode():
-        yield load(str(wide), dtype=request.param)
+    return load(str(wide), dtype=request.param)
 
 
 @pytest.fixture(scope="session")
