@@ -72,7 +72,10 @@ def step(weights: Weights, found: Footprint, ceilings: Ceilings, batch: int) -> 
     config, held = weights.config, found.decoding.slots
     seen = sum(held if window is None else min(held, window) for window in config.sliding_windows)
     read = weights.read_bytes(batch)
-    kv = batch * found.bytes_per_token * seen / config.num_layers
+    waits = sum(min(found.waits, held if window is None else min(held, window))
+                for window in config.sliding_windows)
+    kv = batch * ((seen - waits) * found.bytes_per_token
+                  + waits * found.waiting_bytes_per_token) / config.num_layers
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)
     return Step(batch, read, kv, flops, (read + kv) / ceilings.bandwidth, flops / ceilings.flops)

@@ -19,14 +19,21 @@ MARGIN = 64
 """Tokens before a cut in the text that might have come out otherwise."""
 
 
-def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> torch.Tensor:
+def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
+               options: tuple[str, str] = ("--window", "--windows")) -> torch.Tensor:
     """The first windows of a text as token ids, int64 ``[windows, window]``.
+
+    Args:
+        loaded: its tokenizer and context.
+        text: long enough.
+        window, windows: how many tokens, how often.
+        options: where the user gave these two.
 
     Raises:
         UsageError: the text is too short, or the window longer than the model's context.
     """
     if window > loaded.config.max_position_embeddings:
-        raise UsageError(f"--window {window} is longer than the model's context",
+        raise UsageError(f"{options[0]} {window} is longer than the model's context",
                          why=f"it was made for {loaded.config.max_position_embeddings} tokens")
     need = window * windows
     # Windows are cut from the ids of the whole text, so that no cut falls inside a word. Of a long
@@ -38,8 +45,8 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int) -> tor
     if len(ids) < need:
         raise UsageError(f"the text has {len(ids)} tokens, {need} are needed",
                          why=f"{windows} windows of {window} tokens",
-                         next=f"--windows {len(ids) // window}" if len(ids) >= window
-                         else "give a longer text, or a smaller --window")
+                         next=f"{options[1]} {len(ids) // window}" if len(ids) >= window
+                         else f"give a longer text, or a smaller {options[0]}")
     return torch.tensor(ids[:need]).reshape(windows, window)
 
 

@@ -53,6 +53,7 @@ class Footprint:
         layers, heads: of the model; key heads.
         bytes_per_token, waiting_bytes_per_token: as :class:`KVCache` has them: of a coded token in all layers
             and heads, and of one whose vectors wait.
+        waits: slots of a head that are never read as codes, at least: the newest, and the first.
         page_bytes: of a page of codes, and of vectors that wait.
         filling: while a prompt as long as the whole sequence comes in.
         decoding: from the end of the prompt on.
@@ -62,6 +63,7 @@ class Footprint:
     heads: int
     bytes_per_token: int
     waiting_bytes_per_token: int
+    waits: int
     page_bytes: tuple[int, int]
     filling: Most
     decoding: Most
@@ -116,6 +118,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
                                 num_kv_heads=1, sliding_windows=(None,))
     whole = KVCache(config, spec, dtype, "meta")
     store = whole.stores[0]
+    waits = 0 if store.waiting is None else whole.codings.recent + whole.codings.first
     sizes = store.pages.page_bytes, 0 if store.waiting is None else store.waiting.page_bytes
     if "budget" in spec.options:  # bytes are of the whole model
         budget = whole.policy.model_dump()["budget"]
@@ -128,7 +131,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
                              for most in (filling, decoding))
     return Footprint(config.num_layers, config.num_kv_heads, whole.bytes_per_token,
-                     whole.waiting_bytes_per_token, sizes, filling, decoding)
+                     whole.waiting_bytes_per_token, waits, sizes, filling, decoding)
 
 
 def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[Most, Most]:

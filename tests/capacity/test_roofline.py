@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from quantkit.capacity.roofline import Ceilings, step, turns
 from quantkit.capacity.weights import kept
+from quantkit.kv.cache import KVCache
 from quantkit.kv.predict import footprint
 from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import parse_config
 from quantkit.sources.base import open_source
 
 
@@ -27,6 +31,25 @@ def test_a_step_is_counted():
     assert one.memory_s == pytest.approx((one.weight_bytes + one.kv_bytes) / 100e9)
     assert one.compute_s == pytest.approx(one.flops / 1e12)
     assert one.bound == "memory" and one.tokens_s == pytest.approx(3 / one.memory_s)
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "rotation(2)", "int2(recent=100, sinks=70)"])
+@pytest.mark.parametrize("context", [100, 1000])
+def test_no_step_reads_less_than_the_cache_says(kv, context):
+    """Vectors that wait are read as they are: at least as many as never are codes."""
+    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2,
+                           "intermediate_size": 64, "num_attention_heads": 2,
+                           "head_dim": 32})
+    weights, _ = of("synthetic:llama-1b")
+    weights = dataclasses.replace(weights, config=config)
+    found = footprint(config, parse_kv(kv), torch.bfloat16, context, context // 2, 512)
+    cache = KVCache(config, parse_kv(kv), torch.bfloat16)
+    row = cache.add()
+    for store, layer in zip(cache.stores, cache.sequence(row).layers):
+        store.allocate(layer, context)
+    read = step(weights, found, Ceilings(1e11, 1e12, {}), 1).kv_bytes
+    spare = 64 * cache.waiting_bytes_per_token  # of the newest page, which fills
+    assert read <= cache.step_bytes(row) <= read + spare
 
 
 @pytest.mark.parametrize("uri", ["synthetic:llama-8b", "synthetic:mixtral-8x7b", "synthetic:gemma3-1b"])

@@ -96,9 +96,11 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent)
     _check(loaded, settings)
     specs = [KVSpec(), *(kv for kv in settings.kv or (loaded.kv,) if kv != KVSpec())]
     items = _items(loaded, settings, text)
-    windows = windows_of(loaded, text.content, max(settings.lengths), settings.samples) \
+    windows = windows_of(loaded, text.content, max(settings.lengths), settings.samples,
+                         ("--lengths", "--samples")) \
         if POSITIONS in settings.tasks else torch.empty(0, 0)
-    prompts = windows_of(loaded, text.content, settings.prompt, settings.samples) \
+    prompts = windows_of(loaded, text.content, settings.prompt, settings.samples,
+                         ("--prompt", "--samples")) \
         if GENERATED in settings.tasks else torch.empty(0, 0)
     edges = edges_of(settings.prompt, settings.lengths) if POSITIONS in settings.tasks else []
     each = sum(len(item.context) for item in items) + windows.numel() - len(windows)
@@ -127,7 +129,7 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent)
 
 def _check(loaded: LoadedModel, settings: LongSettings) -> None:
     limit = loaded.config.max_position_embeddings
-    if max(settings.lengths) > limit:
+    if max(settings.lengths) > limit and set(settings.tasks) != {GENERATED}:
         raise UsageError(f"a length of {max(settings.lengths)} is longer than the model's context",
                          why=f"{loaded.uri} was made for {limit} tokens", next=f"--lengths {limit}")
     if GENERATED in settings.tasks and settings.prompt + settings.new_tokens > limit:
