@@ -37,9 +37,8 @@ def test_a_step_is_counted():
 @pytest.mark.parametrize("context", [100, 1000])
 def test_no_step_reads_less_than_the_cache_says(kv, context):
     """Vectors that wait are read as they are: at least as many as never are codes."""
-    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2,
-                           "intermediate_size": 64, "num_attention_heads": 2,
-                           "head_dim": 32})
+    config = parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "head_dim": 32,
+                           "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2})
     weights, _ = of("synthetic:llama-1b")
     weights = dataclasses.replace(weights, config=config)
     found = footprint(config, parse_kv(kv), torch.bfloat16, context, context // 2, 512)

@@ -19,6 +19,7 @@ import kvpress
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 PRESSES = {"window": kvpress.StreamingLLMPress, "snapkv": kvpress.SnapKVPress, "tova": kvpress.TOVAPress,
            "pyramidkv": kvpress.PyramidKVPress, "expected": kvpress.ExpectedAttentionPress}
@@ -32,6 +33,7 @@ def made(name: str, options: dict[str, Any]) -> Any:
 
 
 def main() -> None:
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, local_files_only=True,
                                                  attn_implementation="sdpa")
     parts, spec = load_file(sys.argv[2]), json.loads(sys.argv[4])
