@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from quantkit.bench.machine import machine
 from quantkit.cli.present import table
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
@@ -126,8 +125,7 @@ def main() -> None:
           *(f"{1e3 * row[f'{side}_decode_s']:.0f}" for side in sides)) for row in rows],
         right=tuple(range(1, 11)), limit=120))
     if given.out is not None:
-        machine = {"cpu": platform.processor() or platform.machine(), "threads": given.threads}
-        report = {"date": str(date.today()), "machine": machine, "model": given.model.name,
+        report = {"machine": machine() | {"threads": given.threads}, "model": given.model.name,
                   "text": given.text.name, "length": given.length, "rows": rows}
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
