@@ -8,31 +8,21 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MOST, PAGE, Held, KVPolicy
+from quantkit.kv.base import PAGE, Held
+from quantkit.kv.policies.again import ActsAgain
 from quantkit.kv.policies.scores import best, places, tokens
 
 
-class H2O(KVPolicy):
-    """Each key head keeps ``budget`` positions after the prompt and after every ``interval``-th decode step.
-
-    The paper drops one position a step; here ``interval`` at a time, between which the cache holds up to
-    ``interval`` more.
+class H2O(ActsAgain):
+    """Each key head keeps positions of its own.
 
     Attributes:
-        budget: a number below 1 is a share of the prompt, from 1 on it is tokens.
         recent: the share of the budget that the newest positions have.
     """
 
     name: ClassVar[str] = "h2o"
-    on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "sums"
-    budget: float = Field(gt=0, le=MOST)
     recent: float = Field(default=0.5, ge=0, le=1)
-    interval: int = Field(default=32, ge=1, le=MOST)
-
-    @property
-    def every(self) -> int | None:
-        return self.interval
 
     @property
     def queries(self) -> int:

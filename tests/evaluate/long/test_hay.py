@@ -47,7 +47,7 @@ def test_white_space_and_quotation_marks_don_t_hide_where_sentences_end(loaded):
 def test_a_book_is_hay(loaded, shared_data):
     book = shared_data / "longctx" / "war_and_peace.txt"
     if not book.is_file():
-        pytest.skip(f"no book: {book} doesn't exist")
+        pytest.skip(f"needs a long real text, which is no part of the project: {book} isn't there")
     hay = TextHay(book.name, book.read_text(encoding="utf-8"))
     found = bale(hay, loaded.tokenizer, 8000, random.Random(1))
     assert len(found.ids) == 8000 and 100 < len(found.starts) < 2000
