@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,13 +14,13 @@ from quantkit.report.markdown import plain
 from quantkit.report.table import WIDTH, columns, cut, fold
 
 MOST = 36
-"""Columns that the rows' names have at most."""
+"""Columns of the rows' names; a longer one has a line of its own."""
 
 
 def table(result: LongResult) -> str:
     """For the terminal."""
     out = [cut(f"{result.model} · {result.method}: KV settings at length", WIDTH), ""]
-    for grid in map(_named, grids(result)):
+    for grid in grids(result):
         title = f"── {grid.title} "
         out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
         for part in _fitting(grid):
@@ -80,15 +79,6 @@ def write(result: LongResult, folder: Path) -> list[Path]:
     return [folder / name for name in FILES]
 
 
-def _named(grid: Grid) -> Grid:
-    """The grid with names that leave room for the rest; when a question came stands at their ends."""
-    return dataclasses.replace(grid, rows=tuple((_short(row[0]), *row[1:]) for row in grid.rows))
-
-
-def _short(name: str) -> str:
-    return name if columns(name) <= MOST else cut(name, MOST - 9) + name[-9:]
-
-
 def _fitting(grid: Grid) -> Iterator[Grid]:
     """The grid in parts that are narrow enough, each with the rows' names."""
     widths = _widths(grid)
@@ -106,10 +96,15 @@ def _fitting(grid: Grid) -> Iterator[Grid]:
 def _lines(grid: Grid) -> Iterator[str]:
     widths = _widths(grid)
     for name, *cells in (grid.heads, *grid.rows):
+        if columns(name) > MOST:
+            yield from fold(name)
+            name = ""
         right = (" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths[1:]))
         yield cut("  ".join((name + " " * (widths[0] - columns(name)), *right)).rstrip(), WIDTH)
 
 
 def _widths(grid: Grid) -> list[int]:
     lines: Sequence[Sequence[str]] = (grid.heads, *grid.rows)
-    return [max(columns(line[index]) for line in lines) for index in range(len(grid.heads))]
+    names = (columns(line[0]) for line in lines)
+    return [max(width for width in names if width <= MOST),
+            *(max(columns(line[index]) for line in lines) for index in range(1, len(grid.heads)))]

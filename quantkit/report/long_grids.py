@@ -142,10 +142,12 @@ def _buckets(title: str, settings: Sequence[tuple[str, Sequence[Bucket]]], notes
 
 
 def _first(result: LongResult) -> Grid:
+    """A row a setting, a column a sample."""
     most = f"> {result.protocol.new_tokens - 1}"
-    rows = tuple((one.kv, ", ".join(most if first is None else str(first) for first in one.differs))
+    rows = tuple((one.kv, *(most if first is None else str(first) for first in one.differs))
                  for one in result.drifts[1:])
-    return Grid("generated: equal tokens before greedy generation differs", ("setting", "by sample"), rows)
+    heads = ("setting", *(f"sample {index + 1}" for index in range(len(result.drifts[0].differs))))
+    return Grid("generated: equal tokens before greedy generation differs", heads, rows)
 
 
 __all__ = ["Grid", "Variant", "grids"]

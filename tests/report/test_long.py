@@ -17,7 +17,8 @@ LENGTHS = tuple(1024 * 2 ** power for power in range(8))
 
 def bucket(kv, low, high, perplexity=12.0):
     values = {"perplexity": perplexity, "kl_mean": 0.012, "top1": 0.9}
-    return Bucket(kv, low, high, {name: Interval(value, value, value) for name, value in values.items()})
+    return Bucket(kv, low, high, {name: Interval(value, value, value) for name, value in values.items()},
+                  (0.012,))
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def test_the_table_fits_a_terminal_and_says_what_the_full_cache_can(result):
     assert "(0/1)" in text and "variables" in text
     for length in LENGTHS:
         assert f" {length}" in text, "columns that don't fit beside the others stand below them"
+
+
+def test_names_that_are_long_stay_whole(result):
+    lines = table(result).split("── the KV cache")[1].split("\n──")[0].splitlines()
+    for when in ("known", "later"):
+        at = lines.index(f"snapkv(0.5, window=32, kernel=5)+int4(recent=128, sinks=64), {when}")
+        assert re.match(r" +8\.00 kB  ", lines[at + 1])
+
+
+def test_where_generation_differs_has_a_column_a_sample(result):
+    drifts = [Drift(one.kv, one.buckets, (None, 7) * 10, 31.4) for one in result.drifts]
+    text = table(LongResult(result.model, result.method, result.protocol, result.variants, drifts=drifts))
+    parts = text.split("generated: equal tokens")[1]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "sample 1 " in parts and "sample 20" in parts and parts.count("> 63") == 2 * 10
 
 
 def test_the_comparison_is_over_all_questions(result):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -27,7 +28,7 @@ class Drift:
         buckets: by generated position: ``low`` tokens were generated before.
         differs: by sample, after how many equal tokens greedy generation differs from the full cache's;
             ``None``: it doesn't, as far as was generated.
-        decode_tok_s: tokens a second, one at a time.
+        decode_tok_s: tokens a second, one at a time: of the median step.
     """
 
     kv: str
@@ -64,7 +65,8 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
         QuantkitError: the model's output is not finite.
     """
     edges = steps_of(tokens)
-    tallies, seconds = [Tally(edges) for _ in settings], [0.0] * len(settings)
+    tallies = [Tally(edges) for _ in settings]
+    seconds: list[list[float]] = [[] for _ in settings]
     differs: list[list[int | None]] = [[] for _ in settings]
     for prompt in prompts:
         written: list[int] = []
@@ -79,7 +81,7 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
                 if step:
                     begun = time.perf_counter()
                     logits = force(loaded, cache, row, written[step - 1:step], step - 1)
-                    seconds[index] += time.perf_counter() - begun
+                    seconds[index].append(time.perf_counter() - begun)
                 own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
                 if index == 0:
                     written.append(best)
@@ -90,6 +92,5 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
             fed(tokens, str(kv))
             differs[index].append(first)
             tallies[index].close()
-    count = (tokens - 1) * len(prompts)
-    return [Drift(str(kv), tuple(tally.buckets(str(kv))), tuple(first), count / spent if spent else 0.0)
+    return [Drift(str(kv), tuple(tally.buckets(str(kv))), tuple(first), 1 / median(spent) if spent else 0.0)
             for kv, tally, first, spent in zip(settings, tallies, differs, seconds)]

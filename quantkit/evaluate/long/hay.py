@@ -13,7 +13,11 @@ from quantkit.text.tokenizer import Tokenizer
 
 LETTERS = 8
 """Characters a token at most, over a whole text: so much must follow a sentence that hay begins with."""
-_SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)]*\s+")
+LONGEST = 400
+"""Characters of a piece: a text without ends of sentences is cut between words, or wherever it must be."""
+_END = re.compile(r"""
+    (?: (?<!\bMr) (?<!\bMrs) (?<!\bMs) (?<!\bDr) (?<!\bSt) (?<!\b[A-Z]) \.  |  [!?…] )
+    ["'”’»)\]]* \s+  |  [。！？] [」』”’）]* \s*""", re.VERBOSE)
 _WHO = ("The baker", "A gardener", "The old sailor", "My neighbour", "The teacher", "A young painter",
         "The clerk", "Her cousin", "The farmer", "A tall stranger", "The postman", "Their uncle")
 _DID = ("walked along", "looked across", "waited beside", "swept", "sketched", "remembered", "crossed",
@@ -47,7 +51,7 @@ class TextHay:
 
     def __init__(self, name: str, content: str) -> None:
         self.name = name
-        self._sentences = [one for one in _SENTENCE.split(" ".join(content.split())) if one]
+        self._sentences = list(_pieces(" ".join(content.split())))
         self._left = [0] * (len(self._sentences) + 1)
         for index in reversed(range(len(self._sentences))):
             self._left[index] = self._left[index + 1] + len(self._sentences[index])
@@ -56,6 +60,20 @@ class TextHay:
         """See :class:`Hay`."""
         starts = sum(left >= LETTERS * tokens for left in self._left)
         yield from self._sentences[chance.randrange(max(1, starts)):]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Sentences with the quotation marks and brackets that close them; parts of those that are too long."""
+    start = 0
+    for end in (*(found.end() for found in _END.finditer(text)), len(text)):
+        while end - start > LONGEST:
+            space = text.rfind(" ", start + 1, start + LONGEST)
+            stop = start + LONGEST if space < 0 else space
+            yield text[start:stop].strip()
+            start = stop
+        if sentence := text[start:end].strip():
+            yield sentence
+        start = end
 
 
 class Filler:

@@ -26,12 +26,14 @@ class Bucket:
         low, high: the queries that were scored: ``low ≤ tokens before the query < high``.
         values: ``perplexity``, ``kl_mean`` and ``top1``, the last two against the full cache; intervals over
             windows.
+        kl_windows: mean KL of each window, for comparing settings window by window.
     """
 
     kv: str
     low: int
     high: int
     values: dict[str, Interval]
+    kl_windows: tuple[float, ...]
 
 
 class Tally:
@@ -61,7 +63,8 @@ class Tally:
     def buckets(self, kv: str) -> list[Bucket]:
         """What was found."""
         return [Bucket(kv, low, high, {metric.name: metric.summarize(mean)
-                                       for metric, mean in zip(METRICS, means)})
+                                       for metric, mean in zip(METRICS, means)},
+                       tuple(means[METRICS.index(KL)]))
                 for low, high, means in zip(self.edges, self.edges[1:], self._means)]
 
 

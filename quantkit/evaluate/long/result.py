@@ -203,7 +203,8 @@ class LongResult:
 
 def _bucket(one: Bucket) -> dict[str, Any]:
     return {"kv": one.kv, "low": one.low, "high": one.high,
-            **{name: _finite(found) for name, found in one.values.items()}}
+            **{name: _finite(found) for name, found in one.values.items()},
+            "kl_windows": [value if math.isfinite(value) else None for value in one.kl_windows]}
 
 
 def _finite(found: Interval) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quantkit.errors import UsageError
-from quantkit.evaluate.long.hay import Filler, TextHay, bale
+from quantkit.evaluate.long.hay import LONGEST, Filler, TextHay, bale
 
 STORY = " ".join(f"This is sentence number {index}, no more and no less." for index in range(400))
 
@@ -41,7 +41,23 @@ def test_a_text_that_is_too_short_is_refused(loaded):
 def test_white_space_and_quotation_marks_don_t_hide_where_sentences_end(loaded):
     hay = TextHay("talk", "“Come in!” she said.\n\nHe came.   “Where\nis it?” Nobody knew.")
     assert list(hay.sentences(random.Random(0), 10)) == [
-        "“Come in!", "she said.", "He came.", "“Where is it?", "Nobody knew."]
+        "“Come in!”", "she said.", "He came.", "“Where is it?”", "Nobody knew."]
+
+
+def test_titles_and_initials_end_no_sentence(loaded):
+    hay = TextHay("talk", "Mr. Bennet met J. Smith (a Dr. St. John had sent him). Mrs. Long left.")
+    assert list(hay.sentences(random.Random(0), 10)) == [
+        "Mr. Bennet met J. Smith (a Dr. St. John had sent him).", "Mrs. Long left."]
+
+
+def test_a_text_without_ends_of_sentences_is_cut_between_words(loaded):
+    words = " ".join(f"word{index}" for index in range(500))
+    pieces = list(TextHay("list", words).sentences(random.Random(0), 1000))
+    assert " ".join(pieces) == words and max(map(len, pieces)) <= LONGEST
+    assert max(map(len, TextHay("no spaces", "x" * 1000).sentences(random.Random(0), 100))) == LONGEST
+    # another script's stops need no space behind them
+    assert list(TextHay("zh", "你好。他说：「来吧！」她来了。").sentences(random.Random(0), 10)) == [
+        "你好。", "他说：「来吧！」", "她来了。"]
 
 
 def test_a_book_is_hay(loaded, shared_data):
