@@ -8,12 +8,13 @@ these are zeros: a policy of ours decides *which* positions stay by them, and by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.kv.base import PAGE, Phase
+from quantkit.kv.base import PAGE, KVPolicy, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.pages import most_pages
@@ -140,8 +141,9 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     row, store, policy = cache.add(), cache.stores[0], cache.policy
     filling = decoding = Most()
     most = cache.config.max_position_embeddings
-    for count, phase in _steps(prompt, decoded, chunk, policy.keeps_all):
-        batch = cache.batch([row], phase or "prefill")
+    left: list[int] = []
+    for count, phase, looked_at in _steps(prompt, decoded, chunk, policy):
+        batch = cache.batch([row], phase)
         layer = batch.sequences[0].layers[0]
         at, slots = layer.seen, store.allocate(layer, count)
         during = _now(cache, layer)
@@ -157,12 +159,16 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             during |= _replayed(cache, row, min(prompt, policy.replays + LEAD, most - prompt), chunk)
             cache.act(0, layer)
             layer.sums = None
-        if phase == "decode":
+        if phase == "decode" and looked_at:
             decoding |= during
-        elif phase is not None:
+        elif looked_at:
             filling |= during
         if phase == "prefill_end":  # what the prompt leaves is there while others decode
             decoding |= _now(cache, layer)
+        if phase == "decode" and policy.every:
+            left.append(int(layer.lengths[0]))
+            if _repeats(left, policy.every):
+                break
     cache.free([row])
     return filling, decoding
 
@@ -188,19 +194,25 @@ def _now(cache: KVCache, layer: HeldLayer) -> Most:
     return Most(store.pages.used, waiting, cache.used_bytes, int(layer.lengths[0]), cache.used_bytes - pages)
 
 
-def _steps(prompt: int, decoded: int, chunk: int, keeps_all: bool) -> Iterator[tuple[int, Phase | None]]:
-    """The engine's: a prompt by chunks, then a token at a time.
+def _repeats(left: Sequence[int], every: int) -> bool:
+    """Whether a policy has left as many slots each time that it acted, at every place within a page."""
+    span = 2 * math.lcm(every, PAGE)
+    return len(left) > span and len(set(left[every - 1::every][-span // every:])) == 1
+
+
+def _steps(prompt: int, decoded: int, chunk: int, policy: KVPolicy) -> Iterator[tuple[int, Phase, bool]]:
+    """The engine's: a prompt by chunks, then a token at a time; and whether anybody looks at what it takes.
 
     Where nothing is dropped a sequence holds the most at the end of each kind, and repeats itself every page:
-    all before is one step without a phase, which nobody looks at.
+    all before is one step.
     """
-    start = max(0, (prompt - 1) // chunk - 1) * chunk if keeps_all else 0
+    start = max(0, (prompt - 1) // chunk - 1) * chunk if policy.keeps_all else 0
     if start:
-        yield start, None
+        yield start, "prefill", False
     for at in range(start, prompt, chunk):
-        yield min(chunk, prompt - at), "prefill" if at + chunk < prompt else "prefill_end"
-    start = max(0, decoded - 2 * PAGE) if keeps_all else 0
+        yield min(chunk, prompt - at), "prefill" if at + chunk < prompt else "prefill_end", True
+    start = max(0, decoded - 2 * PAGE) if policy.every is None else 0
     if start:
-        yield start, None
+        yield start, "decode", False
     for _ in range(decoded - start):
-        yield 1, "decode"
+        yield 1, "decode", True

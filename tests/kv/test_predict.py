@@ -151,3 +151,18 @@ def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
     assert found.sequence_bytes == -(-context // 64) * 64 * found.bytes_per_token
     waits = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
     assert waits.decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
+
+
+@pytest.mark.parametrize("kv", ["snapkv(0.5)", "tova(0.5)", "h2o(0.25, interval=24)+int4",
+                                "window(1000)+int8"])
+def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
+    batch, steps = KVCache.batch, []
+    monkeypatch.setattr(KVCache, "batch", lambda *given: steps.append(given[2]) or batch(*given))
+    config = dataclasses.replace(loaded.config, max_position_embeddings=1 << 17)
+    long = footprint(config, parse_kv(kv), loaded.dtype, 100_000, 4_000, CHUNK)
+    assert steps.count("decode") < 1000
+    if "snapkv" in kv:  # what is decoded stays, and is there at the end
+        assert long.decoding.slots == 2_000 + 96_000
+    else:  # an answer of any length takes the same
+        short = footprint(config, parse_kv(kv), loaded.dtype, 6_000, 4_000, CHUNK)
+        assert long.decoding == short.decoding
