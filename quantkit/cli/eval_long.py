@@ -44,7 +44,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
               help="Of activations; auto is the model's own.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Also write report.md and results.json there.")
+              help="Also write report.md and results.json there; after a stop the same command goes on.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: int, samples: int,
@@ -56,6 +56,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
     it can't answer says nothing about the others.
     """
     from quantkit.evaluate.forced import split_settings
+    from quantkit.evaluate.long.journal import forget
     from quantkit.evaluate.long.run import LongSettings, evaluate_long
     from quantkit.kvspec import parse_kv
     from quantkit.report import long
@@ -68,11 +69,12 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
         new_tokens=new_tokens, seed=seed, dtype=dtype, revision=revision)
     with Progress("evaluating", quiet) as progress:
-        result = evaluate_long(model, settings, progress)
+        result = evaluate_long(model, settings, progress, out)
     click.echo(long.as_json(result) if as_json else long.table(result), nl=False)
     if out is not None:
         for path in long.write(result, out):
             note(f"wrote {path}")
+        forget(out)
 
 
 def _whole(lengths: str) -> tuple[int, ...]:

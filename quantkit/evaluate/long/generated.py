@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from quantkit.evaluate.feed import finite, force, likeliest, prefill
-from quantkit.evaluate.long.positions import Bucket, Tally
+from quantkit.evaluate.long.journal import Journal
+from quantkit.evaluate.long.positions import Bucket, Tally, buckets_of
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
@@ -46,9 +49,9 @@ def steps_of(tokens: int) -> list[int]:
     return [*edges, tokens]
 
 
-@torch.inference_mode()
 def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tensor, tokens: int,
-            fed: Callable[[int, str], None] = lambda count, kv: None) -> list[Drift]:
+            fed: Callable[[int, str], None] = lambda count, kv: None,
+            kept: Journal | None = None) -> list[Drift]:
     """Generate greedily with the full cache, then force every setting along the same text, token by token.
 
     Until a setting's likeliest token first is another than the full cache's, both have read the same: so the
@@ -60,37 +63,51 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
         prompts: int64 ``[n, T]``.
         tokens: how many are generated.
         fed: told how many tokens went through a setting.
+        kept: prompts whose texts an earlier run has generated.
 
     Raises:
         QuantkitError: the model's output is not finite.
     """
-    edges = steps_of(tokens)
-    tallies = [Tally(edges) for _ in settings]
-    seconds: list[list[float]] = [[] for _ in settings]
-    differs: list[list[int | None]] = [[] for _ in settings]
-    for prompt in prompts:
-        written: list[int] = []
-        truth: list[torch.Tensor] = []
-        for index, kv in enumerate(settings):
-            cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-            row = cache.add(len(prompt) + tokens)
-            logits = prefill(loaded, cache, row, prompt.tolist())
-            fed(len(prompt), str(kv))
-            first: int | None = None
-            for step in range(tokens):
-                if step:
-                    begun = time.perf_counter()
-                    logits = force(loaded, cache, row, written[step - 1:step], step - 1)
-                    seconds[index].append(time.perf_counter() - begun)
-                own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
-                if index == 0:
-                    written.append(best)
-                    truth.append(own)
-                elif first is None and best != written[step]:
-                    first = step
-                tallies[index].add(step, truth[step], own, torch.tensor(written[step:step + 1]))
-            fed(tokens, str(kv))
-            differs[index].append(first)
-            tallies[index].close()
-    return [Drift(str(kv), tuple(tally.buckets(str(kv))), tuple(first), 1 / median(spent) if spent else 0.0)
-            for kv, tally, first, spent in zip(settings, tallies, differs, seconds)]
+    kept, found, edges = kept or Journal(None, {}), [], steps_of(tokens)
+    for number, prompt in enumerate(prompts):
+        name = f"generated {number}"
+        if kept.has(name):
+            fed((len(prompt) + tokens) * len(settings), str(settings[-1]))
+        found.append(kept.piece(name, partial(_text, loaded, settings, prompt, tokens, edges, fed)))
+    drifts = []
+    for index, kv in enumerate(settings):
+        own = [text[index] for text in found]
+        spent = [one for text in own for one in text["seconds"]]
+        drifts.append(Drift(str(kv), tuple(buckets_of(str(kv), edges, [text["means"] for text in own])),
+                            tuple(text["differs"] for text in own), 1 / median(spent) if spent else 0.0))
+    return drifts
+
+
+@torch.inference_mode()
+def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor, tokens: int,
+          edges: Sequence[int], fed: Callable[[int, str], None]) -> list[dict[str, Any]]:
+    """By setting: ``means``, where it first ``differs``, ``seconds`` of each step."""
+    written: list[int] = []
+    truth: list[torch.Tensor] = []
+    found: list[dict[str, Any]] = []
+    for kv in settings:
+        cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
+        row, tally, seconds = cache.add(len(prompt) + tokens), Tally(edges), []
+        logits = prefill(loaded, cache, row, prompt.tolist())
+        fed(len(prompt), str(kv))
+        differs: int | None = None
+        for step in range(tokens):
+            if step:
+                begun = time.perf_counter()
+                logits = force(loaded, cache, row, written[step - 1:step], step - 1)
+                seconds.append(time.perf_counter() - begun)
+            own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
+            if not found:
+                written.append(best)
+                truth.append(own)
+            elif differs is None and best != written[step]:
+                differs = step
+            tally.add(step, truth[step], own, torch.tensor(written[step:step + 1]))
+        fed(tokens, str(kv))
+        found.append({"means": tally.means(), "differs": differs, "seconds": seconds})
+    return found

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 
 from quantkit.errors import UsageError
 from quantkit.evaluate.feed import MOST, finite, force, prefill
+from quantkit.evaluate.long.journal import Journal
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.loader import LoadedModel
@@ -37,11 +41,14 @@ class Bucket:
 
 
 class Tally:
-    """Sums scores by bucket; a mean a bucket and window."""
+    """Sums scores by bucket, of one window.
+
+    Args:
+        edges: where buckets begin and end.
+    """
 
     def __init__(self, edges: Sequence[int]) -> None:
         self.edges = tuple(edges)
-        self._means: list[list[list[float]]] = [[[] for _ in METRICS] for _ in self.edges[1:]]
         self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
 
     def add(self, at: int, reference: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> None:
@@ -53,19 +60,21 @@ class Tally:
             for index, score in enumerate(scores):
                 sums[index] += float(score[part].sum())
 
-    def close(self) -> None:
-        """A window is over."""
-        for means, sums, low, high in zip(self._means, self._sums, self.edges, self.edges[1:]):
-            for mean, total in zip(means, sums):
-                mean.append(total / (high - low))
-        self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
+    def means(self) -> list[list[float]]:
+        """By bucket, then by metric."""
+        return [[total / (high - low) for total in sums]
+                for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
 
-    def buckets(self, kv: str) -> list[Bucket]:
-        """What was found."""
-        return [Bucket(kv, low, high, {metric.name: metric.summarize(mean)
-                                       for metric, mean in zip(METRICS, means)},
-                       tuple(means[METRICS.index(KL)]))
-                for low, high, means in zip(self.edges, self.edges[1:], self._means)]
+
+def buckets_of(kv: str, edges: Sequence[int], windows: Sequence[Sequence[Sequence[float]]]) -> list[Bucket]:
+    """What all windows' :meth:`Tally.means` say of a setting."""
+    found = []
+    for index, (low, high) in enumerate(pairwise(edges)):
+        means = {metric: [window[index][number] for window in windows]
+                 for number, metric in enumerate(METRICS)}
+        values = {metric.name: metric.summarize(each) for metric, each in means.items()}
+        found.append(Bucket(kv, low, high, values, tuple(means[KL])))
+    return found
 
 
 def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
@@ -82,10 +91,9 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
     return sorted({prompt, *ends[:-1], ends[-1] - 1})
 
 
-@torch.inference_mode()
 def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
                 edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
-                ) -> tuple[list[Bucket], list[int]]:
+                kept: Journal | None = None) -> tuple[list[Bucket], list[int]]:
     """Teacher-force texts through every setting, side by side, and score them by position.
 
     A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
@@ -98,6 +106,7 @@ def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.
         prompt: tokens that aren't scored.
         edges: see :func:`edges_of`.
         fed: told how many tokens went through a setting.
+        kept: windows that an earlier run has read.
 
     Returns:
         Buckets, setting by setting; and each setting's bytes of KV cache at a window's end.
@@ -105,26 +114,37 @@ def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.
     Raises:
         QuantkitError: the model's output is not finite.
     """
-    tallies = [Tally(edges) for _ in settings]
-    held = [0] * len(settings)
-    for window in windows:
-        ids: list[int] = window.tolist()
-        caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
-        rows = [cache.add(len(ids)) for cache in caches]
-        for kv, cache, row in zip(settings, caches, rows):
-            prefill(loaded, cache, row, ids[:prompt])
-            fed(prompt, str(kv))
-        for start in range(prompt, len(ids) - 1, MOST):
-            chunk = ids[start:min(start + MOST, len(ids) - 1)]
-            targets = window[start + 1:start + 1 + len(chunk)]
-            reference: torch.Tensor | None = None
-            for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
-                logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
-                own = logits.float().log_softmax(-1).cpu()
-                reference = own if reference is None else reference
-                tallies[index].add(start, reference, own, targets)
-                held[index] = cache.allocated_bytes
-                fed(len(chunk), str(kv))
-        for tally in tallies:
-            tally.close()
-    return [one for kv, tally in zip(settings, tallies) for one in tally.buckets(str(kv))], held
+    kept, found = kept or Journal(None, {}), []
+    for number, window in enumerate(windows):
+        name = f"positions {number}"
+        if kept.has(name):
+            fed((len(window) - 1) * len(settings), str(settings[-1]))
+        found.append(kept.piece(name, partial(_window, loaded, settings, window, prompt, edges, fed)))
+    held = found[-1]["bytes"] if found else [0] * len(settings)
+    return [one for index, kv in enumerate(settings)
+            for one in buckets_of(str(kv), edges, [window["means"][index] for window in found])], held
+
+
+@torch.inference_mode()
+def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tensor, prompt: int,
+            edges: Sequence[int], fed: Callable[[int, str], None]) -> dict[str, Any]:
+    """``means`` and ``bytes``, by setting."""
+    tallies, held = [Tally(edges) for _ in settings], [0] * len(settings)
+    ids: list[int] = window.tolist()
+    caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
+    rows = [cache.add(len(ids)) for cache in caches]
+    for kv, cache, row in zip(settings, caches, rows):
+        prefill(loaded, cache, row, ids[:prompt])
+        fed(prompt, str(kv))
+    for start in range(prompt, len(ids) - 1, MOST):
+        chunk = ids[start:min(start + MOST, len(ids) - 1)]
+        targets = window[start + 1:start + 1 + len(chunk)]
+        reference: torch.Tensor | None = None
+        for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
+            logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
+            own = logits.float().log_softmax(-1).cpu()
+            reference = own if reference is None else reference
+            tallies[index].add(start, reference, own, targets)
+            held[index] = cache.allocated_bytes
+            fed(len(chunk), str(kv))
+    return {"means": [tally.means() for tally in tallies], "bytes": held}

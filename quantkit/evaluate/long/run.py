@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit import __version__
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.evaluate.long.answer import Reader, When
+from quantkit.evaluate.feed import prefill
+from quantkit.evaluate.long.answer import Answer, Answers, Reader, When
 from quantkit.evaluate.long.generated import by_step
 from quantkit.evaluate.long.hay import Filler, Hay, TextHay
 from quantkit.evaluate.long.items import Item, make_items
+from quantkit.evaluate.long.journal import Journal
 from quantkit.evaluate.long.positions import by_position, edges_of
 from quantkit.evaluate.long.result import LongProtocol, LongResult, Reply, Variant
 from quantkit.evaluate.long.tasks import TASKS
@@ -79,17 +85,20 @@ class LongSettings:
                              next="--tasks passkey --lengths 1024,2048")
 
 
-def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent) -> LongResult:
+def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
+                  folder: Path | None = None) -> LongResult:
     """Compare KV settings with the full cache, at length.
 
     Args:
         uri: a checkpoint or source.
         settings: see there.
         progress: told of tokens that went through the model.
+        folder: what is finished is kept there, and taken from there when the same is asked for again, until
+            :func:`~quantkit.evaluate.long.journal.forget`.
 
     Raises:
-        QuantkitError: the model can't be loaded, the text is unusable, a length doesn't fit, or the model's
-            output is not finite.
+        QuantkitError: the model can't be loaded, the text is unusable, a length doesn't fit, the model's
+            output is not finite, or the folder has an unfinished comparison of something else.
     """
     text = load_text(settings.text)
     loaded = load(uri, revision=settings.revision, dtype=settings.dtype)
@@ -110,19 +119,20 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent)
     whens: Sequence[When | None] = settings.questions if items else (None,)
     result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
         variant for reader in readers for variant in _variants(reader, whens)])
-    for item_number, item in enumerate(items):
-        for reader in readers:
-            result.replies += _ask(result, reader, item, item_number, settings.questions,
-                                   fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
-    if POSITIONS in settings.tasks:
-        result.buckets, held = by_position(loaded, specs, windows, settings.prompt, edges,
-                                           lambda count, kv: fed.to(f"positions kv {kv}")(count))
-        for kv, count in zip(specs, held):
-            for variant in result.variants:
-                variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
-    if GENERATED in settings.tasks:
-        result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
-                                lambda count, kv: fed.to(f"generated kv {kv}")(count))
+    with contextlib.closing(Journal(folder, _key(loaded, result.protocol, specs))) as kept:
+        for number, item in enumerate(items):
+            for reader in readers:
+                result.replies += _ask(result, reader, item, number, settings.questions, kept,
+                                       fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
+        if POSITIONS in settings.tasks:
+            result.buckets, held = by_position(loaded, specs, windows, settings.prompt, edges,
+                                               lambda count, kv: fed.to(f"positions kv {kv}")(count), kept)
+            for kv, count in zip(specs, held):
+                for variant in result.variants:
+                    variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
+        if GENERATED in settings.tasks:
+            result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
+                                    lambda count, kv: fed.to(f"generated kv {kv}")(count), kept)
     current().notify("on_run_finished", kind="eval-long", summary=result.to_dict())
     return result
 
@@ -155,11 +165,25 @@ def _variants(reader: Reader, questions: Sequence[When | None]) -> list[Variant]
             for when in (questions if reader.policy_acts else (None,))]
 
 
+def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec]) -> dict[str, Any]:
+    """All that changes a number. A model is known by what it says: its files may change under its name."""
+    cache = KVCache(loaded.config, KVSpec(), loaded.dtype, loaded.model.device)
+    with torch.inference_mode():
+        logits = prefill(loaded, cache, cache.add(), [min(id, loaded.config.vocab_size - 1)
+                                                      for id in range(3, 300, 11)])
+    says = hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()
+    return {"model": [loaded.uri, loaded.label, says], "kv": [str(kv) for kv in specs],
+            "protocol": [protocol.fingerprint, protocol.quantkit, protocol.torch]}
+
+
 def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions: Sequence[When],
-         fed: Callable[[int], None]) -> list[Reply]:
+         kept: Journal, fed: Callable[[int], None]) -> list[Reply]:
     """A setting's replies to all questions of a context; bytes go to its variants."""
-    replies = []
-    for found in reader.read(item, questions, fed):
+    replies, name = [], f"context {number} kv {reader.kv}"
+    if kept.has(name):
+        fed(len(item.context))
+    for one in kept.piece(name, lambda: [asdict(found) for found in reader.read(item, questions, fed)]):
+        found = Answers(one["when"], tuple(Answer(**answer) for answer in one["answers"]), one["kv_bytes"])
         for variant in result.variants:
             if variant.kv == str(reader.kv) and variant.when in (None, found.when):
                 # the most that a prompt of this length needed: windows of codecs that wait differ a little
