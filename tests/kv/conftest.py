@@ -19,12 +19,12 @@ class Feeder:
     layers, heads, kv_heads, dim = LAYERS, HEADS, KV_HEADS, DIM
 
     def __init__(self, kv: str = "none", *, dim: int = DIM, dtype: torch.dtype = torch.float32,
-                 seed: int = 0) -> None:
+                 seed: int = 0, **keys: object) -> None:
         self.dtype, self.dim = dtype, dim
         self.config = parse_config({
             "model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8,
             "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": dim,
-            "num_key_value_heads": KV_HEADS})
+            "num_key_value_heads": KV_HEADS, **keys})
         self.cache = KVCache(self.config, parse_kv(kv), dtype)
         self._random = torch.Generator().manual_seed(seed)
 
@@ -39,7 +39,7 @@ class Feeder:
         positions = batch.next_positions(max(counts))
         for row, count in enumerate(counts):
             positions[row, count:] = -1
-        step = Step(self.config, positions, self.dtype)
+        step = Step(self.config, positions, self.dtype, batch)
         done = []
         for layer in range(LAYERS):
             q, k, v = drawn[layer] if drawn else self.draw(len(ids), max(counts))

@@ -15,13 +15,27 @@ from quantkit.ops.rope import rotate
 CUTS = st.lists(st.integers(1, 150), min_size=1, max_size=4)
 
 
+LONG = {"model_type": "phi3", "hidden_size": 128, "pad_token_id": 0,
+        "original_max_position_embeddings": 64, "max_position_embeddings": 1024, "rope_scaling": {
+            "type": "longrope", "short_factor": [1 + 0.1 * i for i in range(16)],
+            "long_factor": [2 + 0.5 * i for i in range(16)]}}
+YARN = {"max_position_embeddings": 1024, "rope_scaling": {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
+
+
+def rotation_of(one, number, positions, dtype=torch.float32):
+    """Of a sequence's positions, as long as it was announced to get."""
+    held = one.cache._sequences[number].layers[0]
+    return Step(one.config, positions, dtype, held).rotation(None)
+
+
 def fed(one, number, cuts, answers=()):
     """Feeds a prompt in these pieces, then an answer: of each layer rotated queries, keys, plain queries."""
     found = [[torch.zeros(n, 0, one.dim) for n in (4, 2, 4)] for _ in range(one.layers)]
     steps = [(count, "prefill") for count in cuts[:-1]] + [(cuts[-1], "prefill_end")]
     for count, phase in [*steps, *((count, "decode") for count in answers)]:
         for layer, (q, k, _, positions, _) in enumerate(one.feed([number], [count], phase)):
-            cos, sin = Step(one.config, positions, q.dtype).rotation(None)
+            cos, sin = rotation_of(one, number, positions, q.dtype)
             new = rotate(q, cos, sin)[0], rotate(k, cos, sin)[0], q[0]
             found[layer] = [torch.cat((old, x), 1) for old, x in zip(found[layer], new)]
     return found
@@ -75,14 +89,17 @@ def test_weights_are_of_the_last_queries(feeder, cuts, size):
 
 @pytest.mark.parametrize("codec", ["none", "rotation(4)"])
 @pytest.mark.parametrize("cuts", [[5], [3, 60], [200, 1, 130]])
-def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts):
-    one = feeder(f"expected(100000)+{codec}")
-    number, total = one.cache.add(), sum(cuts)
+@pytest.mark.parametrize(("keys", "extent"), [({}, 0), (YARN, 0), (LONG, 64), (LONG, 500)],
+                         ids=["plain", "yarn", "longrope short", "longrope long"])
+def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts, keys, extent):
+    one = feeder(f"expected(100000)+{codec}", **keys)
+    number, total = one.cache.add(extent), sum(cuts)
+    assert (one.config.rope.attention_factor != 1) == bool(keys), "or vectors keep their lengths"
     for (_, _, plain), held in zip(fed(one, number, cuts), views(one, number)):
         mean, covariance = held.future(20)
         some = plain[:, 4:].double() / one.dim**0.5  # without the first, which are like no other
         at = torch.arange(total, total + 20)[None]
-        cos, sin = (wave.double() for wave in Step(one.config, at, torch.float32).rotation(None))
+        cos, sin = (wave.double() for wave in rotation_of(one, number, at))
         turn = torch.stack([rotate(torch.eye(one.dim, dtype=torch.float64)[None, None, [i]].expand(
             1, 1, 20, -1), cos, sin)[0, 0].mean(0) for i in range(one.dim)])  # row i: what e_i becomes
         centered = some - some.mean(1, keepdim=True)
