@@ -26,7 +26,8 @@ def scratch_bytes(weights: Weights, found: Footprint, context: int, concurrency:
     """Bytes by what they are for.
 
     ``activations`` of a chunk of a prompt; ``logits`` of a step, and a copy to sample from; ``cos and sin``
-    of positions, worked out for up to twice as many; ``page tables``; ``runtime``: Python, torch and LLVM.
+    of positions, worked out for up to twice as many; ``policy``: what it holds while it acts on a layer, an
+    estimate; ``page tables``; ``runtime``: Python, torch and LLVM.
     """
     config = weights.config
     ropes = {config.rope_of(window) for window in config.sliding_windows}
@@ -34,6 +35,7 @@ def scratch_bytes(weights: Weights, found: Footprint, context: int, concurrency:
     return {"activations": activations,
             "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
             "cos and sin": len(ropes) * max(ANGLES, 2 * context) * config.head_dim * FLOAT,
+            "policy": found.acting_bytes,
             "page tables": TABLE_BYTES * found.layers * sum(found.pages(concurrency)),
             "runtime": RUNTIME_BYTES}
 

@@ -116,7 +116,7 @@ class FolderLock:
         if not same:
             self.release()
             raise CheckpointError(f"another quantkit is writing {path.parent}",
-                                  why="two writers would spoil each other's layers",
+                                  why="two writers would spoil each other's work",
                                   next="wait for it to end, or choose another --out")
 
     def release(self) -> None:

@@ -17,7 +17,8 @@ BETTER, WORSE = 3, 5
 """Combinations shown beside the chosen one: of those that lose less, and of those that need less."""
 _SAID = {"activations": f"of {MOST_ROWS} tokens, between operations",
          "logits": "of a step, and a copy to sample from",
-         "cos and sin": "of positions, up to twice as many", "page tables": "which page holds what",
+         "cos and sin": "of positions, up to twice as many",
+         "policy": "a layer's keys and attention while it acts", "page tables": "which page holds what",
          "runtime": "Python, torch, LLVM"}
 
 
@@ -85,7 +86,7 @@ def _sum(chosen: Combination) -> Iterator[str]:
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
               _mega(chosen.spare_bytes))]
-    rows += [(name, _SAID[name], _mega(size)) for name, size in chosen.scratch.items()]
+    rows += [(name, _SAID[name], _mega(size)) for name, size in chosen.scratch.items() if size]
     rows += [("total", f"of {_mega(asked.memory)}", _mega(chosen.total)), ("left", "", _mega(chosen.left))]
     yield table(["what", "how", "bytes"], rows, right=(2,), shrink=1)
 

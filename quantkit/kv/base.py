@@ -178,7 +178,11 @@ class KVPolicy(Frozen):
         return None
 
     def keep(self, held: Held) -> Sequence[torch.Tensor] | torch.Tensor | None:
-        """The slots that stay, of each head int64 ``[n]`` in rising order, or ``None`` for all of them."""
+        """The slots that stay, of each head int64 ``[n]`` in rising order, or ``None`` for all of them.
+
+        How many stay may depend on the prompt's length and on ``lengths``, not on ``seen``: what an answer of
+        any length takes is predicted from its first tokens.
+        """
         return None
 
     def acts(self, phase: Phase) -> bool:

@@ -117,9 +117,17 @@ class Batch:
             for index, layer in enumerate(held.layers):
                 self._end(index, layer, None, count)
 
+    def release(self) -> None:
+        """Queries, and sums over them, that no policy will ask for give their memory back."""
+        policy = self.cache.policy
+        if self.phase == "prefill_end" and policy.listens("prefill") and not policy.listens("decode"):
+            for held in self.sequences:
+                held.listen(None)
+
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
         size = self.cache.policy.replays
+        self.release()
         if size is None or self.phase not in ("prefill", "prefill_end"):
             return
         counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()

@@ -58,6 +58,7 @@ class Footprint:
         page_bytes: of a page of codes, and of vectors that wait.
         filling: while a prompt as long as the whole sequence comes in.
         decoding: from the end of the prompt on.
+        acting_bytes: what a policy that asks where queries look holds while it acts on one layer, estimated.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class Footprint:
     page_bytes: tuple[int, int]
     filling: Most
     decoding: Most
+    acting_bytes: int
 
     @property
     def sequence_bytes(self) -> int:
@@ -132,7 +134,21 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
                              for most in (filling, decoding))
     return Footprint(config.num_layers, config.num_kv_heads, whole.bytes_per_token,
-                     whole.waiting_bytes_per_token, waits, sizes, filling, decoding)
+                     whole.waiting_bytes_per_token, waits, sizes, filling, decoding,
+                     _acting(whole, (filling | decoding).slots))
+
+
+def _acting(cache: KVCache, slots: int) -> int:
+    """A layer's keys while they are decoded (twice in float32, five times where codes and vectors that wait
+    are joined: measured), for expected attention more of the kind; and one key head's weights."""
+    policy, config = cache.policy, cache.config
+    if not (policy.queries or policy.watches):
+        return 0
+    plain = cache.stores[0].pages.parts.keys() <= {"k.values", "v.values", "positions"}
+    vectors = 5 if cache.stores[0].waiting is not None else 1 if plain else 2
+    moments = policy.watches == "moments"
+    looks = 0 if moments else 3 * policy.queries * config.num_heads // config.num_kv_heads
+    return 4 * slots * ((vectors + 4 * moments) * config.num_kv_heads * config.head_dim + looks)
 
 
 def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[Most, Most]:
@@ -153,7 +169,11 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             store.close(layer)
         store.settle(layer)
         if not policy.keeps_all:
-            batch._end(0, layer, nothing.expand(-1, count, -1), count)
+            asked = count
+            if not looked_at and policy.listens(phase):  # as if all others had been summed up
+                asked = min(count, layer.asked.size)
+                layer.absorbed = layer.seen - asked
+            batch._end(0, layer, nothing.expand(-1, asked, -1), count)
         if policy.replays and phase == "prefill_end":
             layer.sums = torch.zeros(1, int(layer.lengths[0]))
             during |= _replayed(cache, row, min(prompt, policy.replays + LEAD, most - prompt), chunk)
@@ -164,8 +184,9 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
         elif looked_at:
             filling |= during
         if phase == "prefill_end":  # what the prompt leaves is there while others decode
+            batch.release()
             decoding |= _now(cache, layer)
-        if phase == "decode" and policy.every:
+        if phase == "decode" and policy.every and layer.steps % policy.every == 0:
             left.append(int(layer.lengths[0]))
             if _repeats(left, policy.every):
                 break
@@ -195,18 +216,18 @@ def _now(cache: KVCache, layer: HeldLayer) -> Most:
 
 
 def _repeats(left: Sequence[int], every: int) -> bool:
-    """Whether a policy has left as many slots each time that it acted, at every place within a page."""
-    span = 2 * math.lcm(every, PAGE)
-    return len(left) > span and len(set(left[every - 1::every][-span // every:])) == 1
+    """Whether a policy has left as many slots whenever it acted, at every place within a page, twice."""
+    acts = 2 * math.lcm(every, PAGE) // every
+    return len(left) >= acts and len(set(left[-acts:])) == 1
 
 
 def _steps(prompt: int, decoded: int, chunk: int, policy: KVPolicy) -> Iterator[tuple[int, Phase, bool]]:
     """The engine's: a prompt by chunks, then a token at a time; and whether anybody looks at what it takes.
 
-    Where nothing is dropped a sequence holds the most at the end of each kind, and repeats itself every page:
-    all before is one step.
+    As long as nothing is dropped a sequence holds the most at the end, and repeats itself every page: all
+    before is one step.
     """
-    start = max(0, (prompt - 1) // chunk - 1) * chunk if policy.keeps_all else 0
+    start = max(0, (prompt - 1) // chunk - 1) * chunk if policy.on_prefill != "chunk" else 0
     if start:
         yield start, "prefill", False
     for at in range(start, prompt, chunk):

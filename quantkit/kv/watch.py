@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,12 +53,12 @@ def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
         return
     q = held.asked.last(layer, end, count)
     if cache.policy.watches == "sums":
-        new = _weights(cache, layer, held, q, end).sum(2).mean(1)
+        new = _looked(cache, layer, held, q, end, lambda weights: weights.sum(1).mean(0))
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
     elif cache.policy.watches == "peaks":
-        new = _weights(cache, layer, held, q, end).amax((1, 2))
+        new = _looked(cache, layer, held, q, end, lambda weights: weights.amax((0, 1)))
         if held.sums is not None:
             before = new[:, :held.sums.shape[1]]
             torch.maximum(before, held.sums, out=before)
@@ -76,7 +77,7 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
 
     def weights() -> torch.Tensor:
         q = held.asked.last(layer, seen, cache.policy.queries)
-        return _weights(cache, layer, held, q, seen).mean((1, 2))
+        return _looked(cache, layer, held, q, seen, lambda weights: weights.mean((0, 1)))
 
     def sums() -> torch.Tensor:
         if cache.policy.replays is None:
@@ -93,11 +94,18 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
                 weights, sums, future)
 
 
-def _weights(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int) -> torch.Tensor:
-    """Of scaled queries ``[H, n, D]`` before ``end``: float32 ``[Hkv, G, n, S]``."""
-    store = cache.stores[layer]
-    return attention_weights(q, store.read(held, "k"), store.positions(held), end, 1.0, cache.softcap,
-                             cache.config.sliding_windows[layer])
+def _looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int,
+            over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """float32 ``[Hkv, S]``: ``over`` the weights ``[G, n, S]`` of scaled queries ``[H, n, D]`` up to ``end``.
+
+    A key head at a time: that bounds the weights in memory.
+    """
+    store, config = cache.stores[layer], cache.config
+    keys, positions = store.read(held, "k"), store.positions(held)
+    heads = zip(q.chunk(len(keys)), keys.split(1), positions.split(1))
+    window = config.sliding_windows[layer]
+    return torch.stack([over(attention_weights(mine, key, at, end, 1.0, cache.softcap, window)[0])
+                        for mine, key, at in heads])
 
 
 def _plain(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Drift:
         buckets: by generated position: ``low`` tokens were generated before.
         differs: by sample, after how many equal tokens greedy generation differs from the full cache's;
             ``None``: it doesn't, as far as was generated.
-        decode_tok_s: tokens a second, one at a time: of the median step.
+        decode_tok_s: tokens a second, one at a time, but for each text's first: the median text's.
     """
 
     kv: str
@@ -77,7 +77,7 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
     drifts = []
     for index, kv in enumerate(settings):
         own = [text[index] for text in found]
-        spent = [one for text in own for one in text["seconds"]]
+        spent = [text["step_seconds"] for text in own if text["step_seconds"] is not None]
         drifts.append(Drift(str(kv), tuple(buckets_of(str(kv), edges, [text["means"] for text in own])),
                             tuple(text["differs"] for text in own), 1 / median(spent) if spent else 0.0))
     return drifts
@@ -86,13 +86,13 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
 @torch.inference_mode()
 def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor, tokens: int,
           edges: Sequence[int], fed: Callable[[int, str], None]) -> list[dict[str, Any]]:
-    """By setting: ``means``, where it first ``differs``, ``seconds`` of each step."""
+    """By setting: ``means``, where it first ``differs``, ``step_seconds`` in the mean."""
     written: list[int] = []
     truth: list[torch.Tensor] = []
     found: list[dict[str, Any]] = []
     for kv in settings:
         cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-        row, tally, seconds = cache.add(len(prompt) + tokens), Tally(edges), []
+        row, tally, seconds = cache.add(len(prompt) + tokens), Tally(edges), 0.0
         logits = prefill(loaded, cache, row, prompt.tolist())
         fed(len(prompt), str(kv))
         differs: int | None = None
@@ -100,7 +100,7 @@ def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor,
             if step:
                 begun = time.perf_counter()
                 logits = force(loaded, cache, row, written[step - 1:step], step - 1)
-                seconds.append(time.perf_counter() - begun)
+                seconds += (time.perf_counter() - begun) * (step > 1)  # the first prepares what others use
             own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
             if not found:
                 written.append(best)
@@ -109,5 +109,6 @@ def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor,
                 differs = step
             tally.add(step, truth[step], own, torch.tensor(written[step:step + 1]))
         fed(tokens, str(kv))
-        found.append({"means": tally.means(), "differs": differs, "seconds": seconds})
+        found.append({"means": tally.means(), "differs": differs,
+                      "step_seconds": seconds / (tokens - 2) if tokens > 2 else None})
     return found

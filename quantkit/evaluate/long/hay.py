@@ -13,11 +13,11 @@ from quantkit.text.tokenizer import Tokenizer
 
 LETTERS = 8
 """Characters a token at most, over a whole text: so much must follow a sentence that hay begins with."""
-LONGEST = 400
-"""Characters of a piece: a text without ends of sentences is cut between words, or wherever it must be."""
+LONGEST = 800
+"""Characters of a sentence; a longer one is cut between words, or wherever it must be."""
 _END = re.compile(r"""
-    (?: (?<!\bMr) (?<!\bMrs) (?<!\bMs) (?<!\bDr) (?<!\bSt) (?<!\b[A-Z]) \.  |  [!?…] )
-    ["'”’»)\]]* \s+  |  [。！？] [」』”’）]* \s*""", re.VERBOSE)
+    (?: (?<!\bMr) (?<!\bMrs) (?<!\bMs) (?<!\bDr) (?<!\bSt) (?<!\b[A-HJ-ZА-Я]) \.  |  [!?…] )
+    ["'”’“«»)\]]* \s+  |  [。！？]+ [」』”’）]* \s*""", re.VERBOSE)
 _WHO = ("The baker", "A gardener", "The old sailor", "My neighbour", "The teacher", "A young painter",
         "The clerk", "Her cousin", "The farmer", "A tall stranger", "The postman", "Their uncle")
 _DID = ("walked along", "looked across", "waited beside", "swept", "sketched", "remembered", "crossed",
@@ -66,7 +66,7 @@ def _pieces(text: str) -> Iterator[str]:
     """Sentences with the quotation marks and brackets that close them; parts of those that are too long."""
     start = 0
     for end in (*(found.end() for found in _END.finditer(text)), len(text)):
-        while end - start > LONGEST:
+        while len(text[start:end].strip()) > LONGEST:
             space = text.rfind(" ", start + 1, start + LONGEST)
             stop = start + LONGEST if space < 0 else space
             yield text[start:stop].strip()

@@ -139,7 +139,7 @@ def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple
 
 
 def _nearest(starts: Sequence[int], place: float) -> int:
-    """The sentence that begins nearest to a place: nothing is put into the middle of one."""
+    """The sentence that begins nearest to a place."""
     right = bisect_left(starts, place)
     return min(starts[max(0, right - 1):right + 1], key=lambda start: abs(start - place))
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from quantkit.checkpoint.durable import FolderLock
 from quantkit.errors import QuantkitError, UsageError
 
 FILE = "unfinished.jsonl"
+_FIRST = b'{"key": "'
 
 
 class Journal:
@@ -26,23 +28,27 @@ class Journal:
 
     Raises:
         UsageError: a comparison of something else was begun there.
-        QuantkitError: the folder can't be written, or the file is not one of these.
+        QuantkitError: the folder can't be written, another process is at it, or the file is not one of these.
     """
 
     def __init__(self, folder: Path | None, key: Mapping[str, Any]) -> None:
         self._found: dict[str, Any] = {}
-        self._path = None if folder is None else folder / FILE
         self._file: IO[str] | None = None
-        if self._path is None:
+        self._lock: FolderLock | None = None
+        if folder is None:
             return
+        self._path = folder / FILE
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        with self._writing():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            whole = self._read(self._path, digest) if self._path.exists() else 0
+        with self._writing(), contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self._path)
+            whole = self._read(self._path, digest)
             self._file = self._path.open("a", encoding="utf-8")
             self._file.truncate(whole)
             if not whole:
                 self._line({"key": digest})
+            undo.pop_all()
 
     def piece(self, name: str, make: Callable[[], Any]) -> Any:
         """What a piece of work gave: kept, or made now.
@@ -65,9 +71,19 @@ class Journal:
         return name in self._found
 
     def close(self) -> None:
-        """Finished pieces stay for the next time."""
-        if self._file is not None:
-            self._file.close()
+        """Finished pieces stay for the next time.
+
+        Raises:
+            QuantkitError: the last of them couldn't be written.
+        """
+        file, lock, self._file, self._lock = self._file, self._lock, None, None
+        try:
+            if file is not None:
+                with self._writing():
+                    file.close()
+        finally:
+            if lock is not None:
+                lock.release()
 
     def _line(self, content: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -79,8 +95,8 @@ class Journal:
         """Bytes of whole lines; fills what was found."""
         whole, remove = 0, f"remove {path}, or choose another --out"
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
-            if not line.endswith(b"\n"):
-                break
+            if not line.endswith(b"\n") and (number or _FIRST.startswith(line[:len(_FIRST)])):
+                break  # cut short
             try:
                 content = json.loads(line)
                 if number:

@@ -119,7 +119,8 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     whens: Sequence[When | None] = settings.questions if items else (None,)
     result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
         variant for reader in readers for variant in _variants(reader, whens)])
-    with contextlib.closing(Journal(folder, _key(loaded, result.protocol, specs))) as kept:
+    key = _key(loaded, result.protocol, specs, (items, windows.tolist(), prompts.tolist()))
+    with contextlib.closing(Journal(folder, key)) as kept:
         for number, item in enumerate(items):
             for reader in readers:
                 result.replies += _ask(result, reader, item, number, settings.questions, kept,
@@ -165,15 +166,16 @@ def _variants(reader: Reader, questions: Sequence[When | None]) -> list[Variant]
             for when in (questions if reader.policy_acts else (None,))]
 
 
-def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec]) -> dict[str, Any]:
-    """All that changes a number. A model is known by what it says: its files may change under its name."""
+def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec], fed: object) -> dict[str, Any]:
+    """All that changes a number. Weights are known by what they say: files may change under a name."""
     cache = KVCache(loaded.config, KVSpec(), loaded.dtype, loaded.model.device)
     with torch.inference_mode():
         logits = prefill(loaded, cache, cache.add(), [min(id, loaded.config.vocab_size - 1)
                                                       for id in range(3, 300, 11)])
     says = hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()
-    return {"model": [loaded.uri, loaded.label, says], "kv": [str(kv) for kv in specs],
-            "protocol": [protocol.fingerprint, protocol.quantkit, protocol.torch]}
+    return {"model": [loaded.uri, loaded.label, says, repr(loaded.config), sorted(loaded.tokenizer.eos_ids)],
+            "kv": [str(kv) for kv in specs], "protocol": asdict(protocol),
+            "fed": hashlib.sha256(repr(fed).encode()).hexdigest()}
 
 
 def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions: Sequence[When],

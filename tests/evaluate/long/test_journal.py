@@ -1,12 +1,13 @@
 """What is finished stays: a comparison that was stopped ends as one that wasn't."""
 
 import dataclasses
+import os
 import shutil
 
 import pytest
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.evaluate.long import run
+from quantkit.evaluate.long import generated, positions
 from quantkit.evaluate.long.answer import Reader
 from quantkit.evaluate.long.journal import FILE, Journal, forget
 from quantkit.evaluate.long.run import LongSettings, evaluate_long
@@ -61,7 +62,7 @@ def test_another_comparison_and_other_files_are_refused_and_stay(tmp_path):
     Journal(tmp_path, KEY).close()
     with pytest.raises(UsageError, match="unfinished comparison of another kind"):
         Journal(tmp_path, {"model": "two"})
-    for content in ("no json\n", "[]\n", '{"other": 1}\n', "\xff\n"):
+    for content in ("no json\n", "[]\n", '{"other": 1}\n', "\xff\n", "a note without an end"):
         (tmp_path / FILE).write_text(content, encoding="latin-1")
         with pytest.raises(QuantkitError, match="line 1 is damaged"):
             Journal(tmp_path, KEY)
@@ -82,6 +83,30 @@ def test_what_can_t_be_written_is_said(tmp_path):
         Journal(tmp_path / "file", KEY)
 
 
+def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path, monkeypatch):
+    kept = Journal(tmp_path, KEY)
+    kept.piece("first", lambda: [1])
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(QuantkitError, match="can't be written") as found:
+            kept.piece("second", lambda: [2])
+    assert "No space left" in found.value.why and "goes on" in found.value.next
+    kept.close()
+    assert Journal(tmp_path, KEY).has("first")
+
+
+def test_a_second_process_is_refused(tmp_path):
+    kept = Journal(tmp_path, KEY)
+    with pytest.raises(QuantkitError, match="another quantkit"):
+        Journal(tmp_path, KEY)
+    kept.close()
+    Journal(tmp_path, KEY).close()
+
+
 def comparable(result):
     found = result.to_dict()
     for one in found["generated"]:
@@ -89,33 +114,26 @@ def comparable(result):
     return found
 
 
-@pytest.mark.parametrize("stops_at", ["context", "positions", "generated"])
-def test_a_stopped_run_goes_on(wide, tmp_path, monkeypatch, stops_at):
-    whole = comparable(evaluate_long(str(wide), SETTINGS))
-    read, asked = Reader.read, []
+@pytest.mark.parametrize(("where", "what", "calls", "left"), [
+    (Reader, "read", 8, 4), (positions, "_window", 2, 1), (generated, "_text", 2, 1)],
+    ids=["contexts", "positions", "generated"])
+def test_a_stopped_run_goes_on(wide, tmp_path, monkeypatch, where, what, calls, left):
+    whole, made, done = comparable(evaluate_long(str(wide), SETTINGS)), getattr(where, what), []
 
-    def counting(reader, item, *rest):
-        asked.append(item.context)
-        if stops_at == "context" and len(asked) == 4:
+    def stopping(*given):
+        if len(done) == calls - left:
             raise KeyboardInterrupt
-        return read(reader, item, *rest)
+        done.append(1)
+        return made(*given)
 
-    def stopped(*given):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reader, "read", counting)
-        if stops_at != "context":
-            patch.setattr(run, {"positions": "by_position", "generated": "by_step"}[stops_at], stopped)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate_long(str(wide), SETTINGS, folder=tmp_path)
-    done, events = len(asked) - (stops_at == "context"), []
-    asked.clear()
-    stops_at = "nowhere"
-    monkeypatch.setattr(Reader, "read", counting)
+    monkeypatch.setattr(where, what, stopping)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_long(str(wide), SETTINGS, folder=tmp_path)
+    events, again = [], []
+    monkeypatch.setattr(where, what, lambda *given: again.append(1) or made(*given))
     assert comparable(evaluate_long(str(wide), SETTINGS, events.append, tmp_path)) == whole
-    assert len(asked) == 8 - done, "four contexts, two settings"
-    assert events[-1].done == events[-1].total, "what was there counts as done"
+    assert len(again) == left, "what was done isn't done again"
+    assert events[-1].done == events[-1].total, "and counts as done"
 
 
 def test_other_settings_don_t_go_on(wide, tmp_path):

@@ -1,0 +1,136 @@
+"""Codec × policy × length in one table, from reports of this package: ``python evals/kv_table.py FILE…``.
+
+FILE is what ``quantkit eval --kv … --noise-floor``, ``quantkit eval-long`` and ``quantkit bench decode``
+write as JSON, in any order; all of one model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.kv.codecs.kivi import GROUP
+from quantkit.kvspec import parse_kv
+from quantkit.spec import KVSpec
+
+HALF, PAGE, POSITION = 16, 64, 32
+"""Bits of a number of the full cache, tokens of a page, bits of a slot's position where a policy drops."""
+DIM, LENGTH = 64, 2048
+"""SmolLM2's heads, and the prompt whose bytes are compared with what the setting claims."""
+Row = dict[str, Any]
+
+
+def bits(codec: str, options: Mapping[str, Any]) -> tuple[float, float]:
+    """Of a number of keys and of values, by the codec's description: codes, scales, and what is shared."""
+    if codec in ("int8", "fp8"):
+        return 8 + 16 / DIM, 8 + 16 / DIM
+    if codec == "rotation":
+        width = options.get("bits", 4)
+        return int(width + 0.5) + 16 / DIM + 16 / PAGE, int(width) + 16 / DIM
+    if codec.startswith("int"):
+        width = int(codec.removeprefix("int"))
+        return width + 32 / GROUP, width + 32 / GROUP
+    return HALF, HALF
+
+
+def claimed(spec: KVSpec, tokens: int) -> float:
+    """Bytes over those of a full cache of so many tokens, from documented numbers alone.
+
+    Raises:
+        ValueError: a budget in bytes, or pages that stay plain other than by default.
+    """
+    if {"recent", "sinks"} & {*spec.codec_options, *spec.value_options}:
+        raise ValueError(f"{spec}: only the default pages that stay plain are counted")
+    budget, kept, more = spec.options.get("budget"), float(tokens), 0.0
+    if isinstance(budget, str):
+        raise ValueError(f"{spec}: what a budget in bytes claims is that many bytes")
+    if budget is not None:
+        sinks = int(spec.options.get("sinks", 4)) if spec.policy == "window" else 0
+        kept = min(kept, budget * tokens if budget < 1 else budget + sinks)
+        more = POSITION / (2 * DIM)
+    keys, _ = bits(spec.codec, spec.codec_options)
+    _, values = bits(spec.values or spec.codec, spec.value_options if spec.values else spec.codec_options)
+    width, plain = (keys + values) / 2, 0.0
+    if min(keys, values) < 8:  # the first page, and the newest tokens up to where a page begins
+        plain = min(kept, PAGE + kept - max(0, kept - PAGE) // PAGE * PAGE)
+    return (plain * HALF + (kept - plain) * width + kept * more) / (tokens * HALF)
+
+
+def gather(reports: Iterable[Row]) -> dict[str, Row]:
+    """Everything that is known of each setting.
+
+    Raises:
+        ValueError: two reports say different things of one cell.
+    """
+    rows: dict[str, Row] = {}
+
+    def put(kv: str, key: object, value: object) -> None:
+        row = rows.setdefault(str(parse_kv(kv)), {})
+        if row.setdefault(key, value) != value:
+            raise ValueError(f"{kv}: two values of {key}: {row[key]} and {value}")
+
+    for report in reports:
+        if "results" in report:
+            for one in report["results"]:
+                put(one["kv"], "kl", one["kl_exact"] - report["noise_floor_kl"]["value"])
+        elif "cases" in report:
+            for case in report["cases"]:
+                put(case["kv"], "speed", (case["tok_s"]["median"], case["context"], case["batch"]))
+        else:
+            _long(report, put)
+    return rows
+
+
+def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
+    scores: dict[tuple[str, tuple[str, int, str]], list[int]] = {}
+    policies = {one["kv"] for one in report["settings"] if one["when"]}
+    for reply in report["replies"]:
+        for when in [reply["when"]] if reply["kv"] in policies else ["known", "later"]:
+            score = scores.setdefault((reply["kv"], (reply["task"], reply["length"], when)), [0, 0])
+            score[0] += reply["right"]
+            score[1] += 1
+    full = report["settings"][0]["bytes"].get(str(LENGTH))
+    for one in report["settings"]:
+        if full and one["when"] != "later":
+            put(one["kv"], "held", one["bytes"][str(LENGTH)] / full)
+    for (kv, key), score in scores.items():
+        if kv != "none" or len(policies) > 0:
+            put(kv, key, f"{score[0]}/{score[1]}")
+    for bucket in report["positions"]:
+        put(bucket["kv"], (bucket["low"], bucket["high"] + bucket["high"] % 2), bucket["kl_mean"]["value"])
+
+
+def table(rows: dict[str, Row]) -> str:
+    """As Markdown; the full cache first."""
+    full = rows["none"]
+    asked = sorted({key for one in rows.values() for key in one if isinstance(key, tuple)})
+    ends = sorted({end for one in rows.values() for end in one.get("positions", {})})
+    heads = ["KV", "claimed", "held", "held / claimed", "KL, 1,024", *(f"KL to {end:,}" for end in ends),
+             *(f"{task} {length:,}, {when}" for task, length, when in asked), "decode tok/s", "× full"]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    for kv in sorted(rows, key=lambda kv: (kv != "none", parse_kv(kv).policy != "all", kv)):
+        own = rows[kv]
+        claim = claimed(parse_kv(kv), LENGTH)
+        held = own["bytes"] / full["bytes"] if "bytes" in own and full.get("bytes") else None
+        cells = [kv, f"{claim:.1%}", _percent(held), "–" if held is None else f"{held / claim:.3f}",
+                 _small(own.get("kl")), *(_small(own.get("positions", {}).get(end)) for end in ends),
+                 *("/".join(map(str, own[key])) if key in own else "–" for key in asked),
+                 f"{own['speed']:.1f}" if "speed" in own else "–",
+                 f"{own['speed'] / full['speed']:.2f}" if "speed" in own and "speed" in full else "–"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _small(value: float | None) -> str:
+    return "–" if value is None else f"{value:.5f}" if value < 0.01 else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    print(table(gather(json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:])))
