@@ -18,9 +18,9 @@ from quantkit.spec import KVSpec
 
 HALF, PAGE, POSITION = 16, 64, 32
 """Bits of a number of the full cache, tokens of a page, bits of a slot's position where a policy drops."""
-DIM, LENGTH = 64, 2048
-"""SmolLM2's heads, and the prompt whose bytes are compared with what the setting claims."""
-Row = dict[str, Any]
+DIM = 64
+"""Of SmolLM2's heads."""
+Row = dict[Any, Any]
 
 
 def bits(codec: str, options: Mapping[str, Any]) -> tuple[float, float]:
@@ -78,7 +78,8 @@ def gather(reports: Iterable[Row]) -> dict[str, Row]:
                 put(one["kv"], "kl", one["kl_exact"] - report["noise_floor_kl"]["value"])
         elif "cases" in report:
             for case in report["cases"]:
-                put(case["kv"], "speed", (case["tok_s"]["median"], case["context"], case["batch"]))
+                put(case["kv"], "decode", (case["context"], case["batch"], case["kv_bytes"],
+                                           case["tok_s"]["median"]))
         else:
             _long(report, put)
     return rows
@@ -92,40 +93,31 @@ def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
             score = scores.setdefault((reply["kv"], (reply["task"], reply["length"], when)), [0, 0])
             score[0] += reply["right"]
             score[1] += 1
-    full = report["settings"][0]["bytes"].get(str(LENGTH))
-    for one in report["settings"]:
-        if full and one["when"] != "later":
-            put(one["kv"], "held", one["bytes"][str(LENGTH)] / full)
     for (kv, key), score in scores.items():
-        if kv != "none" or len(policies) > 0:
-            put(kv, key, f"{score[0]}/{score[1]}")
+        put(kv, key, f"{score[0]}/{score[1]}")
     for bucket in report["positions"]:
-        put(bucket["kv"], (bucket["low"], bucket["high"] + bucket["high"] % 2), bucket["kl_mean"]["value"])
+        put(bucket["kv"], (bucket["low"], bucket["high"]), bucket["kl_mean"]["value"])
 
 
 def table(rows: dict[str, Row]) -> str:
     """As Markdown; the full cache first."""
-    full = rows["none"]
-    asked = sorted({key for one in rows.values() for key in one if isinstance(key, tuple)})
-    ends = sorted({end for one in rows.values() for end in one.get("positions", {})})
-    heads = ["KV", "claimed", "held", "held / claimed", "KL, 1,024", *(f"KL to {end:,}" for end in ends),
-             *(f"{task} {length:,}, {when}" for task, length, when in asked), "decode tok/s", "× full"]
+    keys: set[Any] = {key for one in rows.values() for key in one if isinstance(key, tuple)}
+    asked, spans = sorted(key for key in keys if len(key) == 3), sorted(key for key in keys if len(key) == 2)
+    heads = ["KV", "KL, 1,024", *(f"KL, {low:,}–{high:,}" for low, high in spans),
+             *(f"{task} {length:,}, {when}" for task, length, when in asked), "tokens", "claimed", "held",
+             "held / claimed", "decode tok/s", "× full"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    full = rows["none"].get("decode")
     for kv in sorted(rows, key=lambda kv: (kv != "none", parse_kv(kv).policy != "all", kv)):
-        own = rows[kv]
-        claim = claimed(parse_kv(kv), LENGTH)
-        held = own["bytes"] / full["bytes"] if "bytes" in own and full.get("bytes") else None
-        cells = [kv, f"{claim:.1%}", _percent(held), "–" if held is None else f"{held / claim:.3f}",
-                 _small(own.get("kl")), *(_small(own.get("positions", {}).get(end)) for end in ends),
-                 *("/".join(map(str, own[key])) if key in own else "–" for key in asked),
-                 f"{own['speed']:.1f}" if "speed" in own else "–",
-                 f"{own['speed'] / full['speed']:.2f}" if "speed" in own and "speed" in full else "–"]
-        lines.append("| " + " | ".join(cells) + " |")
+        own, last = rows[kv], ["–"] * 6
+        if full and "decode" in own:
+            context, _, size, speed = own["decode"]
+            claim, held = claimed(parse_kv(kv), context), size / full[2]
+            last = [f"{context:,}", f"{claim:.1%}", f"{held:.1%}", f"{held / claim:.3f}", f"{speed:.1f}",
+                    f"{speed / full[3]:.2f}"]
+        lines.append("| " + " | ".join([kv, _small(own.get("kl")), *(_small(own.get(span)) for span in spans),
+                                        *(own.get(key, "–") for key in asked), *last]) + " |")
     return "\n".join(lines)
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
 
 
 def _small(value: float | None) -> str:

@@ -58,7 +58,8 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
 
     Returns:
         ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
-        decoding), ``prefill`` and ``cases``; speeds are medians with their range.
+        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end); speeds are
+        medians with their range.
 
     Raises:
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
@@ -138,6 +139,7 @@ class _Runner:
         cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
         first = cache.add(context + self._settings.tokens)
         token = self._feed(cache, first, max(1, context))
+        held_bytes = cache.bytes_of(first)
         speeds, shares, reads = [], [], []
         for run in range(self._settings.repeats + 1):
             rows = [cache.fork(first, shared=False) for _ in range(batch)]
@@ -151,7 +153,8 @@ class _Runner:
                 self._tell(f"decode {kv}, batch {batch}, context {context}")
             cache.free(rows)
         read = median(reads)
-        return {"kv": str(kv), "batch": batch, "context": context, "tok_s": _range(speeds),
+        return {"kv": str(kv), "batch": batch, "context": context, "kv_bytes": held_bytes,
+                "tok_s": _range(speeds),
                 "bytes_s": _range(shares), "read_bytes_s": _range(reads),
                 "of_read": median(shares) / read if read else None}
 

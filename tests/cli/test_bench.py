@@ -60,6 +60,7 @@ def test_the_bytes_of_a_step_are_the_weights_and_what_every_sequence_holds(cli_j
     for one in found["cases"]:
         a_step = one["bytes_s"]["median"] / one["tok_s"]["median"] * one["batch"]
         held = 70 + 2 + tokens
+        assert one["kv_bytes"] == token * 128, "two pages in each head"
         assert a_step == pytest.approx(found["bytes"] + one["batch"] * token * (held - tokens / 2))
 
 

@@ -168,3 +168,18 @@ def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
         monkeypatch.setattr(predict, "_repeats", lambda *given: False)
         whole = footprint(config, parse_kv(kv), loaded.dtype, 6_000, 4_000, CHUNK)
         assert long.decoding == whole.decoding
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv", ["snapkv(0.5)", "expected(0.5)+int8", "adakv(60)+int4", "h2o(0.5)"])
+@torch.inference_mode()
+def test_queries_give_their_memory_back_when_the_prompt_ends(tmp_path, kv, dtype):
+    """As one program and operation by operation."""
+    model = load(str(tiny_model(tmp_path / "tiny", head_dim=32)), dtype=dtype)
+    cache = KVCache(model.config, parse_kv(kv), model.dtype)
+    row = cache.add()
+    ids = torch.randint(4, 200, (1, 300), generator=torch.Generator().manual_seed(0))
+    for some, phase in ((ids[:, :200], "prefill"), (ids[:, 200:], "prefill_end")):
+        model.model(some, cache=cache.batch([row], phase), last=torch.tensor([some.shape[1] - 1]))
+        watched = cache.sequence(row).watched_bytes
+        assert (watched > 0) == (phase == "prefill" or kv.startswith("h2o")), phase
