@@ -58,8 +58,8 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
 
     Returns:
         ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
-        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end); speeds are
-        medians with their range.
+        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end); speeds
+        are medians with their range.
 
     Raises:
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
