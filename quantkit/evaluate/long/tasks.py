@@ -91,12 +91,15 @@ def _passkey(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
 
 
 def _needle(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
-    """One word for one name, said once, in a context of its own for each depth."""
+    """Three words for one name, said once, in a context of its own for each depth.
+
+    Not one: an answer's first word comes out of the prompt, before any policy has acted.
+    """
     for depth in depths:
-        name, thing = chance.choice(_NAMES), chance.choice(_THINGS)
-        yield Draft("Read the text and remember the secret word in it.",
-                    ((depth, f"The secret word of {name} is {thing}."),),
-                    (Asked(f"What is the secret word of {name}?", f"The secret word of {name} is", thing,
+        name, words = chance.choice(_NAMES), " ".join(chance.sample(_THINGS, 3))
+        yield Draft("Read the text and remember the secret words in it.",
+                    ((depth, f"The secret words of {name} are {words}."),),
+                    (Asked(f"What are the secret words of {name}?", f"The secret words of {name} are", words,
                            depth),))
 
 
