@@ -23,8 +23,8 @@ def test_every_recipe_and_every_measured_codec_is_there(big):
     names = {one.name for one, _ in big}
     assert names == {info.name for info in list_recipes() if info.name != "mixed"} | {"none"}
     settings = {str(kv) for one, kv in big if one.name == "int4"}
-    assert settings == {"none", "int8", "fp8", "int4", "int3", "int2", "rotation(4)", "rotation(3)",
-                        "rotation(2.5)", "rotation(2)"}
+    assert settings == {"none", "int8", "fp8", "int4", "int3", "int2", "rotation(4)", "rotation(3.5)",
+                        "rotation(3)", "rotation(2.5)", "rotation(2)"}
     assert {str(kv) for one, kv in big if one.name == "int8-kv8"} == {"int8"}, "the recipe says so"
 
 
@@ -92,7 +92,7 @@ def test_the_front_needs_less_for_every_loss_more(big):
 
 def test_a_checkpoint_leaves_only_the_cache_to_choose(checkpoint):
     there = candidates(str(checkpoint))
-    assert {one.name for one, _ in there.pairs} == {"int8"} and len(there.pairs) == 10
+    assert {one.name for one, _ in there.pairs} == {"int8"} and len(there.pairs) == 11
     assert all(one.recipe is None for one, _ in there.pairs)
     with pytest.raises(UsageError, match="is quantized already"):
         candidates(str(checkpoint), recipes=["int4"])
