@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.capacity.weights import Weights
+from quantkit.kv.base import PAGE
 from quantkit.kv.predict import Footprint
 
 MOST_BATCH = 1 << 20
@@ -68,14 +69,15 @@ class Step:
 
 def step(weights: Weights, found: Footprint, ceilings: Ceilings, batch: int) -> Step:
     """A decode step of sequences that hold all that they ever will. A layer with a sliding window of the
-    model's own reads only what it sees, though the cache holds more."""
-    config, held = weights.config, found.decoding.slots
-    seen = sum(held if window is None else min(held, window) for window in config.sliding_windows)
-    read = weights.read_bytes(batch)
-    waits = sum(min(found.waits, held if window is None else min(held, window))
-                for window in config.sliding_windows)
-    kv = batch * ((seen - waits) * found.bytes_per_token
-                  + waits * found.waiting_bytes_per_token) / config.num_layers
+    model's own reads only what it sees, though the cache may hold more."""
+    config, read = weights.config, weights.read_bytes(batch)
+    kv, seen = 0.0, 0
+    for kind in found.kinds:
+        visible = kind.decoding.slots if kind.window is None else min(kind.decoding.slots, kind.window)
+        waits = min(found.waits, visible)
+        codes, waiting = kind.page_bytes
+        kv += batch * found.heads * kind.layers * ((visible - waits) * codes + waits * waiting) / PAGE
+        seen += kind.layers * visible
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)
     return Step(batch, read, kv, flops, (read + kv) / ceilings.bandwidth, flops / ceilings.flops)

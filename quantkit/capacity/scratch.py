@@ -36,7 +36,7 @@ def scratch_bytes(weights: Weights, found: Footprint, context: int, concurrency:
             "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
             "cos and sin": len(ropes) * max(ANGLES, 2 * context) * config.head_dim * FLOAT,
             "policy": found.acting_bytes,
-            "page tables": TABLE_BYTES * found.layers * sum(found.pages(concurrency)),
+            "page tables": TABLE_BYTES * found.pages(concurrency),
             "runtime": RUNTIME_BYTES}
 
 
@@ -88,7 +88,7 @@ def _operations(weights: Weights, found: Footprint) -> int:
     wide = config.intermediate_size if config.experts is None else (
         config.experts.chosen * config.experts.intermediate_size)
     row = 4 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim + 3 * wide
-    slots = (found.filling | found.decoding).slots
+    slots = max(kind.most.slots for kind in found.kinds)
     attended = 4 * config.num_kv_heads * config.head_dim * slots
     largest = max((math.prod(one.shape) for one in weights.layers
                    if one.packed is None and one.row.spec is not None), default=0)

@@ -33,7 +33,7 @@ def facts(chosen: Combination, found: Sequence[Combination], ceilings: Ceilings 
         "kv": {"layers": cache.layers, "key_heads": cache.heads, "head_dim": config.head_dim,
                "numbers_per_token": _numbers(chosen), "bytes_per_token": cache.bytes_per_token,
                "waiting_bytes_per_token": cache.waiting_bytes_per_token, "page_tokens": PAGE,
-               "sequence_bytes": cache.sequence_bytes, "sequence_slots": cache.decoding.slots,
+               "sequence_bytes": cache.sequence_bytes, "sequence_slots": cache.slots,
                "allocated_bytes": cache.allocated_bytes(asked.concurrency),
                "windows": [window for window in config.sliding_windows if window]},
         "room": {"sequences": chosen.most_sequences(), "context": chosen.most_context()},
@@ -80,8 +80,10 @@ def _sum(chosen: Combination) -> Iterator[str]:
         rows.append(("  as computed", f"the newest {codings.recent} to {codings.recent + PAGE - 1}"
                      + (f", the first {codings.first}" if codings.first else ""),
                      f"{cache.waiting_bytes_per_token:,} B"))
-    rows += [("KV a sequence", f"{cache.decoding.slots:,} tokens at most, in pages of {PAGE}",
+    rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
               _mega(cache.sequence_bytes)),
+             *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
+                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.kinds[1:]),
              ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
@@ -121,9 +123,10 @@ def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
 
 def _remarks(chosen: Combination) -> Iterator[str]:
     config, policy = chosen.weights.config, build_policy(chosen.kv)
-    if (seen := [window for window in config.sliding_windows if window]):
-        yield (f"{len(seen)} of {config.num_layers} layers see {max(seen):,} tokens only, but the cache "
-               "keeps what is behind a model's own window: all is counted")
+    if (own := chosen.found.kinds[1:]):
+        yield (f"{sum(kind.layers for kind in own)} of {config.num_layers} layers see "
+               f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
+               "context and the KV setting")
     if chosen.weights.unfused is not None:
         yield (f"no single program for this model on a CPU (it {chosen.weights.unfused}): packed weights "
                "are held beside the stored ones, and activations are an estimate")

@@ -95,7 +95,7 @@ class Batch:
             store.close(held)
 
     def _end(self, layer: int, held: HeldLayer, q: torch.Tensor | None, count: int) -> None:
-        policy = self.cache.policy
+        policy = self.cache.policies[layer]
         if not count:
             return
         if q is not None and policy.listens(self.phase):
@@ -111,7 +111,7 @@ class Batch:
 
     def finish(self, counts: Sequence[int]) -> None:
         """Let the policy act on sequences that got so many tokens, in all layers."""
-        if self.cache.policy.keeps_all:
+        if all(policy.keeps_all for policy in self.cache.policies):
             return
         for held, count in zip(self.sequences, counts, strict=True):
             for index, layer in enumerate(held.layers):
@@ -137,8 +137,9 @@ class Batch:
                 tokens, held.tokens = held.tokens, []
                 replay(self.cache, number, model, tokens, size)
                 for index, layer in enumerate(held.layers):
-                    self.cache.act(index, layer)
-                    layer.sums = None
+                    if self.cache.policies[index].replays:
+                        self.cache.act(index, layer)
+                        layer.sums = None
 
     def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
         """Tokens of each row.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.kv.base import PAGE, Coding, Codings, KVCodec, KVPolicy
+from quantkit.kv.base import MOST, PAGE, Coding, Codings, KVCodec, KVPolicy
+from quantkit.kv.policies.window import OwnWindow
+from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry
 from quantkit.spec import Frozen, KVSpec
 from quantkit.units import bytes_of
@@ -16,13 +19,13 @@ from quantkit.units import bytes_of
 Made = TypeVar("Made", bound=Frozen)
 
 
-def build_policy(spec: KVSpec, slots: Callable[[KVPolicy, int], int] | None = None) -> KVPolicy:
+def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -> KVPolicy:
     """The policy with its options.
 
     Args:
         spec: policy and codec.
-        slots: how many slots of each head so many bytes have room for, beside what the policy takes itself;
-            by default a budget in bytes is taken for some number of tokens.
+        takes: bytes of a sequence with a policy whose budget is tokens, which a budget in bytes becomes; by
+            default it becomes some number of them.
 
     Raises:
         UsageError: unknown, or an option is unknown, missing or out of range; bytes are too few.
@@ -36,12 +39,34 @@ def build_policy(spec: KVSpec, slots: Callable[[KVPolicy, int], int] | None = No
     if size is None:
         return built(spec.options)
     policy = built({**spec.options, "budget": 4 * PAGE})
-    if slots is None:
+    if takes is None:
         return policy
-    if (count := slots(policy, size) - policy.beside) < 1:
+    count = bisect.bisect_left(range(1, MOST), True, key=lambda count: takes(
+        policy.model_copy(update={"budget": count})) > size)
+    if not count:
         raise UsageError(f"a KV cache of {given} is too small", next="a larger budget, or fewer bits",
                          why=f"{policy.name!r} has no room for {PAGE} tokens in each layer and head")
     return built({**spec.options, "budget": count})
+
+
+def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPolicy]:
+    """What decides, in each layer of a model, which positions stay.
+
+    Where the model itself looks only at a window, a layer holds that window, and the policy is for the
+    others; but if there are no others, a policy that ranks positions is for all.
+
+    Args:
+        policy: that was asked for.
+        config: of the model.
+        first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.Codings.first`).
+    """
+    windows = [None if window is None or window >= config.max_position_embeddings else window
+               for window in config.sliding_windows]
+    if None not in windows and not policy.keeps_all and policy.visible is None:
+        return [policy] * len(windows)
+    own = {window: OwnWindow(budget=window, first=first) for window in windows if window is not None}
+    sees = MOST if policy.visible is None else policy.visible[0]
+    return [policy if window is None or sees <= window else own[window] for window in windows]
 
 
 def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:

@@ -11,7 +11,7 @@ from quantkit.errors import UsageError
 from quantkit.kv import watch
 from quantkit.kv.base import PAGE, KVPolicy, Layout, Phase
 from quantkit.kv.batch import Batch
-from quantkit.kv.build import build_codings, build_policy
+from quantkit.kv.build import build_codings, build_policy, by_layer
 from quantkit.kv.held import HeldLayer, HeldSequence
 from quantkit.kv.pages import Moves, Pages
 from quantkit.kv.store import Store
@@ -34,6 +34,8 @@ class KVCache:
         device: where pages lie.
 
     Attributes:
+        policy: the one that was asked for.
+        policies: of each layer: that one, or the window that the model itself has there.
         stores: the layers' pages.
         bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where its
             tokens are encoded together. Vectors that wait take :attr:`waiting_bytes_per_token`.
@@ -45,38 +47,40 @@ class KVCache:
     def __init__(self, config: ModelConfig, spec: KVSpec | None = None, dtype: torch.dtype = torch.bfloat16,
                  device: torch.device | str = "cpu") -> None:
         self.spec = spec or KVSpec()
-        self.policy, self.codings = build_policy(self.spec), build_codings(self.spec)
+        self.codings = build_codings(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
         self.config, self.scale, self.softcap = config, config.attention_scale, config.attention_softcap
         self.plain = config.plain_attention
         self.device, self.moves = torch.device(device), Moves()
-        self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not self.policy.keeps_all,
-                             self.device, self.moves) for _ in range(self._layers)]
-        one = self.stores[0]
-        slots = self.heads * self._layers
-        self.bytes_per_token = one.pages.page_bytes * slots // PAGE
-        self.waiting_bytes_per_token = 0 if one.waiting is None else one.waiting.page_bytes * slots // PAGE
+        self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not one.keeps_all, self.device,
+                             self.moves) for one in self._by_layer(build_policy(self.spec))]
+        self.bytes_per_token, self.waiting_bytes_per_token = (
+            sum(size) * self.heads // PAGE for size in zip(*(store.page_bytes for store in self.stores)))
         self.number = next(_numbers)
         self._sequences: dict[int, HeldSequence] = {}
         self._ids = itertools.count()
-        self.policy = build_policy(self.spec, self._slots)
+        self.policy = build_policy(self.spec, self._takes)
+        self.policies = self._by_layer(self.policy)
 
-    def _slots(self, policy: KVPolicy, size: int) -> int:
-        """How many tokens a sequence may have in such a cache of so many bytes, in each layer and head."""
-        one, codings = self.stores[0], self.codings
-        size //= self._layers * self.heads
-        page = one.pages.page_bytes
-        if policy.listens("decode"):
-            size -= policy.queries * self.config.num_heads // self.heads * self.config.head_dim * 4
-            page += PAGE * 4 if policy.watches == "sums" else 0
-        slots = 0
-        if one.waiting is not None:  # before a page is encoded, its vectors wait
-            slots = codings.first + codings.recent
-            size -= -(-(slots + PAGE) // PAGE) * one.waiting.page_bytes
-            size -= 2 * page if policy.visible else 0  # of which a part stays
-        # heads that keep more or fewer than others round up to pages each by itself
-        pages = size // page - (0 if policy.alike else 1)
-        return pages * PAGE + slots if pages > 0 else 0
+    def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
+        return by_layer(policy, self.config, self.codings.first)
+
+    def _takes(self, policy: KVPolicy) -> int:
+        """Bytes of a sequence while it decodes, with a policy whose budget is tokens."""
+        found, asked = 0, policy.listens("decode")
+        for one, store in zip(self._by_layer(policy), self.stores):
+            budget: int = one.model_dump()["budget"]
+            slots, (page, waits) = budget + one.beside, store.page_bytes
+            page += PAGE * 4 if asked and one.watches == "sums" else 0
+            if store.waiting is not None:  # before a page is encoded, its vectors wait
+                fixed = self.codings.first + self.codings.recent
+                found += -(-(fixed + PAGE) // PAGE) * waits
+                found += 2 * page if one.visible else 0  # of which a part stays
+                slots = max(1, slots - fixed)
+            # heads that keep more or fewer than others round up to pages each by itself
+            found += (-(-slots // PAGE) + (0 if one.alike else 1)) * page
+        queries = policy.queries * self.config.num_heads * self.config.head_dim * 4 if asked else 0
+        return found * self.heads + queries * self._layers
 
     @property
     def pages(self) -> list[Pages]:
@@ -145,7 +149,7 @@ class KVCache:
             UsageError: the prompt has ended, and the policy is such a one.
         """
         held = self._sequences[number]
-        whole = self.policy.keeps_all or self.policy.visible is not None
+        whole = all(one.keeps_all or one.visible is not None for one in self.policies)
         if not whole and any(layer.prompt or layer.steps for layer in held.layers):
             raise UsageError(f"what the KV policy {self.policy.name!r} left of a text can't begin another",
                              why="what it keeps depends on where the first one's prompt ended",
@@ -172,6 +176,11 @@ class KVCache:
     def sequence(self, number: int) -> HeldSequence:
         """What is known of a sequence. Raises KeyError."""
         return self._sequences[number]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Ids of all sequences."""
+        return tuple(self._sequences)
 
     def seen(self, number: int) -> int:
         """Tokens that a sequence had: the position of its next one."""
@@ -207,7 +216,7 @@ class KVCache:
 
     def reserve(self, held: HeldSequence, count: int) -> None:
         """Before a step in all layers: pages for so many more tokens, laid out as a table of all."""
-        if self.policy.watches and held.asked is not None:
+        if held.asked is not None:
             for index, layer in enumerate(held.layers):
                 watch.make_room(self, index, layer, layer.seen, count)
         if held.table is None or held.room < count:
@@ -229,11 +238,11 @@ class KVCache:
 
     def act(self, layer: int, held: HeldLayer) -> None:
         """Let the policy drop what it will, and give back the pages."""
-        store = self.stores[layer]
-        kept = self.policy.keep(watch.view(self, layer, held))
+        store, policy = self.stores[layer], self.policies[layer]
+        kept = policy.keep(watch.view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
-            whole = self.policy.visible is not None and store.waiting is not None
+            whole = policy.visible is not None and store.waiting is not None
             (store.thin if whole else store.keep)(held, list(kept))
             self._shrink(layer)
 

@@ -59,7 +59,7 @@ def decode_attention(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor,
     from quantkit_kernels.triton.paged_attention import paged_attention
 
     held = [one for one, _ in rows]
-    window, sinks = cache.policy.visible or (None, 0)
+    window, sinks = cache.policies[layer].visible or (None, 0)
     lengths = torch.tensor([one.lengths.tolist() for one in held], dtype=torch.int32).to(q.device)
     out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, layer, held), lengths,
                           window=window, sinks=sinks, query_positions=positions[:, 0])

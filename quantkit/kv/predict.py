@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from quantkit.kv.base import PAGE, KVPolicy, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.pages import most_pages
+from quantkit.kv.policies.window import SUMMED, OwnWindow
 from quantkit.kv.replay import LEAD
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
@@ -45,60 +47,101 @@ class Most:
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """What a KV setting takes of one model at one length.
-
-    A model's own sliding windows change nothing here: the cache keeps what is behind them, too.
+class Kind:
+    """What layers take that are alike.
 
     Attributes:
-        layers, heads: of the model; key heads.
-        bytes_per_token, waiting_bytes_per_token: as :class:`KVCache` has them: of a coded token in all layers
-            and heads, and of one whose vectors wait.
-        waits: slots of a head that are never read as codes, at least: the newest, and the first.
+        layers: how many.
+        window: how many tokens the model itself looks at there; ``None``: all.
         page_bytes: of a page of codes, and of vectors that wait.
         filling: while a prompt as long as the whole sequence comes in.
         decoding: from the end of the prompt on.
-        acting_bytes: what a policy that asks where queries look holds while it acts on one layer, estimated.
     """
 
     layers: int
-    heads: int
-    bytes_per_token: int
-    waiting_bytes_per_token: int
-    waits: int
+    window: int | None
     page_bytes: tuple[int, int]
     filling: Most
     decoding: Most
+
+    @property
+    def most(self) -> Most:
+        """At any time."""
+        return self.filling | self.decoding
+
+    def pages(self, count: int) -> tuple[int, int]:
+        """Pages of codes and of vectors that wait which so many sequences have in a head, at most: one may be
+        filling, all others decode."""
+        if not count:
+            return 0, 0
+        return ((count - 1) * self.decoding.codes + self.most.codes,
+                (count - 1) * self.decoding.waiting + self.most.waiting)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a KV setting takes of one model at one length.
+
+    Attributes:
+        heads: key heads.
+        kinds: of layers; first those that the policy is for, then those with a window of the model's own.
+        waits: slots of a head that are never read as codes, at least: the newest, and the first.
+        acting_bytes: what a policy that asks where queries look holds while it acts on one layer, estimated.
+    """
+
+    heads: int
+    kinds: tuple[Kind, ...]
+    waits: int
     acting_bytes: int
+
+    @property
+    def layers(self) -> int:
+        """Of all kinds."""
+        return sum(kind.layers for kind in self.kinds)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of one sequence that a head holds while it decodes, at most."""
+        return max(kind.decoding.slots for kind in self.kinds)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a coded token in all layers and heads."""
+        return self.heads * sum(kind.layers * kind.page_bytes[0] for kind in self.kinds) // PAGE
+
+    @property
+    def waiting_bytes_per_token(self) -> int:
+        """Of one whose vectors wait."""
+        return self.heads * sum(kind.layers * kind.page_bytes[1] for kind in self.kinds) // PAGE
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes of the pages of one sequence while it decodes, at most."""
-        return self.layers * self.heads * self.decoding.bytes
+        return self.heads * sum(kind.layers * kind.decoding.bytes for kind in self.kinds)
 
     def used_bytes(self, count: int) -> int:
         """``KVCache.used_bytes`` of so many sequences, at most: one may be filling, all others decode."""
-        one = self.filling | self.decoding
-        return self.layers * self.heads * ((count - 1) * self.decoding.bytes + one.bytes) if count else 0
+        one = self.heads * sum(kind.layers * kind.most.bytes for kind in self.kinds)
+        return (count - 1) * self.sequence_bytes + one if count else 0
 
-    def pages(self, count: int) -> tuple[int, int]:
-        """Pages of codes and of vectors that wait which so many sequences have in a layer, at most."""
-        if not count:
-            return 0, 0
-        one, others = self.filling | self.decoding, self.decoding
-        return (self.heads * ((count - 1) * others.codes + one.codes),
-                self.heads * ((count - 1) * others.waiting + one.waiting))
+    def pages(self, count: int) -> int:
+        """Of so many sequences in all layers, at most."""
+        return self.heads * sum(kind.layers * sum(kind.pages(count)) for kind in self.kinds)
 
     def allocated_bytes(self, count: int) -> int:
         """``KVCache.allocated_bytes``, at most: blocks of pages grow by more than is asked of them."""
-        pages = sum(most_pages(n) * size for n, size in zip(self.pages(count), self.page_bytes))
-        one = self.filling | self.decoding
-        watched = (count - 1) * self.decoding.watched + one.watched if count else 0
-        return self.layers * (pages + self.heads * watched)
+        found = 0
+        for kind in self.kinds if count else ():
+            sizes = zip(kind.pages(count), kind.page_bytes)
+            pages = sum(most_pages(self.heads * n) * size for n, size in sizes)
+            watched = (count - 1) * kind.decoding.watched + kind.most.watched
+            found += kind.layers * (pages + self.heads * watched)
+        return found
 
     def moving_bytes(self, count: int) -> int:
         """What is there twice while a layer's block grows or shrinks."""
-        return sum(n * size for n, size in zip(self.pages(count), self.page_bytes))
+        return self.heads * max(sum(n * size for n, size in zip(kind.pages(count), kind.page_bytes))
+                                for kind in self.kinds)
 
 
 def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: int, prompt: int,
@@ -116,26 +159,29 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     Raises:
         UsageError: the policy's options or the head dimension don't fit.
     """
-    # one key head of one layer, with the queries that share it: all are alike
-    small = dataclasses.replace(config, num_layers=1, num_heads=config.num_heads // config.num_kv_heads,
-                                num_kv_heads=1, sliding_windows=(None,))
     whole = KVCache(config, spec, dtype, "meta")
-    store = whole.stores[0]
-    waits = 0 if store.waiting is None else whole.codings.recent + whole.codings.first
-    sizes = store.pages.page_bytes, 0 if store.waiting is None else store.waiting.page_bytes
+    waits = 0 if whole.stores[0].waiting is None else whole.codings.recent + whole.codings.first
     if "budget" in spec.options:  # bytes are of the whole model
         budget = whole.policy.model_dump()["budget"]
         spec = spec.model_copy(update={"options": {**spec.options, "budget": budget}})
-    cache = KVCache(small, spec, dtype, "meta" if whole.policy.keeps_all else "cpu")
-    nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
-    filling, _ = _run(cache, context, 0, chunk, nothing)
-    _, decoding = _run(cache, prompt, context - prompt, chunk, nothing)
-    if not whole.policy.alike:  # the mean is the same, but each head rounds up to pages by itself
-        filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
-                             for most in (filling, decoding))
-    return Footprint(config.num_layers, config.num_kv_heads, whole.bytes_per_token,
-                     whole.waiting_bytes_per_token, waits, sizes, filling, decoding,
-                     _acting(whole, (filling | decoding).slots))
+    kinds, counts = [], Counter(zip(whole.policies, config.sliding_windows))
+    for policy, window in sorted(counts, key=lambda one: one[0] != whole.policy):
+        # one key head of one layer, with the queries that share it: all are alike
+        ruled = policy == whole.policy
+        small = dataclasses.replace(config, num_heads=config.num_heads // config.num_kv_heads, num_kv_heads=1,
+                                    num_layers=1 if ruled else 2,
+                                    sliding_windows=(None,) if ruled else (None, window))
+        cache = KVCache(small, spec, dtype, "meta" if policy.keeps_all else "cpu")
+        nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
+        filling, _ = _run(cache, context, 0, chunk, nothing)
+        _, decoding = _run(cache, prompt, context - prompt, chunk, nothing)
+        sizes = cache.stores[-1].page_bytes
+        if not policy.alike:  # the mean is the same, but each head rounds up to pages by itself
+            filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
+                                 for most in (filling, decoding))
+        kinds.append(Kind(counts[policy, window], window, sizes, filling, decoding))
+    slots = max(kind.most.slots for kind in kinds)
+    return Footprint(config.num_kv_heads, tuple(kinds), waits, _acting(whole, slots))
 
 
 def _acting(cache: KVCache, slots: int) -> int:
@@ -152,15 +198,17 @@ def _acting(cache: KVCache, slots: int) -> int:
 
 
 def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[Most, Most]:
-    """One sequence from its first token to its last: what it holds in its prompt, and from its end on.
-    ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
-    row, store, policy = cache.add(), cache.stores[0], cache.policy
+    """One sequence from its first token to its last: what the last layer holds in its prompt, and from there
+    on. ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
+    index = len(cache.stores) - 1
+    cycle = SUMMED if isinstance(cache.policies[index], OwnWindow) else PAGE
+    row, store, policy = cache.add(), cache.stores[index], cache.policies[index]
     filling = decoding = Most()
     most = cache.config.max_position_embeddings
     left: list[int] = []
     for count, phase, looked_at in _steps(prompt, decoded, chunk, policy):
         batch = cache.batch([row], phase)
-        layer = batch.sequences[0].layers[0]
+        layer = batch.sequences[0].layers[index]
         at, slots = layer.seen, store.allocate(layer, count)
         during = _now(cache, layer)
         if not policy.keeps_all:  # which goes by positions
@@ -173,11 +221,12 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             if not looked_at and policy.listens(phase):  # as if all others had been summed up
                 asked = min(count, layer.asked.size)
                 layer.absorbed = layer.seen - asked
-            batch._end(0, layer, nothing.expand(-1, asked, -1), count)
-        if policy.replays and phase == "prefill_end":
-            layer.sums = torch.zeros(1, int(layer.lengths[0]))
-            during |= _replayed(cache, row, min(prompt, policy.replays + LEAD, most - prompt), chunk)
-            cache.act(0, layer)
+            batch._end(index, layer, nothing.expand(-1, asked, -1), count)
+        if (piece := cache.policy.replays) and phase == "prefill_end":
+            layer.sums = torch.zeros(1, int(layer.lengths[0])) if policy.replays else None
+            during |= _replayed(cache, row, min(prompt, piece + LEAD, most - prompt), chunk)
+            if policy.replays:
+                cache.act(index, layer)
             layer.sums = None
         if phase == "decode" and looked_at:
             decoding |= during
@@ -188,7 +237,7 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
             decoding |= _now(cache, layer)
         if phase == "decode" and policy.every and layer.steps % policy.every == 0:
             left.append(int(layer.lengths[0]))
-            if _repeats(left, policy.every):
+            if _repeats(left, policy.every, cycle):
                 break
     cache.free([row])
     return filling, decoding
@@ -198,27 +247,29 @@ def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> Most:
     """While so many tokens come again behind a sequence, at most."""
     fork, most = cache.fork(row), Most()
     for start in range(0, count, chunk):
-        layer = cache.batch([fork], "replay").sequences[0].layers[0]
-        cache.stores[0].allocate(layer, min(chunk, count - start))
+        layer, store = cache.batch([fork], "replay").sequences[0].layers[-1], cache.stores[-1]
+        store.allocate(layer, min(chunk, count - start))
         most |= _now(cache, layer)
-        cache.stores[0].close(layer)
-        cache.stores[0].settle(layer)
+        store.close(layer)
+        store.settle(layer)
     cache.free([fork])
     return most
 
 
 def _now(cache: KVCache, layer: HeldLayer) -> Most:
-    store = cache.stores[0]
-    waiting = 0 if store.waiting is None else store.waiting.used
-    pages = store.pages.used * store.pages.page_bytes
-    pages += 0 if store.waiting is None else waiting * store.waiting.page_bytes
-    return Most(store.pages.used, waiting, cache.used_bytes, int(layer.lengths[0]), cache.used_bytes - pages)
+    store, sequences = cache.stores[-1], [cache.sequence(number) for number in cache.numbers]
+    used = [pages.used for pages in store.all]
+    watched = sum(one.watched_bytes for one in sequences)
+    # the queries of all layers are kept, also of those that nobody will ask for
+    watched -= sum(one.asked.ring[:-1].nbytes for one in sequences if one.asked is not None)
+    pages = sum(n * size for n, size in zip(used, store.page_bytes))
+    return Most(used[0], sum(used[1:]), pages + watched, int(layer.lengths[0]), watched)
 
 
-def _repeats(left: Sequence[int], every: int) -> bool:
-    """Whether a policy has left as many slots whenever it acted, at every place within a page, twice."""
-    acts = 2 * math.lcm(every, PAGE) // every
-    return len(left) >= acts and len(set(left[-acts:])) == 1
+def _repeats(left: Sequence[int], every: int, cycle: int) -> bool:
+    """Whether what a policy left whenever it acted comes again every so many tokens: twice by now."""
+    acts = math.lcm(every, cycle) // every
+    return len(left) >= 2 * acts and left[-acts:] == left[-2 * acts:-acts]
 
 
 def _steps(prompt: int, decoded: int, chunk: int, policy: KVPolicy) -> Iterator[tuple[int, Phase, bool]]:

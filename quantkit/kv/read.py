@@ -62,14 +62,14 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
                 keys, values = keys.float(), values.float()
             query, at = q[row, :, begin:end], positions[row, begin:end]
             heads = held.lengths.tolist()
-            if (_same(cache) or window is None) and min(heads) == max(heads):
+            if (_same(cache, layer) or window is None) and min(heads) == max(heads):
                 seen = _seen(cache, layer, row, at, ahead, held, window, shared)
                 got = attention(query[None].to(keys.dtype), keys[None], values[None], seen, cache.scale,
                                 cache.softcap)
                 out[row, :, begin:end] = got[0].to(q.dtype)
             else:  # heads that hold different positions are the rows of a batch
                 grouped = query.unflatten(0, (len(heads), -1)).to(keys.dtype)
-                seen = _visibility(cache, at.expand(len(heads), -1), store.positions(held), window)
+                seen = _visibility(cache, layer, at.expand(len(heads), -1), store.positions(held), window)
                 got = attention(grouped, keys[:, None], values[:, None], seen, cache.scale, cache.softcap)
                 out[row, :, begin:end] = got.flatten(0, 1).to(q.dtype)
     return out
@@ -87,28 +87,30 @@ def _spans(cache: KVCache, held: HeldLayer, count: int) -> Iterator[tuple[int, i
     yield from itertools.pairwise(places)
 
 
-def _same(cache: KVCache) -> bool:
-    """Whether all heads of all layers hold the same positions."""
-    return cache.policy.keeps_all or cache.policy.visible is not None
+def _same(cache: KVCache, layer: int) -> bool:
+    """Whether all heads hold the same positions, also those of other layers with the same policy."""
+    policy = cache.policies[layer]
+    return policy.keeps_all or policy.visible is not None
 
 
 def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, ahead: int, held: HeldLayer,
           window: int | None, shared: dict[object, object]) -> Visibility:
     """All heads hold equally many, and the same positions unless the model has no window: the answer is
     then worked out once a step."""
-    key = (row, ahead, window, int(held.lengths[0]))
+    key = (row, ahead, window, cache.policies[layer], int(held.lengths[0]))
     found = shared.get(key)
     if not isinstance(found, Visibility):
-        if _same(cache):
+        if _same(cache, layer):
             stored = cache.stores[layer].positions(held)[:1].long()
         else:  # dropped or not, all that stands before this step's own tokens is earlier than they are
             stored = torch.arange(int(held.lengths[0]), device=positions.device)[None]
             end = int(held.lengths[0]) - ahead
             positions = stored[0, end - positions.shape[0]:end]
-        found = shared[key] = _visibility(cache, positions[None], stored, window)
+        found = shared[key] = _visibility(cache, layer, positions[None], stored, window)
     return found
 
 
-def _visibility(cache: KVCache, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> Visibility:
-    limit, sinks = cache.policy.visible or (None, 0)
+def _visibility(cache: KVCache, layer: int, queries: torch.Tensor, keys: torch.Tensor,
+                window: int | None) -> Visibility:
+    limit, sinks = cache.policies[layer].visible or (None, 0)
     return Visibility(queries, keys, window, limit, sinks)

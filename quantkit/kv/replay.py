@@ -53,19 +53,21 @@ def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int],
         finally:
             cache.free([fork])
         for layer, peaks, end in zip(sequence.layers, found, ends):
+            if peaks is None:
+                continue
             peaks = peaks[:, :end].clone()
             layer.sums = peaks if layer.sums is None else torch.maximum(layer.sums, peaks)
 
 
-def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int]) -> list[torch.Tensor]:
-    """Feed these; of each layer float32 ``[Hkv, S]``."""
+def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int]
+               ) -> list[torch.Tensor | None]:
+    """Feed these; of each layer that the policy is for float32 ``[Hkv, S]``."""
     for start in range(0, len(tokens), CHUNK):
         ids = torch.tensor([tokens[start:start + CHUNK]], device=cache.device)
         batch: KVCacheProtocol = cache.batch([fork], "replay")
         model(ids, batch.next_positions(ids.shape[1]), batch, torch.zeros(1, dtype=torch.int64))
-    found = []
+    found: list[torch.Tensor | None] = []
     for index, layer in enumerate(cache.sequence(fork).layers):
         watch.absorb(cache, index, layer, layer.seen)
-        assert layer.sums is not None
         found.append(layer.sums)
     return found

@@ -55,6 +55,11 @@ class Store:
         """Both kinds of pages."""
         return (self.pages,) if self.waiting is None else (self.pages, self.waiting)
 
+    @property
+    def page_bytes(self) -> tuple[int, int]:
+        """Of a page of codes, and of one of vectors that wait: 0 if none ever do."""
+        return self.pages.page_bytes, 0 if self.waiting is None else self.waiting.page_bytes
+
     # -- taking and giving
 
     def reserve(self, held: HeldLayer, count: int) -> None:

@@ -31,7 +31,7 @@ def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
     """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
     asked, begin = held.asked, held.seen - q.shape[1]
     scale = cache.config.head_dim**-0.5 if cache.scale is None else cache.scale
-    if not cache.policy.watches:
+    if not cache.policies[layer].watches:
         asked.put(layer, q[:, -asked.size:].float() * scale, held.seen)
         return
     for start in range(0, q.shape[1], asked.size):
@@ -42,22 +42,22 @@ def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
 
 def make_room(cache: KVCache, layer: int, held: HeldLayer, end: int, count: int) -> None:
     """Before queries of so many positions from ``end`` on take the place of others: sum those up."""
-    if cache.policy.watches and end + count - held.absorbed > held.asked.size:
+    if cache.policies[layer].watches and end + count - held.absorbed > held.asked.size:
         absorb(cache, layer, held, end)
 
 
 def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
     """Sum up what isn't yet of the queries before ``end``."""
-    count = end - held.absorbed
-    if cache.policy.watches is None or not count:
+    count, watches = end - held.absorbed, cache.policies[layer].watches
+    if watches is None or not count:
         return
     q = held.asked.last(layer, end, count)
-    if cache.policy.watches == "sums":
+    if watches == "sums":
         new = _looked(cache, layer, held, q, end, lambda weights: weights.sum(1).mean(0))
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
-    elif cache.policy.watches == "peaks":
+    elif watches == "peaks":
         new = _looked(cache, layer, held, q, end, lambda weights: weights.amax((0, 1)))
         if held.sums is not None:
             before = new[:, :held.sums.shape[1]]
@@ -73,14 +73,15 @@ def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
 
 def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
     """What the policy sees of a layer."""
-    store, seen = cache.stores[layer], held.seen
+    store, seen, policy = cache.stores[layer], held.seen, cache.policies[layer]
+    alike = [index for index, one in enumerate(cache.policies) if one is policy]
 
     def weights() -> torch.Tensor:
-        q = held.asked.last(layer, seen, cache.policy.queries)
+        q = held.asked.last(layer, seen, policy.queries)
         return _looked(cache, layer, held, q, seen, lambda weights: weights.mean((0, 1)))
 
     def sums() -> torch.Tensor:
-        if cache.policy.replays is None:
+        if policy.replays is None:
             absorb(cache, layer, held, seen)
         assert held.sums is not None
         return held.sums
@@ -89,7 +90,7 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
         absorb(cache, layer, held, seen)
         return _future(cache, layer, held, torch.arange(seen, seen + steps))
 
-    return Held(layer, len(cache.stores), tuple(held.lengths.tolist()), seen, held.prompt,
+    return Held(alike.index(layer), len(alike), tuple(held.lengths.tolist()), seen, held.prompt,
                 lambda: store.positions(held), lambda: store.read(held, "k"), lambda: store.read(held, "v"),
                 weights, sums, future)
 

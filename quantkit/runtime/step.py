@@ -382,11 +382,11 @@ class StepProgram:
         now = (cache.number, cache.moves.count)
         if now == self._pages_now:
             return
-        limit, sinks = cache.policy.visible or (UNBOUNDED, 0)
         rule = {"recent": cache.codings.recent, "first": cache.codings.first}
         closes = self._closes or itertools.repeat(None)
-        for (store, attend, _), close, layer in zip(self._attention, closes, cache.stores):
-            parts = addresses(layer)
+        for (store, attend, _), close, layer, policy in zip(
+                self._attention, closes, cache.stores, cache.policies):
+            parts, (limit, sinks) = addresses(layer), policy.visible or (UNBOUNDED, 0)
             for index in (store, attend, close):
                 if index is not None:
                     self._program.set(index, **parts, **rule)

@@ -72,14 +72,15 @@ def test_where_a_cache_takes_longer_to_read_than_to_use_it_never_turns():
     assert turns(weights, found, Ceilings(1e11, 3e11, {})) is not None
 
 
-def test_a_window_of_the_models_own_is_held_but_not_read():
+def test_a_window_of_the_models_own_is_all_that_is_held_and_read():
     weights, found = of("synthetic:gemma3-1b", 4096)
     one = step(weights, found, Ceilings(1e11, 1e12, {}), 1)
     full = sum(window is None for window in weights.config.sliding_windows)
     assert 0 < full < 26
-    seen = full * 4096 + (26 - full) * 512
-    assert one.kv_bytes == pytest.approx(seen * 2 * 256 * 2)
-    assert found.sequence_bytes == 26 * 4096 * 2 * 256 * 2
+    vectors = 2 * 256 * 2
+    assert one.kv_bytes == pytest.approx(full * 4096 * vectors + (26 - full) * 512 * (vectors + 4))
+    # 256 of a window's slots are given back at a time, at every 64th step; each has a position beside it
+    assert found.sequence_bytes == full * 4096 * vectors + (26 - full) * (512 + 256) * (vectors + 4)
 
 
 def test_a_smaller_cache_is_read_faster():

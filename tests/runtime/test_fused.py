@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from quantkit.kv.cache import KVCache
+from quantkit.kv.policies.window import SUMMED
 from quantkit.kvspec import parse_kv
 from quantkit.models.decoder import CausalLM
 from quantkit.quantize import quantize
 from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
+from quantkit_kernels.cpu.attention import SPLIT
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +198,21 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
             batch = mine.batch([copy], "decode")
             ends.append(model(tokens[:, 699:], batch.next_positions(), batch).float())
         assert (ends[0] - ends[1]).norm() <= 0.03 * ends[1].norm()
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "int4"])
+def test_when_a_window_of_the_models_own_is_given_back_changes_no_bit(tmp_path, kv):
+    loaded = load(str(tiny_model(tmp_path / "model", "gemma3_text", sliding_window=40, head_dim=32,
+                                 query_pre_attn_scalar=32)))
+    tokens, found = ids(1, 1000), []
+    for cuts in ([1000], [400, 1, 1, 98, 500], [33, 867, 100], [1] * 20 + [980]):
+        cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
+        row = cache.add()
+        pieces = [loaded.model(some, cache=cache.batch([row])) for some in tokens.split(cuts, 1)]
+        found.append(torch.cat(pieces, 1))
+        assert max(cache.held(row)[0]) <= 40 + 255 and cache.held(row)[1] == (1000, 1000)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+def test_a_window_goes_by_what_attention_sums_up():
+    assert SUMMED == SPLIT

@@ -1,6 +1,6 @@
 """Attention sinks and a sliding window: StreamingLLM, https://arxiv.org/abs/2309.17453.
 
-Keys stay rotated by their original positions.
+Keys stay rotated by their original positions. And a window that a model itself has in some of its layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from pydantic import Field
 
 from quantkit.kv.base import MOST, Held, KVPolicy
 from quantkit.kv.pages import PAGE
+
+SUMMED = 256
+"""Slots that attention on a CPU sums up before it adds them to others."""
 
 
 class Window(KVPolicy):
@@ -45,3 +48,28 @@ class Window(KVPolicy):
         positions = held.positions()
         stays = (positions[0] < self.sinks) | (positions[0] > held.seen - self.budget)
         return stays.nonzero()[:, 0].expand(positions.shape[0], -1)
+
+
+class OwnWindow(Window):
+    """The window that the model itself has in a layer; not for a recipe.
+
+    What is given back are 256 positions at a time: attention sums by as many, so that not a bit of a result
+    depends on when that was.
+
+    Attributes:
+        first: so many first positions stay where they are, whatever is given back.
+    """
+
+    sinks: int = Field(default=0, ge=0, le=0)
+    first: int = Field(default=0, ge=0, le=MOST)
+
+    @property
+    def beside(self) -> int:
+        return PAGE + SUMMED - 1
+
+    def keep(self, held: Held) -> torch.Tensor | None:
+        """What the next query will see, and as much before it as makes the rest whole."""
+        gone = max(0, held.seen - self.budget + 1 - self.first) // SUMMED * SUMMED
+        positions = held.positions()
+        stays = (positions[0] < self.first) | (positions[0] >= self.first + gone)
+        return None if stays.all() else stays.nonzero()[:, 0].expand(positions.shape[0], -1)
