@@ -206,7 +206,7 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     filling = decoding = Most()
     most = cache.config.max_position_embeddings
     left: list[int] = []
-    for count, phase, looked_at in _steps(prompt, decoded, chunk, policy):
+    for count, phase, looked_at in _steps(prompt, decoded, chunk, policy, cycle):
         batch = cache.batch([row], phase)
         layer = batch.sequences[0].layers[index]
         at, slots = layer.seen, store.allocate(layer, count)
@@ -272,13 +272,16 @@ def _repeats(left: Sequence[int], every: int, cycle: int) -> bool:
     return len(left) >= 2 * acts and left[-acts:] == left[-2 * acts:-acts]
 
 
-def _steps(prompt: int, decoded: int, chunk: int, policy: KVPolicy) -> Iterator[tuple[int, Phase, bool]]:
+def _steps(prompt: int, decoded: int, chunk: int, policy: KVPolicy,
+           cycle: int) -> Iterator[tuple[int, Phase, bool]]:
     """The engine's: a prompt by chunks, then a token at a time; and whether anybody looks at what it takes.
 
-    As long as nothing is dropped a sequence holds the most at the end, and repeats itself every page: all
-    before is one step.
+    As long as nothing is dropped a sequence holds the most at the end, and repeats itself every page; what a
+    window leaves goes by the last position, and comes again every ``cycle`` tokens. All before is one step.
     """
-    start = max(0, (prompt - 1) // chunk - 1) * chunk if policy.on_prefill != "chunk" else 0
+    start = max(0, (prompt - 1) // chunk - math.lcm(chunk, cycle) // chunk) * chunk
+    if policy.on_prefill == "chunk" and policy.visible is None:
+        start = 0
     if start:
         yield start, "prefill", False
     for at in range(start, prompt, chunk):

@@ -221,3 +221,20 @@ def test_queries_give_their_memory_back_when_the_prompt_ends(tmp_path, kv, dtype
         model.model(some, cache=cache.batch([row], phase), last=torch.tensor([some.shape[1] - 1]))
         watched = cache.sequence(row).watched_bytes
         assert (watched > 0) == (phase == "prefill" or kv.startswith("h2o")), phase
+
+
+@pytest.mark.parametrize("kv", ["none", "int4", "window(100, sinks=4)+int4", "window(700)"])
+@pytest.mark.parametrize("context, prompt, chunk", [(3001, 2500, 128), (2048, 2047, 384), (4000, 3300, 200)])
+def test_a_long_prompt_behind_windows_is_predicted_by_its_last_chunks(hybrid, kv, context, prompt, chunk,
+                                                                      monkeypatch):
+    config = dataclasses.replace(hybrid.config, sliding_windows=(300, None, 300, None))
+    found = footprint(config, parse_kv(kv), hybrid.dtype, context, prompt, chunk)
+
+    def steps(prompt, decoded, chunk, *given):
+        for at in range(0, prompt, chunk):
+            yield min(chunk, prompt - at), "prefill" if at + chunk < prompt else "prefill_end", True
+        yield from [(1, "decode", True)] * decoded
+
+    monkeypatch.setattr(predict, "_steps", steps)
+    monkeypatch.setattr(predict, "_repeats", lambda *given: False)
+    assert found == footprint(config, parse_kv(kv), hybrid.dtype, context, prompt, chunk)
