@@ -37,8 +37,8 @@ def config():
 @pytest.mark.parametrize("tokens", [8000, 32_000])
 @pytest.mark.parametrize("kv", [*CODECS, *POLICIES])
 def test_what_is_held_at_a_prompts_end_is_what_is_claimed(script, config, kv, tokens):
-    """Pages of which only a part is filled are what is more: less than 3% from 8,000 tokens on, but of a window,
-    which isn't longer for that, up to one page of each head."""
+    """Pages of which only a part is filled are what is more: less than 3% from 8,000 tokens on, but of a
+    window, which isn't longer for that, up to one page of each head."""
     found, full = (footprint(config, parse_kv(one), torch.bfloat16, tokens, tokens, 512).sequence_bytes
                    for one in (kv, "none"))
     claim, spare = script["claimed"](parse_kv(kv), tokens), 63 / 1028 if kv.startswith("window") else 0.03
