@@ -140,7 +140,7 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
     Args:
         q: ``[H, w, D]``, rotated; the last stands at position ``seen - 1``.
         keys: ``[Hkv, S, D]``, rotated.
-        positions: int ``[Hkv, S]``, −1: empty.
+        positions: int ``[Hkv, S]``, rising, then −1: empty.
         seen: tokens of the sequence so far.
         scale, softcap: as for :func:`attention`.
         window: as for :class:`Visibility`.
@@ -149,11 +149,16 @@ def attention_weights(q: torch.Tensor, keys: torch.Tensor, positions: torch.Tens
         float32 ``[Hkv, H / Hkv, w, S]``.
     """
     heads, count = keys.shape[0], q.shape[1]
-    grouped = q.float().unflatten(0, (heads, -1))
-    scores = grouped @ keys.float()[:, None].mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grouped = (q.float() * scale).unflatten(0, (heads, -1))
+    scores = grouped @ keys.float()[:, None].mT
     scores = softcapped(scores, softcap)
     at = torch.arange(seen - count, seen, device=q.device)
-    visible = (positions[:, None, :] <= at[None, :, None]) & (positions[:, None, :] != EMPTY)
+    earlier = (positions != EMPTY) & (positions <= seen - count)  # than all queries: nearly all that there is
+    free = int(earlier.sum(-1).min()) if window is None else 0
+    positions = positions[:, None, free:]
+    visible = (positions <= at[None, :, None]) & (positions != EMPTY)
     if window is not None:
-        visible &= positions[:, None, :] > at[None, :, None] - window
-    return scores.masked_fill_(~visible[:, None], float("-inf")).softmax(-1)
+        visible &= positions > at[None, :, None] - window
+    scores[..., free:].masked_fill_(~visible[:, None], float("-inf"))
+    return scores.softmax(-1)
