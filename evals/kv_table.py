@@ -77,12 +77,20 @@ def gather(reports: Iterable[Row]) -> dict[str, Row]:
             for one in report["results"]:
                 put(one["kv"], "kl", one["kl_exact"] - report["noise_floor_kl"]["value"])
         elif "cases" in report:
-            for case in report["cases"]:
-                put(case["kv"], "decode", (case["context"], case["batch"], case["kv_bytes"],
-                                           case["tok_s"]["median"]))
+            _decode(report, put, rows)
         else:
             _long(report, put)
     return rows
+
+
+def _decode(report: Row, put: Callable[[str, object, object], None], rows: Mapping[str, Row]) -> None:
+    """Each beside the full cache of the same run; of full caches the first is shown."""
+    full = {(case["context"], case["batch"]): case for case in report["cases"] if case["kv"] == "none"}
+    for case in report["cases"]:
+        beside, speed = full[case["context"], case["batch"]], case["tok_s"]["median"]
+        if case["kv"] != "none" or "decode" not in rows.get("none", {}):
+            put(case["kv"], "decode", (case["context"], case["kv_bytes"] / beside["kv_bytes"], speed,
+                                       speed / beside["tok_s"]["median"]))
 
 
 def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
@@ -107,14 +115,13 @@ def table(rows: dict[str, Row]) -> str:
              *(f"{task} {length:,}, {when}" for task, length, when in asked), "tokens", "claimed", "held",
              "held / claimed", "decode tok/s", "× full"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    full = rows["none"].get("decode")
     for kv in sorted(rows, key=lambda kv: (kv != "none", parse_kv(kv).policy != "all", kv)):
         own, last = rows[kv], ["–"] * 6
-        if full and "decode" in own:
-            context, _, size, speed = own["decode"]
-            claim, held = claimed(parse_kv(kv), context), size / full[2]
+        if "decode" in own:
+            context, held, speed, ratio = own["decode"]
+            claim = claimed(parse_kv(kv), context)
             last = [f"{context:,}", f"{claim:.1%}", f"{held:.1%}", f"{held / claim:.3f}", f"{speed:.1f}",
-                    f"{speed / full[3]:.2f}"]
+                    f"{ratio:.2f}"]
         lines.append("| " + " | ".join([kv, _small(own.get("kl")), *(_small(own.get(span)) for span in spans),
                                         *(own.get(key, "–") for key in asked), *last]) + " |")
     return "\n".join(lines)

@@ -287,12 +287,13 @@ class Store:
                          for pages, slots in zip(self.table(held), rest)])
         values = {name: part.view(-1, *part.shape[2:]).index_select(0, old)
                   for name, part in self.pages.parts.items()}
-        new: list[int] = []
+        new, offsets = [], torch.arange(PAGE, device=self._device)
         for head, (own, slots, count) in enumerate(zip(held.pages, rest, same)):
             held.lengths[head] = len(kept[head])
             _replace(self.pages, own, count, -(-len(slots) // PAGE))
-            new += slots_of(own, count * PAGE, len(slots))
-        self.pages.write(torch.tensor(new, dtype=torch.int64, device=self._device), values)
+            pages = torch.tensor(own[count:], dtype=torch.int64, device=self._device)
+            new.append((pages[:, None] * PAGE + offsets).flatten()[:len(slots)])
+        self.pages.write(torch.cat(new), values)
 
     def _keep_vectors(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
         """Pages of codes before the first dropped slot stay; what follows is encoded again."""
