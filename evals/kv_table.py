@@ -108,12 +108,17 @@ def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """As Markdown; the full cache first."""
+    """As Markdown; the full cache first. Of KL by position the farthest is shown; a task's lengths share a
+    column."""
     keys: set[Any] = {key for one in rows.values() for key in one if isinstance(key, tuple)}
-    asked, spans = sorted(key for key in keys if len(key) == 3), sorted(key for key in keys if len(key) == 2)
+    spans = sorted(key for key in keys if len(key) == 2)[-1:]
+    asked: dict[tuple[str, str], list[int]] = {}
+    for task, length, when in sorted(key for key in keys if len(key) == 3):
+        asked.setdefault((task, when), []).append(length)
     heads = ["KV", "KL, 1,024", *(f"KL, {low:,}–{high:,}" for low, high in spans),
-             *(f"{task} {length:,}, {when}" for task, length, when in asked), "tokens", "claimed", "held",
-             "held / claimed", "decode tok/s", "× full"]
+             *(f"{task} {' / '.join(f'{length:,}' for length in lengths)}, {when}"
+               for (task, when), lengths in asked.items()),
+             "tokens", "claimed", "held", "held / claimed", "decode tok/s", "× full"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for kv in sorted(rows, key=lambda kv: (kv != "none", parse_kv(kv).policy != "all", kv)):
         own, last = rows[kv], ["–"] * 6
@@ -123,8 +128,15 @@ def table(rows: dict[str, Row]) -> str:
             last = [f"{context:,}", f"{claim:.1%}", f"{held:.1%}", f"{held / claim:.3f}", f"{speed:.1f}",
                     f"{ratio:.2f}"]
         lines.append("| " + " | ".join([kv, _small(own.get("kl")), *(_small(own.get(span)) for span in spans),
-                                        *(own.get(key, "–") for key in asked), *last]) + " |")
+                                        *(_scores(own, key, lengths) for key, lengths in asked.items()),
+                                        *last]) + " |")
     return "\n".join(lines)
+
+
+def _scores(own: Row, key: tuple[str, str], lengths: Iterable[int]) -> str:
+    task, when = key
+    found = [own.get((task, length, when), "–") for length in lengths]
+    return "–" if {*found} == {"–"} else ", ".join(map(str, found))
 
 
 def _small(value: float | None) -> str:

@@ -61,8 +61,8 @@ def test_reports_become_one_table(tmp_path, script):
                 {"kv": "snapkv(0.5)", "when": "known"}, {"kv": "snapkv(0.5)", "when": "later"}]
     answers = [("none", "known", True), ("int8", "known", False), ("int8", "known", True),
                ("snapkv(0.5)", "known", True), ("snapkv(0.5)", "later", False)]
-    replies = [{"kv": kv, "task": "needle", "length": 1024, "when": when, "right": right}
-               for kv, when, right in answers]
+    replies = [{"kv": kv, "task": "needle", "length": length, "when": when, "right": right}
+               for kv, when, right in answers for length in (1024, 2048) if kv != "int8" or length == 1024]
     long = {"settings": settings, "replies": replies, "positions": [
         {"kv": "snapkv(0.5)", "low": 512, "high": 1024, "kl_mean": {"value": 0.0123}}]}
     paths = []
@@ -74,11 +74,12 @@ def test_reports_become_one_table(tmp_path, script):
     found = {line[0]: dict(zip(head, line)) for line in lines}
     assert [*found] == ["none", "int8", "snapkv(0.5)"]
     assert found["int8"] == {
-        "KV": "int8", "KL, 1,024": "0.00050", "KL, 512–1,024": "–", "needle 1,024, known": "1/2",
-        "needle 1,024, later": "1/2", "tokens": "8,000", "claimed": "51.6%", "held": "51.6%",
+        "KV": "int8", "KL, 1,024": "0.00050", "KL, 512–1,024": "–", "needle 1,024 / 2,048, known": "1/2, –",
+        "needle 1,024 / 2,048, later": "1/2, –", "tokens": "8,000", "claimed": "51.6%", "held": "51.6%",
         "held / claimed": "1.001", "decode tok/s": "50.0", "× full": "1.25"}
     snapkv = found["snapkv(0.5)"]
-    assert (snapkv["needle 1,024, known"], snapkv["needle 1,024, later"]) == ("1/1", "0/1")
+    assert snapkv["needle 1,024 / 2,048, known"] == "1/1, 1/1"
+    assert snapkv["needle 1,024 / 2,048, later"] == "0/1, 0/1"
     assert snapkv["KL, 512–1,024"] == "0.012" and snapkv["decode tok/s"] == "–"
     paths[0].write_text(json.dumps(quality | {"results": [{"kv": "int8", "kl_exact": 1.0}]}))
     with pytest.raises(ValueError, match="two values of kl"):
