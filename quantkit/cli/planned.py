@@ -83,7 +83,7 @@ def _sum(chosen: Combination) -> Iterator[str]:
     rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
               _mega(cache.sequence_bytes)),
              *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
-                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.kinds[1:]),
+                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.kinds if kind.own),
              ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
@@ -123,7 +123,7 @@ def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
 
 def _remarks(chosen: Combination) -> Iterator[str]:
     config, policy = chosen.weights.config, build_policy(chosen.kv)
-    if (own := chosen.found.kinds[1:]):
+    if (own := [kind for kind in chosen.found.kinds if kind.own]):
         yield (f"{sum(kind.layers for kind in own)} of {config.num_layers} layers see "
                f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
                "context and the KV setting")

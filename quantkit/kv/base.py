@@ -143,6 +143,7 @@ class KVPolicy(Frozen):
         replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
             the ones that it watches.
         alike: all heads of all layers keep equally many.
+        whole: what queries don't see is given back by so many slots at once, where vectors wait.
         beside: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
             the first of an answer.
         every: acts every so many decode steps; ``None``: never.
@@ -156,6 +157,7 @@ class KVPolicy(Frozen):
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
     keeps_all: ClassVar[bool] = False
     alike: ClassVar[bool] = True
+    whole: ClassVar[int] = PAGE
 
     @property
     def every(self) -> int | None:

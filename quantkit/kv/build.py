@@ -44,8 +44,10 @@ def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -
     count = bisect.bisect_left(range(1, MOST), True, key=lambda count: takes(
         policy.model_copy(update={"budget": count})) > size)
     if not count:
+        least = takes(policy.model_copy(update={"budget": 1}))
         raise UsageError(f"a KV cache of {given} is too small", next="a larger budget, or fewer bits",
-                         why=f"{policy.name!r} has no room for {PAGE} tokens in each layer and head")
+                         why=f"with {policy.name!r} it has {least:,} bytes at least: pages of {PAGE} tokens "
+                             "in each layer and head")
     return built({**spec.options, "budget": count})
 
 

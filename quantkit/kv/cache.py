@@ -75,7 +75,7 @@ class KVCache:
             if store.waiting is not None:  # before a page is encoded, its vectors wait
                 fixed = self.codings.first + self.codings.recent
                 found += -(-(fixed + PAGE) // PAGE) * waits
-                found += 2 * page if one.visible else 0  # of which a part stays
+                found += (1 + one.whole // PAGE) * page if one.visible else 0  # of which a part stays
                 slots = max(1, slots - fixed)
             # heads that keep more or fewer than others round up to pages each by itself
             found += (-(-slots // PAGE) + (0 if one.alike else 1)) * page
@@ -242,8 +242,10 @@ class KVCache:
         kept = policy.keep(watch.view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
-            whole = policy.visible is not None and store.waiting is not None
-            (store.thin if whole else store.keep)(held, list(kept))
+            if policy.visible is not None and store.waiting is not None:
+                store.thin(held, list(kept), policy.whole // PAGE)
+            else:
+                store.keep(held, list(kept))
             self._shrink(layer)
 
     def _shrink(self, layer: int) -> None:

@@ -19,7 +19,6 @@ from quantkit.kv.base import PAGE, KVPolicy, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.pages import most_pages
-from quantkit.kv.policies.window import SUMMED, OwnWindow
 from quantkit.kv.replay import LEAD
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
@@ -53,6 +52,7 @@ class Kind:
     Attributes:
         layers: how many.
         window: how many tokens the model itself looks at there; ``None``: all.
+        own: whether that is what they hold, whatever the policy.
         page_bytes: of a page of codes, and of vectors that wait.
         filling: while a prompt as long as the whole sequence comes in.
         decoding: from the end of the prompt on.
@@ -60,6 +60,7 @@ class Kind:
 
     layers: int
     window: int | None
+    own: bool
     page_bytes: tuple[int, int]
     filling: Most
     decoding: Most
@@ -164,13 +165,15 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
     if "budget" in spec.options:  # bytes are of the whole model
         budget = whole.policy.model_dump()["budget"]
         spec = spec.model_copy(update={"options": {**spec.options, "budget": budget}})
-    kinds, counts = [], Counter(zip(whole.policies, config.sliding_windows))
-    for policy, window in sorted(counts, key=lambda one: one[0] != whole.policy):
+    kinds = []
+    owns = [one is not whole.policy for one in whole.policies]
+    alike = Counter(zip(owns, config.sliding_windows))
+    for (own, window), layers in sorted(alike.items(), key=lambda one: one[0][0]):
         # one key head of one layer, with the queries that share it: all are alike
-        ruled = policy == whole.policy
         small = dataclasses.replace(config, num_heads=config.num_heads // config.num_kv_heads, num_kv_heads=1,
-                                    num_layers=1 if ruled else 2,
-                                    sliding_windows=(None,) if ruled else (None, window))
+                                    num_layers=2 if own else 1,
+                                    sliding_windows=(None, window) if own else (None,))
+        policy = whole.policies[config.sliding_windows.index(window)]
         cache = KVCache(small, spec, dtype, "meta" if policy.keeps_all else "cpu")
         nothing = torch.zeros(small.num_heads, 1, config.head_dim, dtype=dtype)
         filling, _ = _run(cache, context, 0, chunk, nothing)
@@ -179,7 +182,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         if not policy.alike:  # the mean is the same, but each head rounds up to pages by itself
             filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
                                  for most in (filling, decoding))
-        kinds.append(Kind(counts[policy, window], window, sizes, filling, decoding))
+        kinds.append(Kind(layers, window, own, sizes, filling, decoding))
     slots = max(kind.most.slots for kind in kinds)
     return Footprint(config.num_kv_heads, tuple(kinds), waits, _acting(whole, slots))
 
@@ -201,8 +204,8 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     """One sequence from its first token to its last: what the last layer holds in its prompt, and from there
     on. ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     index = len(cache.stores) - 1
-    cycle = SUMMED if isinstance(cache.policies[index], OwnWindow) else PAGE
     row, store, policy = cache.add(), cache.stores[index], cache.policies[index]
+    cycle = policy.whole
     filling = decoding = Most()
     most = cache.config.max_position_embeddings
     left: list[int] = []

@@ -97,7 +97,7 @@ def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, ahead: 
           window: int | None, shared: dict[object, object]) -> Visibility:
     """All heads hold equally many, and the same positions unless the model has no window: the answer is
     then worked out once a step."""
-    key = (row, ahead, window, cache.policies[layer], int(held.lengths[0]))
+    key = (row, ahead, window, id(cache.policies[layer]), int(held.lengths[0]))
     found = shared.get(key)
     if not isinstance(found, Visibility):
         if _same(cache, layer):

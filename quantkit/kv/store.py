@@ -258,19 +258,21 @@ class Store:
             self._keep_vectors(held, kept)
         held.moved()
 
-    def thin(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+    def thin(self, held: HeldLayer, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
         """Where vectors wait, give back pages of codes in which no slot is among these; all others stay as
         they are.
 
         Args:
             held: whose.
             kept: as for :meth:`keep`.
+            pages: so many go at once, or none.
         """
         first = self._codings.first
         for head, slots in enumerate(kept):
             end = int(held.starts[head])
             wanted = set((slots[slots >= first] // PAGE - first // PAGE).tolist())
             gone = [at for at in range((end - first) // PAGE) if at not in wanted]
+            del gone[len(gone) // pages * pages:]
             own = held.pages[head]
             self.pages.give([own[at] for at in gone])
             for at in reversed(gone):

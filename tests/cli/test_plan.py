@@ -208,7 +208,7 @@ def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypa
 
 
 @pytest.mark.parametrize("uri, words", [
-    ("synthetic:gemma3-1b", "22 of 26 layers see 512 tokens only, but the cache keeps what is behind"),
+    ("synthetic:gemma3-1b", "22 of 26 layers see 512 tokens only, and hold not many more"),
     ("synthetic:gemma2-2b", "packed weights are held beside the stored ones"),
 ])
 def test_what_a_family_does_otherwise_is_said(cli, uri, words):

@@ -50,3 +50,30 @@ def test_too_little_says_so(feeder, kv):
 def test_what_is_no_size_is_refused_before_there_is_a_cache(kv):
     with pytest.raises(UsageError, match="can't be made"):
         build_policy(parse_kv(kv))
+
+
+@pytest.mark.parametrize("codec", ["none", "int4", "int8(recent=64, sinks=512)",
+                                   "int4(recent=64, sinks=512)"])
+@pytest.mark.parametrize("policy", ["snapkv(SIZE, window=8)", "h2o(SIZE, interval=20)", "window(SIZE)"])
+def test_windows_of_the_models_own_count_too(feeder, policy, codec):
+    """One of two layers looks at 300 tokens only, and holds them and as many as wait to be given back."""
+    one = feeder(f"{policy.replace('SIZE', '0.9MB')}+{codec}", model_type="gemma3_text", sliding_window=300,
+                 sliding_window_pattern=2, query_pre_attn_scalar=32, hidden_activation="gelu_pytorch_tanh")
+    assert one.config.sliding_windows == (300, None)
+    number, most = one.cache.add(), 0
+    for phase in ("prefill", "prefill_end"):
+        one.feed([number], [1500], phase)
+    for _ in range(300):
+        one.feed([number], [1], "decode")
+        most = max(most, one.cache.used_bytes if one.cache.policy.every else 0)
+    assert most <= 900_000
+    assert min(one.cache.held(number)[1]) > 300
+
+
+def test_too_little_says_how_much_there_is_at_least(feeder):
+    with pytest.raises(UsageError) as caught:
+        feeder("snapkv(1kB)")
+    least = int(caught.value.why.split(" bytes")[0].split()[-1].replace(",", ""))
+    assert feeder(f"snapkv({least}B)").cache.policy.budget >= 1
+    with pytest.raises(UsageError):
+        feeder(f"snapkv({least - 1}B)")

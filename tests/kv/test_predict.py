@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
+from pydantic import Field
 
 from quantkit.kv import predict
 from quantkit.kv.cache import KVCache
+from quantkit.kv.policies.snapkv import SnapKV
 from quantkit.kv.predict import footprint
 from quantkit.kv.store import Store
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
+from quantkit.plugins import registry
 from quantkit.runtime.loader import load
+from quantkit.spec import KVSpec
 from quantkit.testing import tiny_model
 
 CHUNK = 128
@@ -141,7 +146,7 @@ def test_plain_pages_are_arithmetic():
 
 @pytest.mark.parametrize("kv", [
     "none", "int8", "int4", "window(150, sinks=4)", "window(60)+int8", "window(0.2MB)", "snapkv(0.5)",
-    "snapkv(0.3MB)+int4", "tova(90, interval=8)", "h2o(0.3, interval=16)+int8", "kvzip(0.5, piece=100)"])
+    "snapkv(0.6MB)+int4", "tova(90, interval=8)", "h2o(0.3, interval=16)+int8", "kvzip(0.5, piece=100)"])
 @pytest.mark.parametrize("prompt, decoded", [(60, 20), (500, 450)])
 @torch.inference_mode()
 def test_layers_with_a_window_of_the_models_own(hybrid, kv, prompt, decoded, monkeypatch):
@@ -238,3 +243,32 @@ def test_a_long_prompt_behind_windows_is_predicted_by_its_last_chunks(hybrid, kv
     monkeypatch.setattr(predict, "_steps", steps)
     monkeypatch.setattr(predict, "_repeats", lambda *given: False)
     assert found == footprint(config, parse_kv(kv), hybrid.dtype, context, prompt, chunk)
+
+
+class Listed(SnapKV):
+    """An option that can't be hashed."""
+
+    name: ClassVar[str] = "listed"
+    extra: list[int] = Field(default_factory=lambda: [1])
+
+
+@torch.inference_mode()
+def test_a_policy_may_have_options_of_any_type(hybrid, loaded, monkeypatch):
+    kinds = type(registry("kv_policies"))
+    get = kinds.get
+    monkeypatch.setattr(kinds, "get", lambda self, name: Listed if name == "listed" else get(self, name))
+    spec = KVSpec(policy="listed", options={"budget": 0.5})
+    for model in (hybrid, loaded):
+        found = footprint(model.config, spec, model.dtype, 300, 200, CHUNK)
+        assert found.sequence_bytes == footprint(
+            model.config, parse_kv("snapkv(0.5)"), model.dtype, 300, 200, CHUNK).sequence_bytes
+        cache = KVCache(model.config, spec, model.dtype)
+        model.model._model(torch.arange(4, 104)[None], cache=cache.batch([cache.add()], "prefill_end"))
+
+
+@pytest.mark.parametrize("kv, own", [("none", [90]), ("window(90, sinks=4)", []), ("window(50)", []),
+                                     ("window(91)", [90]), ("snapkv(0.5)", [90])])
+def test_which_layers_hold_their_own_window(hybrid, kv, own):
+    found = footprint(hybrid.config, parse_kv(kv), hybrid.dtype, 500, 400, CHUNK)
+    assert [kind.window for kind in found.kinds if kind.own] == own
+    assert found.layers == 4 and not found.kinds[0].own

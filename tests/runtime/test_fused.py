@@ -200,7 +200,8 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
         assert (ends[0] - ends[1]).norm() <= 0.03 * ends[1].norm()
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int4(recent=200)", "int4(sinks=128)",
+                                "int8(recent=64, sinks=300)", "rotation(3, recent=0)"])
 def test_when_a_window_of_the_models_own_is_given_back_changes_no_bit(tmp_path, kv):
     loaded = load(str(tiny_model(tmp_path / "model", "gemma3_text", sliding_window=40, head_dim=32,
                                  query_pre_attn_scalar=32)))
@@ -210,7 +211,7 @@ def test_when_a_window_of_the_models_own_is_given_back_changes_no_bit(tmp_path, 
         row = cache.add()
         pieces = [loaded.model(some, cache=cache.batch([row])) for some in tokens.split(cuts, 1)]
         found.append(torch.cat(pieces, 1))
-        assert max(cache.held(row)[0]) <= 40 + 255 and cache.held(row)[1] == (1000, 1000)
+        assert max(cache.held(row)[0]) <= 320 + 300 + 255 and cache.held(row)[1] == (1000, 1000)
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 

@@ -60,12 +60,13 @@ class OwnWindow(Window):
         first: so many first positions stay where they are, whatever is given back.
     """
 
+    whole: ClassVar[int] = SUMMED
     sinks: int = Field(default=0, ge=0, le=0)
     first: int = Field(default=0, ge=0, le=MOST)
 
     @property
     def beside(self) -> int:
-        return PAGE + SUMMED - 1
+        return self.first + PAGE + SUMMED - 1
 
     def keep(self, held: Held) -> torch.Tensor | None:
         """What the next query will see, and as much before it as makes the rest whole."""
