@@ -12,12 +12,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+NOTE = ("regs: a thread; load: bits of the widest;\n"
+        "mma: tensor-core instructions; ins/w: instructions a weight in the loop")
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,24 @@ def compile_one(name: str, target: str) -> Row:
                per_weight, tuple(faults))
 
 
-def compile_all(targets: Iterable[str] = TARGETS, only: str = "") -> list[Row]:
-    """Every case whose name contains ``only``, on as many processes as there are cores."""
+def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
+                report: Callable[[int, int, str], None] | None = None) -> list[Row]:
+    """Every case whose name contains ``only``, on as many processes as there are cores.
+
+    ``report`` is told how many are done, of how many, and the name of the last.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)  # in the interpreter there is nothing to compile
     from quantkit_kernels.aot_cases import cases
 
     wanted = [(case.name, target) for target in targets for case in cases(target) if only in case.name]
     order = {name: at for at, (name, _) in reversed(list(enumerate(wanted)))}
     workers = min(len(os.sched_getaffinity(0)), 16, max(1, len(wanted)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(compile_one, *zip(*wanted), chunksize=4)) if wanted else []
+        rows = []
+        for row in pool.map(compile_one, *zip(*wanted), chunksize=4) if wanted else ():
+            rows.append(row)
+            if report is not None:
+                report(len(rows), len(wanted), row.kernel)
     return sorted(rows, key=lambda row: (order[row.kernel], TARGETS.index(row.target)))
 
 
@@ -109,16 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains TEXT")
     parser.add_argument("--target", action="append", choices=TARGETS, help="by default all; may be repeated")
     chosen = parser.parse_args(arguments)
-    # in the interpreter there is nothing to compile
-    os.environ.pop("TRITON_INTERPRET", None)
     rows = compile_all(chosen.target or TARGETS, chosen.only)
     bad = sum(bool(row.faults) for row in rows)
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         print(table(rows))
-        print(f"{len(rows)} compiled, {bad} with faults. regs: a thread; load: bits of the widest;")
-        print("mma: tensor-core instructions; ins/w: instructions a weight in the loop")
+        print(f"{len(rows)} compiled, {bad} with faults. {NOTE}")
     return 1 if bad or not rows else 0
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA"), "hip": ("v_mfma",)}
+MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA"),
+          "hip": ("v_mfma",)}
 """Tensor-core instructions."""
 _WIDTHS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 

@@ -1,10 +1,13 @@
-"""Measure every kernel on this machine's GPU, beside torch and beside the GPU's own copy bandwidth.
+"""Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own copy bandwidth.
 
-``python -m quantkit_kernels.bench [--json FILE] [--quick] [--only TEXT]``. Needs torch and triton only.
+``python -m quantkit_kernels.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--only TEXT]``.
+Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.bench_peers` are measured where they are
+installed.
 
-The two sides take turns in one process; each is captured in a CUDA graph, so that launches cost nothing, as
-in a decode loop. Printed are medians, of times and of the ratios of neighbouring turns. A row whose result
-differs from torch's says so and makes the exit code 1. A row is on disk as soon as it is measured.
+All sides take turns in one process; each is captured in a CUDA graph, so that launches cost nothing, as in a
+decode loop. Printed are medians, of times and of the ratios of neighbouring turns. A row whose result differs
+from torch's says so and makes the exit code 1. A row is on disk as soon as it is measured, the most important
+rows are first, and what doesn't fit into ``--minutes`` isn't measured.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, Case, Run, cases
+from quantkit_kernels.bench_peers import TOLERANCE, Peers
 
 COPY = 1 << 30
 """Bytes of the copy that is the ceiling."""
@@ -37,7 +42,7 @@ class Row:
     """What was measured. Times in microseconds, medians; ratios with their quartiles.
 
     ``of_copy``: bytes a second that the kernel must move, over those of the copy; ``None`` if they lie in a
-    cache.
+    cache. ``peers``: of other libraries by name the time, and how much longer it is.
     """
 
     kernel: str
@@ -51,6 +56,7 @@ class Row:
     tflops: float | None = None
     difference: float | None = None
     fault: str | None = None
+    peers: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Timer(Protocol):
@@ -92,8 +98,8 @@ def calls_for(size: int, flops: int, copies: int) -> int:
     return -(-min(MOST_CALLS, max(copies, round(TURN / one))) // copies) * copies
 
 
-def measure(case: Case, timer: Timer, copy: float, rounds: int) -> Row:
-    """Compare the results, then time both sides in turn; ``copy`` in bytes a second."""
+def measure(case: Case, timer: Timer, copy: float, rounds: int, peers: Peers | None = None) -> Row:
+    """Compare the results, then time all sides in turn; ``copy`` in bytes a second."""
     row = partial(Row, case.kernel, case.shape, case.baseline)
     try:
         ours, theirs = case.check() if case.check else (case.ours(0), case.theirs(0))
@@ -105,17 +111,34 @@ def measure(case: Case, timer: Timer, copy: float, rounds: int) -> Row:
         one = timer(case.ours, case.copies, calls_for(case.bytes, case.flops, case.copies))
         two = timer(case.theirs, case.their_copies,
                     calls_for(case.their_bytes, case.flops, case.their_copies))
-        times = [(one(), two()) for _ in range(rounds)]
+        others = dict(_beside(case, timer, peers)) if peers is not None else {}
+        times = [(one(), two(), *(other() for other in others.values())) for _ in range(rounds)]
     except Exception as error:  # a kernel that fails is a result, and the others are still wanted
         first = (str(error).strip().splitlines() or [""])[0]
         return row(fault=f"{type(error).__name__}: {first}")
-    mine, other = (median(side) for side in zip(*times))
-    ratios = sorted(b / a for a, b in times)
+    mine, other, *rest = (median(side) for side in zip(*times))
+    ratios = sorted(turn[1] / turn[0] for turn in times)
+    beside = {name: (rest[at] * 1e6, median(turn[2 + at] / turn[0] for turn in times))
+              for at, name in enumerate(others)}
     return row(ours_us=mine * 1e6, theirs_us=other * 1e6,
                speedup=(median(ratios), ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
                of_copy=case.bytes / mine / copy if case.cold else None,
                their_of_copy=case.their_bytes / other / copy if case.cold else None,
-               tflops=case.flops / mine / 1e12 if case.flops else None, difference=difference)
+               tflops=case.flops / mine / 1e12 if case.flops else None, difference=difference, peers=beside)
+
+
+def _beside(case: Case, timer: Timer, peers: Peers) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Peers that compute what they should; one that doesn't is no fault of ours."""
+    for runner in peers.of(case):
+        try:
+            got, wanted = runner.check()
+            off = float((got.double() - wanted.double()).norm() / wanted.double().norm())
+            if not off <= TOLERANCE:
+                raise ValueError(f"differs from torch's by {off:.2g}")
+            calls = calls_for(runner.nbytes, case.flops, runner.copies)
+            yield runner.name, timer(runner.run, runner.copies, calls)
+        except Exception as error:
+            peers.fails(runner.name, case, error)
 
 
 def copy_bandwidth(timer: Timer, rounds: int, device: torch.device, size: int = COPY) -> float:
@@ -127,8 +150,8 @@ def copy_bandwidth(timer: Timer, rounds: int, device: torch.device, size: int = 
     return 2 * size / median(turn() for _ in range(rounds))
 
 
-HEADER = (f"| {'kernel':<14} | {'shape':<13} | {'µs':>7} | {'torch µs':>8} | {'× torch':>7} | {'of copy':>7} "
-          f"|\n|{'-' * 16}|{'-' * 15}|{'-' * 8}:|{'-' * 9}:|{'-' * 8}:|{'-' * 8}:|")
+HEADER = (f"| {'kernel':<14} | {'shape':<13} | {'µs':>7} | {'× torch':>7} | {'of copy':>7} "
+          f"| {'× best peer':>13} |\n|{'-' * 16}|{'-' * 15}|{'-' * 8}:|{'-' * 8}:|{'-' * 8}:|{'-' * 14}:|")
 
 
 def line(row: Row) -> str:
@@ -137,7 +160,9 @@ def line(row: Row) -> str:
     if row.fault or row.speedup is None:
         return f"{head} {row.fault} |"
     share = "cached" if row.of_copy is None else f"{row.of_copy:.0%}"
-    return f"{head} {row.ours_us:>7.1f} | {row.theirs_us:>8.1f} | {row.speedup[0]:>7.2f} | {share:>7} |"
+    best = min(row.peers, key=lambda name: row.peers[name][1], default=None)
+    peer = "" if best is None else f"{best} {row.peers[best][1]:.3g}"
+    return f"{head} {row.ours_us:>7.1f} | {row.speedup[0]:>7.2f} | {share:>7} | {peer:>13} |"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -154,27 +179,75 @@ def machine(device: torch.device) -> dict[str, Any]:
     return about
 
 
-def bench(every: Iterable[Case], timer: Timer, copy: float, rounds: int, about: dict[str, Any],
-          file: Path | None = None) -> list[Row]:
-    """Measure, printing a line and writing the file after each case."""
+@dataclass
+class Report:
+    """What was measured so far, and where it is kept.
+
+    Attributes:
+        about: the machine and the measurement.
+        file, markdown: written anew after each row, or ``None``.
+        peers: see :class:`~quantkit_kernels.bench_peers.Peers`; their absence is a note.
+        rows: so far.
+        notes: what else is to be said.
+    """
+
+    about: dict[str, Any]
+    file: Path | None = None
+    markdown: Path | None = None
+    peers: Peers | None = None
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def title(self) -> str:
+        """The machine and its copy."""
+        about = self.about
+        return (f"{about['gpu']}, {about['date'][:10]}, torch {about['torch']}, triton {about['triton']}\n"
+                f"copy: {about['copy_bytes_per_second'] / 1e12:.2f} TB/s read and written")
+
+    def said(self) -> list[str]:
+        """Peers that are left out, and notes."""
+        left = self.peers.left_out.items() if self.peers is not None else ()
+        return [f"{name} left out: {why}" for name, why in left] + self.notes
+
+    def keep(self) -> None:
+        """Write both files."""
+        if self.file is not None:
+            found = {**self.about, "notes": self.said(), "rows": [asdict(row) for row in self.rows]}
+            _write(self.file, json.dumps(found, indent=1) + "\n")
+        if self.markdown is not None:
+            table = "\n".join([HEADER, *map(line, self.rows)])
+            notes = "".join(f"\n- {note}" for note in self.said())
+            _write(self.markdown, f"{self.title()}\n\n{table}\n" + (f"{notes}\n" if notes else ""))
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(file.name + ".partial")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
+def bench(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report: Report,
+          deadline: float = math.inf) -> list[Row]:
+    """Measure until ``time.monotonic()`` reaches the deadline, printing a line and keeping the report after
+    each case."""
     print(HEADER, flush=True)
-    rows: list[Row] = []
-    for row in _rows(every, timer, copy, rounds):
-        rows.append(row)
-        print(line(rows[-1]), flush=True)
-        if file is not None:
-            found = {**about, "copy_bytes_per_second": copy, "rounds": rounds,
-                     "rows": [asdict(row) for row in rows]}
-            part = file.with_name(file.name + ".partial")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            part.replace(file)
-    return rows
+    for row in _rows(every, timer, copy, rounds, report, deadline):
+        report.rows.append(row)
+        print(line(row), flush=True)
+        report.keep()
+    report.keep()
+    return report.rows
 
 
-def _rows(every: Iterable[Case], timer: Timer, copy: float, rounds: int) -> Iterator[Row]:
+def _rows(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report: Report,
+          deadline: float) -> Iterator[Row]:
     try:
         for case in every:
-            yield measure(case, timer, copy, rounds)
+            if time.monotonic() > deadline:
+                report.notes.append(f"out of time: {case.kernel} {case.shape} and what comes after it "
+                                    "was not measured")
+                return
+            yield measure(case, timer, copy, rounds, report.peers)
     except Exception as error:  # while a case was made: no memory, or a kernel has broken the GPU's state
         first = (str(error).strip().splitlines() or [""])[0]
         yield Row("all others", "", "", fault=f"not measured: {type(error).__name__}: {first}")
@@ -185,31 +258,42 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.bench",
                                      description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="also write the table there; by default beside the JSON")
+    parser.add_argument("--minutes", type=float, default=8, metavar="N",
+                        help="measure no more after so many (8); 0: all of it")
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name or shape contains TEXT")
     chosen = parser.parse_args(arguments)
+    begun = time.monotonic()
     if not torch.cuda.is_available():
         print("No GPU that torch can use: these kernels run on CUDA and ROCm only. Without one,\n"
               "`python -m quantkit_kernels.aot` compiles and checks them.", file=sys.stderr)
         return 2
-    if chosen.json is not None and not chosen.json.parent.is_dir():
-        print(f"No folder {chosen.json.parent}: make it, or give --json another path.", file=sys.stderr)
-        return 2
+    markdown = chosen.markdown or (chosen.json and chosen.json.with_suffix(".md"))
+    for option, file in (("--json", chosen.json), ("--markdown", markdown)):
+        if file is not None and not file.parent.is_dir():
+            print(f"No folder {file.parent}: make it, or give {option} another path.", file=sys.stderr)
+            return 2
     device, rounds = torch.device("cuda"), 9 if chosen.quick else 25
+    shapes = QUICK if chosen.quick else LLAMA_8B
     torch.manual_seed(0)
-    about = machine(device)
     copy = copy_bandwidth(graph_timer, rounds, device)
-    print(f"{about['gpu']}, {about['date'][:10]}, torch {about['torch']}, triton {about['triton']}\n"
-          f"copy: {copy / 1e12:.2f} TB/s read and written\n")
-    every = (case for case in cases(QUICK if chosen.quick else LLAMA_8B, device, torch.bfloat16)
+    report = Report({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds}, chosen.json,
+                    markdown, Peers(shapes, device, torch.bfloat16))
+    print(report.title(), end="\n\n")
+    every = (case for case in cases(shapes, device, torch.bfloat16)
              if chosen.only in f"{case.kernel} {case.shape}")
     try:
-        rows = bench(every, graph_timer, copy, rounds, about, chosen.json)
+        bench(every, graph_timer, copy, rounds, report,
+              begun + 60 * chosen.minutes if chosen.minutes else math.inf)
     except KeyboardInterrupt:
         print("\nStopped; what was measured is above" + (f" and in {chosen.json}." if chosen.json else "."),
               file=sys.stderr)
         return 130
-    return 1 if not rows or any(row.fault for row in rows) else 0
+    finally:
+        print(*report.said(), sep="\n")
+    return 1 if not report.rows or any(row.fault for row in report.rows) else 0
 
 
 if __name__ == "__main__":

@@ -51,6 +51,44 @@ def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x * (1 / scale.float())[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
+def encode_grid(x: torch.Tensor, bits: int, at: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 → codes, bfloat16 scales and lows of every 32 numbers along a dimension, low rounded down.
+
+    Args:
+        x: its dimension ``at`` (negative) is a multiple of 32.
+        bits: of a code.
+        at: which numbers share a grid.
+
+    Returns:
+        uint8 in x's shape; ``codes · scale + low`` of what ``unflatten(at, (−1, 32))`` gives, shaped without
+        the 32.
+    """
+    groups = x.unflatten(at, (-1, 32))
+    least, most = groups.amin(at), groups.amax(at)
+    low = least.to(torch.bfloat16)
+    below = torch.nextafter(low, torch.full_like(low, -math.inf))
+    low = torch.where(low.float() > least, below, low)
+    scale = ((most - low.float()) / (2**bits - 1) * (1 + 2.0**-8)).to(torch.bfloat16)
+    steps = (groups - low.float().unsqueeze(at)) / scale.float().unsqueeze(at)
+    codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
+    return codes.flatten(at - 1, at), scale, low
+
+
+def rotation(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rotation of width n = a · m, a a power of two: signs float32 ``[n]``, the Hartley transform float32
+    ``[m, m]``, and ``diag(signs) · (Hartley ⊗ Hadamard)``, float64 ``[n, n]``."""
+    span = n & -n
+    signs = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(n)).double() * 2 - 1
+    place = torch.arange(n // span, dtype=torch.float64)
+    angle = torch.outer(place, place) % (n // span) * (2 * math.pi * span / n)
+    mix = (angle.cos() + angle.sin()) / math.sqrt(n // span)
+    dense, pair = mix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    while len(dense) < n:
+        dense = torch.kron(dense, pair)
+    signs, mix, dense = (t.to(device) for t in (signs, mix, signs[:, None] * dense))
+    return signs.float(), mix.float(), dense
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """One query of each head: ``q [G, D]``, ``k, v [S, D]``, ``seen [S]`` → ``[G, D]`` in q's dtype."""
     if not bool(seen.any()):

@@ -71,6 +71,52 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
     return words
 
 
+def arrange(numbers: torch.Tensor, k: int) -> torch.Tensor:
+    """Numbers that go to the tensor core as they are, in its registers' order.
+
+    Args:
+        numbers: ``[n, k_all]`` of 1, 2 or 4 bytes, ``n`` a multiple of 128 and ``k_all`` of ``k``. A register
+            holds ``e`` of them: four, two, and two of 4 bytes (which only the interpreter multiplies).
+        k: columns of a tile, a multiple of ``8 e``.
+
+    Returns:
+        The same numbers, ``[n / 128, k_all / k, 128 * k]``.
+    """
+    n, total = numbers.shape
+    e = side_by_side(numbers.dtype)
+    # block of 64 rows, warp, h, g; tile, step of the instruction, c, t, e
+    parts = numbers.reshape(n // ROWS, 2, 4, 2, 8, total // k, k // (8 * e), 2, 4, e)
+    return parts.permute(0, 5, 6, 1, 2, 4, 8, 7, 3, 9).reshape(n // ROWS, total // k, ROWS * k).contiguous()
+
+
+def side_by_side(dtype: torch.dtype) -> int:
+    """Numbers of a row that one register holds."""
+    return 4 if dtype.itemsize == 1 else 2
+
+
+def rows(t: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    """``[n, ...]`` padded by zeros to whole tiles.
+
+    ``gated``: those of a gate and of what it opens, one after the other. They come to lie in turn, eight rows
+    each: a feature's two sums are then in one thread.
+
+    Raises:
+        ValueError: ``gated`` and n is odd.
+    """
+    if not gated:
+        return _padded(t, -(-t.shape[0] // ROWS) * ROWS)
+    half = t.shape[0] // 2
+    if t.shape[0] % 2:
+        raise ValueError(f"gate and up have as many rows, not {t.shape[0]} together")
+    whole = -(-half // (ROWS // 2)) * (ROWS // 2)
+    both = torch.stack([_padded(part, whole) for part in t.split(half)])
+    return both.reshape(2, whole // 8, 8, *t.shape[1:]).transpose(0, 1).reshape(2 * whole, *t.shape[1:])
+
+
+def _padded(t: torch.Tensor, n: int) -> torch.Tensor:
+    return t if t.shape[0] == n else torch.cat((t, t.new_zeros(n - t.shape[0], *t.shape[1:])))
+
+
 def family_of(device: torch.device) -> str:
     """``ampere`` (and Ada), ``hopper``, ``blackwell`` or ``cdna``: what a layout and a launch depend on.
 
@@ -97,6 +143,33 @@ def tile(v: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr,
     v = v.reshape(K // SPAN, 2 // BOTH, 4, 8, 4, BOTH, SPAN // 16, 2, 2, 2)
     v = v.trans(1, 5, 2, 9, 3, 0, 6, 7, 4, 8) if WIDE == 2 else v.trans(1, 5, 2, 9, 3, 0, 6, 4, 7, 8)
     return v.reshape(128, K)
+
+
+@triton.jit
+def plain_tile(v: tl.tensor, K: tl.constexpr, E: tl.constexpr) -> tl.tensor:
+    """Numbers as :func:`arrange` leaves them, E to a register → ``[128, K]``."""
+    v = v.reshape(K // (8 * E), 2, 4, 8, 4, 2, 2, E)
+    return v.trans(1, 2, 6, 3, 0, 5, 4, 7).reshape(128, K)
+
+
+@triton.jit
+def plain_place(row: tl.tensor, col: tl.tensor, E: tl.constexpr) -> tl.tensor:
+    """Where :func:`arrange` puts a number of a tile."""
+    lane = (((col // (8 * E) * 2 + row // 64) * 4 + row // 16 % 4) * 8 + row % 8) * 4 + col // E % 4
+    return (lane * 4 + col // (4 * E) % 2 * 2 + row // 8 % 2) * E + col % E
+
+
+@triton.jit
+def place(row: tl.tensor, col: tl.tensor, SPAN: tl.constexpr, BOTH: tl.constexpr,
+          WIDE: tl.constexpr) -> tl.tensor:
+    """Where :func:`shuffle` puts a number of a tile: which 16 columns by 16 rows (one word of 4-bit numbers,
+    two of 8-bit ones), c, e and h."""
+    inner = col % 16
+    t = inner // 2 % 4 if WIDE == 2 else inner // 4
+    c = inner // 8 if WIDE == 2 else inner // 2 % 2
+    block = row // 64
+    lane = (((col // SPAN * (2 // BOTH) + block // BOTH) * 4 + row // 16 % 4) * 8 + row % 8) * 4 + t
+    return (lane * BOTH + block % BOTH) * (SPAN // 16) + col % SPAN // 16, c, col % 2, row // 8 % 2
 
 
 @triton.jit

@@ -3,10 +3,11 @@
 The weights are the first operand, ``Yᵀ = W Xᵀ``: they are what is read, and few rows of activations fill
 the other side of the matrix instruction without waste.
 
-**A row's result doesn't depend on the other rows, nor, up to 128 of them, on how many there are.** With so
-few rows, where one program for each 128 columns of y would leave most of the GPU idle, the sum over K is
-cut into segments, by ``n`` and ``k`` alone; a second kernel adds them in order. There are no atomics, so the
-same input always gives the same bits.
+**A row's result doesn't depend on the other rows, nor on how many there are.** The sum over K is cut into
+segments, by ``n`` and ``k`` alone. With few rows, where one program for each 128 columns of y would leave
+most of the GPU idle, each segment is a program's, and a second kernel adds them in order; with many, a
+program goes through all of them and adds them in the same order. There are no atomics, so the same input
+always gives the same bits. Integers are exact in any order.
 """
 
 from __future__ import annotations
@@ -18,162 +19,222 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit_kernels import tuned
+from quantkit_kernels.triton.epilogue import finish
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
+from quantkit_kernels.triton.levels import Levels
+from quantkit_kernels.triton.packed import Packed
 
 PROGRAMS = 256
 """Programs that a small multiply is cut into: two for each multiprocessor of a large GPU."""
 SPLIT_ROWS = 128
-"""Up to this many rows of activations K is cut; more fill the GPU without it."""
+"""Above so many rows of activations segments never become programs: their sums would be more to write and
+read than the weights."""
 BLOCK = 512
-"""Columns of y that one program adds up."""
+"""Rows of the weight whose segments one program adds."""
+GATES = ("silu", "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["m"])
-def matmul_kernel(x_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor,
-                  n: tl.tensor, magic: tl.tensor, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-                  WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr, SPLIT: tl.constexpr,
-                  GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr,
-                  WIDE: tl.constexpr, STAGES: tl.constexpr) -> None:
-    """128 columns of y by BM rows: their sum over one segment of K.
+def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
+                  r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, x_row: tl.tensor,
+                  r_row: tl.tensor, y_row: tl.tensor, magic: tl.tensor, K: tl.constexpr, BM: tl.constexpr,
+                  BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
+                  SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
+                  MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+                  UNROLL: tl.constexpr) -> None:
+    """128 rows of the weight by BM rows of x.
 
-    x ``[m, K]``; w int32 ``[n / 128, TILES, WORDS]``; s float32 or int32 ``[K / GROUP, NPAD]``, or
-    float32 ``[n]`` with GROUP 0; y ``[m, n]`` in x's dtype, or with SPLIT float32 ``[segments, m, n]``.
+    x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
+    ``[NPAD]`` with GROUP 0; the rest: see :func:`~quantkit_kernels.triton.epilogue.finish`. A segment is PER
+    tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum.
     """
     rn = tl.program_id(0) * 128 + tl.arange(0, 128)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     rk = tl.arange(0, BK)
-    first = tl.program_id(2) * PER
-    last = tl.minimum(first + PER, TILES)
-    x_row = x_ptr + rm.to(tl.int64)[None, :] * K
-    w_tile = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS) + tl.arange(0, WORDS)
-    acc = tl.full([128, BM], 0.0, tl.float32)
-    for i in tl.range(first, last, num_stages=STAGES):
-        w = tl.load(w_tile + i * WORDS, eviction_policy="evict_first")
+    first = tl.program_id(2) * PER if SPLIT else 0
+    last = tl.minimum(first + PER, TILES) if SPLIT else TILES
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty.is_int8() else tl.float32
+    # a segment's sum joins the others as soon as it is complete; whole numbers needn't be kept apart
+    APART: tl.constexpr = not SPLIT and TILES > PER and SUM.is_floating()
+    x_here = x_ptr + rm.to(tl.int64)[None, :] * x_row
+    w_here = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS) + tl.arange(0, WORDS)
+    total = tl.zeros([128, BM], SUM)
+    acc = tl.zeros([128, BM], SUM)
+    # tensor cores that multiply fp8 drop bits of long sums: they add up one tile
+    for i in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        w = tl.load(w_here + i * WORDS, eviction_policy="evict_first")
         k = i * BK + rk[:, None]
         seen = (rm < m)[None, :] if K % BK == 0 else (rm < m)[None, :] & (k < K)
-        x = tl.load(x_row + k, mask=seen, other=0.0)
+        x = tl.load(x_here + k, mask=seen, other=0.0)
         if GROUP:
             s = tl.load(s_ptr + (i * BK // GROUP) * NPAD + rn)
             scale, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
         else:
-            a = DECODE(w, magic, x.dtype, BK, WIDE)
-            acc = tl.dot(a, x, acc, input_precision="ieee")
-    seen = (rm < m)[None, :] & (rn < n)[:, None]
-    here = rm.to(tl.int64)[None, :] * n + rn[:, None]
+            _, a = DECODE(w, None, magic, x.dtype, BK, MODE, WIDE)
+            if x.dtype.is_fp8():
+                acc += tl.dot(a, x)
+            else:
+                acc = tl.dot(a, x, acc, input_precision="ieee", out_dtype=SUM)
+        if APART:  # noqa: SIM102 - a constant, and a number on the device
+            if i % PER == PER - 1:
+                total += acc
+                acc = tl.zeros([128, BM], SUM)
+    if APART:
+        acc += total
     if SPLIT:
-        tl.store(y_ptr + tl.program_id(2).to(tl.int64) * m * n + here, acc, mask=seen)
+        here = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
+        tl.store(y_ptr + here, acc, mask=(rm < m)[None, :])
     else:
-        if not GROUP:
-            acc *= tl.load(s_ptr + rn, mask=rn < n, other=0.0)[:, None]
-        tl.store(y_ptr + here, acc.to(y_ptr.dtype.element_ty), mask=seen)
+        finish(acc, tl.program_id(0) * 128, rm, t_ptr, None if GROUP else s_ptr, b_ptr, r_ptr, y_ptr, m, n,
+               r_row, y_row, GATED)
 
 
 @triton.jit(do_not_specialize=["m"])
-def add_segments_kernel(part_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor,
-                        SEGMENTS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """y ``[m, n]`` = float32 ``part [SEGMENTS, m, n]`` added in order, times float32 ``s [n]`` if SCALED."""
-    rn = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
-    total = tl.full([BLOCK], 0.0, tl.float32)
+def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
+                        r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor,
+                        y_row: tl.tensor, NPAD: tl.constexpr, SEGMENTS: tl.constexpr, GATED: tl.constexpr,
+                        BLOCK: tl.constexpr) -> None:
+    """y from ``part [SEGMENTS, m, NPAD]``, float32 or int32, added in order, and what follows the sum."""
+    first = tl.program_id(0) * BLOCK
+    rn = first + tl.arange(0, BLOCK)
+    rm = tl.program_id(1) + tl.arange(0, 1)
+    total = tl.zeros([BLOCK, 1], part_ptr.dtype.element_ty)
     for i in tl.static_range(SEGMENTS):
-        total += tl.load(part_ptr + (i * m.to(tl.int64) + row) * n + rn, mask=rn < n, other=0.0)
-    if SCALED:
-        total *= tl.load(s_ptr + rn, mask=rn < n, other=0.0)
-    tl.store(y_ptr + row * n + rn, total.to(y_ptr.dtype.element_ty), mask=rn < n)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A weight ready for :func:`multiply`.
-
-    Attributes:
-        words: int32 ``[n / 128, tiles, words]``, n rounded up.
-        scale: see :func:`matmul_kernel`.
-        n, k: the logical shape.
-        bk: columns of a tile.
-        group: columns that share a scale; 0: a scale a row.
-        mode: the decoder's own choice.
-        family: of GPUs it was packed for, see :func:`~quantkit_kernels.triton.fragment.family_of`.
-    """
-
-    words: torch.Tensor
-    scale: torch.Tensor
-    n: int
-    k: int
-    bk: int
-    group: int
-    mode: str
-    family: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read by one multiply."""
-        return sum(t.numel() * t.element_size() for t in (self.words, self.scale))
+        here = (i * m.to(tl.int64) + rm[None, :]) * NPAD + rn[:, None]
+        total += tl.load(part_ptr + here, mask=(rn < NPAD)[:, None], other=0)
+    finish(total, first, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a multiply is launched. Only ``bm``, ``split`` and ``options`` depend on the number of rows."""
+    """How a multiply is launched. ``per`` tiles are a segment, ``unroll`` a turn of the loop; of ``stages``
+    turns all but one are loaded ahead. ``per`` and ``segments`` don't depend on the number of rows."""
 
     bm: int
     split: bool
     per: int
     segments: int
+    unroll: int
     stages: int
     options: dict[str, int]
 
 
-def plan(n: int, tiles: int, m: int, bk: int, family: str) -> Plan:
-    """Segments of K by ``n`` and ``tiles`` (along K); the shape of a program by ``m``.
+def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False,
+         measured: dict[str, int] | None = None) -> Plan:
+    """Segments of K by ``n`` and ``tiles`` (along K); the shape of a program by ``m``. What was ``measured``
+    comes first: see :func:`quantkit_kernels.tuned.lookup`.
 
-    Half a program's registers hold float32 sums: that is what bounds ``bm``.
+    A program's registers hold float32 sums: of a segment, of all segments before it, and ``grouped`` those of
+    a tile. That is what bounds ``bm``.
     """
+    measured = measured or {}
     blocks = -(-n // ROWS)
-    wanted = max(1, min(PROGRAMS // blocks, tiles // 4))
-    per = -(-tiles // wanted)
-    most = 32 if family == "ampere" else 64 if bk == 32 else 128
-    bm = next((size for size in (16, 32, 64) if m <= size and size < most), most)
-    split = m <= SPLIT_ROWS and per < tiles
-    warps = 4 if bm <= 32 or bk == 32 else 8
-    if family == "cdna":  # a warp has 64 lanes
-        warps = 2 if bk == 32 else 8 if bm == 128 else 4
-        return Plan(bm, split, per, -(-tiles // per), 2, {"num_warps": warps})
+    wanted = measured.get("segments", max(1, min(PROGRAMS // blocks, tiles // 4)))
+    # with few rows the loop itself costs much beside what is done to a narrow tile
+    unroll = 1 if bk == 128 or family == "cdna" else 4 if grouped else 2
+    per = -(-tiles // (wanted * unroll)) * unroll
+    segments = -(-tiles // per)
+    most = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
+    bm = measured.get("bm", next((size for size in (16, 32, 64) if m <= size and size < most), most))
+    split = segments > 1 and m <= SPLIT_ROWS and blocks * -(-m // bm) < PROGRAMS // 2
+    warps = measured.get("warps", 4 if bm <= 32 or bk == 32 else 8)
+    if family == "cdna":  # a warp has 64 lanes; the instruction is the same for any number of rows
+        warps = measured.get("warps", 2 if bk == 32 else 8 if bm == 128 else 4)
+        return Plan(bm, split, per, segments, unroll, measured.get("stages", 2),
+                    {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
         options["maxnreg"] = 255
-    return Plan(bm, split, per, -(-tiles // per), 4, options)
+    unroll = unroll if bm <= 32 else 1
+    stages = measured.get("stages", 4 if unroll == 1 else 3)
+    return Plan(bm, split, per, segments, unroll, stages, options)
 
 
-def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, object]]:
-    """The plan, and the kernel's compile-time arguments but the decoder."""
+def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and the kernel's compile-time arguments but GATED."""
     tiles = w.words.shape[1]
-    p = plan(w.n, tiles, m, w.bk, w.family)
-    return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles,
-               "PER": p.per if p.split else tiles, "SPLIT": p.split, "GROUP": w.group,
-               "NPAD": w.words.shape[0] * ROWS, "MODE": w.mode, "WIDE": lane_columns(w.family),
-               "STAGES": p.stages}
+    grouped = w.group > 0 or torch.float8_e4m3fn in w.decoder.takes
+    name = tuned.kernel_name(w.decoder.tile, w.mode)
+    p = plan(w.n, tiles, m, w.bk, w.family, grouped,
+             tuned.lookup(w.words.device, name, w.n, w.k, w.group, m))
+    return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
+               "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
+               "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
+               "UNROLL": p.unroll}
 
 
-def multiply(x: torch.Tensor, w: Packed, decode: Any) -> torch.Tensor:
-    """``x [m, k]`` (bfloat16, float16, float32) → ``[m, n]`` in x's dtype; ``decode`` is a jitted decoder.
+def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = None,
+             bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+             gated: str | None = None) -> torch.Tensor:
+    """``y = x Wᵀ``, then ``+ bias``, then ``act(gate) · up``, then ``+ residual``.
+
+    All of it in float32, rounded once, when y is stored; a model that does one after the other rounds to its
+    dtype in between. Scales of :class:`~quantkit_kernels.triton.levels.Levels` multiply the sum, first those
+    of tokens.
+
+    Args:
+        x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or ``Levels`` for weights
+            that take them. Rows may lie further apart than k.
+        w: what a format's ``pack`` gave.
+        out: ``[m, outputs]``, where y goes; its rows may lie further apart. Nothing else is allocated for y.
+        bias: ``[n]``.
+        residual: like y; may be ``out`` itself.
+        gated: ``silu`` or ``gelu_tanh``, for weights that were packed ``gated``.
+
+    Returns:
+        ``[m, outputs]`` in x's dtype; ``outputs`` is n, or n / 2 if gated.
 
     Raises:
         ValueError: another shape or dtype.
     """
-    if x.ndim != 2 or x.shape[1] != w.k or x.dtype not in MAGIC:
-        raise ValueError(f"x must be [m, {w.k}] in bfloat16, float16 or float32, "
-                         f"not {list(x.shape)} {x.dtype}")
-    x, m = x.contiguous(), x.shape[0]
-    y = x.new_empty(m, w.n)
+    values = x.values if isinstance(x, Levels) else x
+    _check(x, values, w, out, bias, residual, gated)
+    m, n = values.shape[0], w.outputs
+    y = torch.empty(m, n, dtype=x.dtype, device=values.device) if out is None else out
     if m == 0:
         return y
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
     p, constants = arguments(w, m)
-    target = x.new_empty(p.segments, m, w.n, dtype=torch.float32) if p.split else y
+    t = x.scale if isinstance(x, Levels) else None
+    r_row = 0 if residual is None else residual.stride(0)
     grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
-    matmul_kernel[grid](x, w.words, w.scale, target, m, w.n, MAGIC[x.dtype], DECODE=decode,
-                        **constants, **p.options)
-    if p.split:
-        add_segments_kernel[(-(-w.n // BLOCK), m)](target, w.scale, y, m, w.n, SEGMENTS=p.segments,
-                                                  SCALED=not w.group, BLOCK=BLOCK)
+    magic = MAGIC.get(values.dtype, 0)
+    if not p.split:
+        matmul_kernel[grid](values, t, w.words, w.scale, bias, residual, y, m, n, values.stride(0), r_row,
+                            y.stride(0), magic, GATED=gated, **constants, **p.options)
+        return y
+    padded = constants["NPAD"]
+    part = torch.empty(p.segments, m, padded, device=values.device,
+                       dtype=torch.int32 if values.dtype == torch.int8 else torch.float32)
+    matmul_kernel[grid](values, None, w.words, w.scale, None, None, part, m, n, values.stride(0), 0, 0, magic,
+                        GATED=None, **constants, **p.options)
+    add_segments_kernel[(-(-padded // BLOCK), m)](
+        part, t, None if w.group else w.scale, bias, residual, y, m, n, r_row, y.stride(0), NPAD=padded,
+        SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK)
     return y
+
+
+def _check(x: torch.Tensor | Levels, values: torch.Tensor, w: Packed, out: torch.Tensor | None,
+           bias: torch.Tensor | None, residual: torch.Tensor | None, gated: str | None) -> None:
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in w.decoder.takes)
+    if w.decoder.levels != isinstance(x, Levels):
+        raise ValueError("this weight takes Levels" if w.decoder.levels else "this weight takes no Levels")
+    takes = (w.words.dtype,) if w.words.dtype in w.decoder.takes else w.decoder.takes
+    if values.ndim != 2 or values.shape[1] != w.k or values.dtype not in takes:
+        raise ValueError(f"x must be [m, {w.k}] in {names}, not {list(values.shape)} {values.dtype}")
+    if (gated in GATES) != w.gated or (gated is not None and gated not in GATES):
+        raise ValueError(f"gated must be {' or '.join(GATES)} for weights that were packed so, and nothing "
+                         f"for others, not {gated}")
+    shape = (values.shape[0], w.outputs)
+    if out is not None and (out.shape != shape or out.stride(1) != 1 or out.dtype != x.dtype):
+        raise ValueError(f"out must be {list(shape)} in x's dtype, rows contiguous, "
+                         f"not {list(out.shape)} {out.dtype}")
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"residual must be {list(shape)}, not {list(residual.shape)}")
+    if bias is not None and (bias.shape != (w.n,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be [{w.n}], not {list(bias.shape)}")

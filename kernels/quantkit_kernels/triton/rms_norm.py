@@ -1,4 +1,5 @@
-"""Root-mean-square normalization, with the residual added on the way. https://arxiv.org/abs/1910.07467"""
+"""Root-mean-square normalization, https://arxiv.org/abs/1910.07467: with the residual added on the way, and
+the result rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -6,33 +7,35 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST = 32768
-"""Numbers in a row: a row is one program's, in registers."""
+from quantkit_kernels.triton.levels import LONGEST, Levels, constants, empty, to_levels
 
 
 @triton.jit
 def rms_norm_kernel(x_ptr: tl.tensor, r_ptr: tl.tensor, w_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor,
-                    eps: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr) -> None:
-    """One row: x, r, y, h ``[m, N]``, w ``[N]``."""
-    row = tl.program_id(0).to(tl.int64) * N
+                    t_ptr: tl.tensor, eps: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """One row: x, y ``[m, N]``, w ``[N]``; residual r and sum h like x, or both ``None``.
+
+    With float32 ``t [m]`` y are levels and t their scales.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row = at * N
     rn = tl.arange(0, BLOCK)
     seen = rn < N
     x = tl.load(x_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
-    if ADD:
+    if r_ptr is not None:
         x += tl.load(r_ptr + row + rn, mask=seen, other=0.0).to(tl.float32)
         h = x.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row + rn, h, mask=seen)
         x = h.to(tl.float32)
     normal = x * tl.rsqrt(tl.sum(x * x) / N + eps)
     w = tl.load(w_ptr + rn, mask=seen, other=0.0).to(tl.float32)
-    y = normal.to(y_ptr.dtype.element_ty).to(tl.float32) * w
+    if w_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
+        normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = (normal * w).to(x_ptr.dtype.element_ty)
+    if t_ptr is not None:
+        y, scale = to_levels(y.to(tl.float32), y_ptr.dtype.element_ty)
+        tl.store(t_ptr + at, scale)
     tl.store(y_ptr + row + rn, y.to(y_ptr.dtype.element_ty), mask=seen)
-
-
-def constants(n: int) -> dict[str, int]:
-    """Compile-time arguments and options for rows of n numbers."""
-    block = triton.next_power_of_2(n)
-    return {"N": n, "BLOCK": block, "num_warps": min(16, max(1, block // 1024))}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
@@ -41,26 +44,52 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
 
     Args:
         x: ``[..., n]``, bfloat16, float16 or float32; n at most 32768.
-        weight: ``[n]``.
+        weight: ``[n]``, x's dtype or float32.
         eps: added to the mean square.
         residual: like x; ``None``: h is x itself.
 
     Returns:
-        y and h, in x's dtype. h is rounded before it is normalized, and the normalized row before the
-        weight multiplies it, as models are trained with; statistics are float32.
+        y and h, in x's dtype. h is rounded before it is normalized, and the normalized row before a
+        weight of x's dtype multiplies it, but not before one of float32 does, as models are trained with;
+        statistics are float32.
 
     Raises:
         ValueError: shapes don't fit.
     """
+    _check(x, weight, residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, _launch(x, weight, eps, residual, y, None)
+
+
+def rms_norm_levels(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: torch.dtype,
+                    residual: torch.Tensor | None = None) -> tuple[Levels, torch.Tensor]:
+    """:func:`rms_norm` of ``[m, n]``, and y rounded by :func:`~quantkit_kernels.triton.levels.quantize`.
+
+    Returns:
+        Levels of the y that would have been returned, and h.
+
+    Raises:
+        ValueError: shapes don't fit, or there are no levels of that kind.
+    """
+    _check(x, weight, residual)
+    found = empty(x, kind)
+    return found, _launch(x, weight, eps, residual, found.values, found.scale)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     n = x.shape[-1]
     if weight.shape != (n,) or n > LONGEST or (residual is not None and residual.shape != x.shape):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and residual "
                          f"{None if residual is None else list(residual.shape)} don't fit")
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, y: torch.Tensor,
+            scale: torch.Tensor | None) -> torch.Tensor:
     x = x.contiguous()
-    y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
-    other = x if residual is None else residual.to(x.dtype).contiguous()
+    other = None if residual is None else residual.to(x.dtype).contiguous()
     if x.numel():
-        rms_norm_kernel[(x.numel() // n,)](x, other, weight.contiguous(), y, h, eps,
-                                          ADD=residual is not None, **constants(n))
-    return y, h
+        rms_norm_kernel[(x.numel() // x.shape[-1],)](
+            x, other, weight.contiguous(), y, None if residual is None else h, scale, eps,
+            **constants(x.shape[-1]))
+    return h

@@ -17,19 +17,32 @@ import triton.language as tl
 from torch.nn.functional import pad
 
 from quantkit_kernels.triton.fragment import (
-    ROWS,
     by_word,
     family_of,
     lane_columns,
     nibbles,
     pairs,
+    place,
+    rows,
     shuffle,
     tile,
 )
-from quantkit_kernels.triton.matmul import Packed, multiply
+from quantkit_kernels.triton.packed import Decoder, Packed
 
 GROUPS = (32, 64, 128)
 """Group sizes; multiples of 128 work too."""
+
+
+@triton.jit
+def scale_of(s: tl.tensor, MODE: tl.constexpr) -> tl.tensor:
+    """The scale in a group's word, float32."""
+    if MODE == "symmetric":
+        scale = s
+    elif MODE == "bfloat16":
+        scale = (s << 16).to(tl.float32, bitcast=True)
+    else:
+        scale = (s & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -38,12 +51,7 @@ def decode_int4(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K
     """Words and scales of a tile → float32 ``[128]`` and D ``[128, K]``."""
     SPAN: tl.constexpr = 64 if K >= 64 else 32
     BIAS: tl.constexpr = 1024 if D.is_fp16() else 128
-    if MODE == "symmetric":
-        scale = s
-    elif MODE == "bfloat16":
-        scale = (s << 16).to(tl.float32, bitcast=True)
-    else:
-        scale = (s & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    scale = scale_of(s, MODE)
     if D.is_fp32():
         v = tile(nibbles(w, False).to(tl.float32), K, SPAN, 64 // SPAN, WIDE)
         a = v - 8.0 if MODE == "symmetric" else v - (s >> 16).to(tl.float32)[:, None]
@@ -60,8 +68,22 @@ def decode_int4(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K
     return scale, a
 
 
+@triton.jit
+def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
+           MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Single numbers of tiles, float32."""
+    SPAN: tl.constexpr = 64 if K >= 64 else 32
+    word, c, e, h = place(row, col, SPAN, 64 // SPAN, WIDE)
+    q = ((tl.load(tile_ptr + word) >> (16 * e + 4 * c + 8 * h)) & 15).to(tl.float32)
+    zero = 8.0 if MODE == "symmetric" else (s >> 16).to(tl.float32)
+    return (q - zero) * scale_of(s, MODE)
+
+
+INT4 = Decoder(decode_int4, number)
+
+
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
-         family: str | None = None) -> Packed:
+         family: str | None = None, gated: bool = False) -> Packed:
     """Repack once.
 
     Args:
@@ -69,6 +91,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
         scale: float ``[n, k / group]``, group 32, 64 or a multiple of 128, or the whole row.
         zero: integers of the same shape, 0 to 15; ``None``: 8 everywhere.
         family: of GPUs; by default that of the tensors' device.
+        gated: rows are a gate's, then as many of what it opens.
 
     Raises:
         ValueError: such groups don't exist, or asymmetric scales that 16 bits can't hold.
@@ -80,13 +103,12 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
     elif k % groups or (group not in GROUPS and group % 128):
         raise ValueError(f"groups must be 32, 64 or a multiple of 128 columns, not {k} / {groups}")
     bk = min(group, 128)
-    down, right = -n % ROWS, -k % bk
-    scales, mode = pad(scale.float(), (0, 0, 0, down)).T.contiguous(), "symmetric"
+    scales, mode = rows(scale.float(), gated).T.contiguous(), "symmetric"
     if zero is not None:
-        scales, mode = _with_zeros(scales, pad(zero.to(torch.int32), (0, 0, 0, down)).T)
+        scales, mode = _with_zeros(scales, rows(zero.to(torch.int32), gated).T)
     family = family or family_of(codes.device)
-    words = shuffle(pad(codes, (0, right, 0, down)), 4, bk, lane_columns(family))
-    return Packed(words, scales, n, k, bk, group, mode, family)
+    words = shuffle(pad(rows(codes, gated), (0, -k % bk)), 4, bk, lane_columns(family))
+    return Packed(words, scales, n, k, bk, group, mode, family, INT4, gated)
 
 
 def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -96,8 +118,3 @@ def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, 
             low = half.view(torch.int16).to(torch.int32) & 0xFFFF
             return low | (zero << 16), str(dtype).removeprefix("torch.")
     raise ValueError("asymmetric weights need scales that bfloat16 or float16 holds exactly")
-
-
-def w4a16(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """``x [m, k]`` (bfloat16, float16, float32) → ``[m, n]`` in x's dtype, for a weight of :func:`pack`."""
-    return multiply(x, weight, decode_int4)

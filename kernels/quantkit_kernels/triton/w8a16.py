@@ -11,38 +11,46 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from quantkit_kernels.triton.fragment import ROWS, family_of, int8_pair, lane_columns, shuffle, tile
-from quantkit_kernels.triton.matmul import Packed, multiply
+from quantkit_kernels.triton.fragment import family_of, int8_pair, lane_columns, place, rows, shuffle, tile
+from quantkit_kernels.triton.packed import Decoder, Packed
 
 BK = 64
 """Columns of a tile."""
 
 
 @triton.jit
-def decode_int8(w: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
-                WIDE: tl.constexpr) -> tl.tensor:
-    """Words of a tile → D ``[128, K]``."""
+def decode_int8(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
+                MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Words of a tile → nothing, and D ``[128, K]``."""
     a0, a1 = int8_pair(w, magic, D)
     b0, b1 = int8_pair(w >> 8, magic, D)
     v = tl.join(tl.join(a0, a1), tl.join(b0, b1))
-    return tile(v, K, 32, 1, WIDE)
+    return s, tile(v, K, 32, 1, WIDE)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None) -> Packed:
+@triton.jit
+def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
+           MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Single numbers of tiles, float32."""
+    word, c, e, h = place(row, col, 32, 1, WIDE)
+    q = tl.load(tile_ptr + word * 2 + c) >> (16 * e + 8 * h)
+    return ((q << 24) >> 24).to(tl.float32) * s
+
+
+INT8 = Decoder(decode_int8, number)
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False) -> Packed:
     """Repack once.
 
     Args:
         codes: int8 ``[n, k]``.
         scale: float ``[n]``.
         family: of GPUs; by default that of the tensors' device.
+        gated: rows are a gate's, then as many of what it opens.
     """
     n, k = codes.shape
     family = family or family_of(codes.device)
-    padded = pad(codes.view(torch.uint8), (0, -k % BK, 0, -n % ROWS))
+    padded = pad(rows(codes.view(torch.uint8), gated), (0, -k % BK))
     words = shuffle(padded, 8, BK, lane_columns(family))
-    return Packed(words, scale.float().contiguous(), n, k, BK, 0, "row", family)
-
-
-def w8a16(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """``x [m, k]`` (bfloat16, float16, float32) → ``[m, n]`` in x's dtype, for a weight of :func:`pack`."""
-    return multiply(x, weight, decode_int8)
+    return Packed(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, INT8, gated)

@@ -1,0 +1,81 @@
+"""Keys and values on their way into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quantkit_kernels.aot_cases.case import Case, made
+from quantkit_kernels.triton import advance, close_pages, rope_store
+from quantkit_kernels.triton.cache import CHANNEL, FP8, INT8, PLAIN, TOKEN, TURNED, Coding, Pages, Side
+
+PLAINS = Coding(PLAIN, 16), Coding(PLAIN, 16)
+EIGHT = Coding(INT8, 8), Coding(INT8, 8)
+TABLES = dict.fromkeys(("rows_ptr", "table_ptr", "length_ptr", "start_ptr"), "*i32")
+
+
+def cases(family: str) -> Iterator[Case]:
+    """One token and many; head dimensions; codings written vector by vector, or 64 together."""
+    fp8 = Coding(FP8, 8), Coding(FP8, 8)
+    grid, turned = ({bits: (Coding(kind, bits, kind == TURNED), Coding(other, bits)) for bits in (2, 3, 4)}
+                    for kind, other in ((CHANNEL, TOKEN), (TURNED, TURNED)))
+    for n in (1, 2048):
+        for name, codings in (("", PLAINS), (" int8", EIGHT), (" fp8", fp8)):
+            yield _rope(name, codings, n)
+        for bits in (2, 3, 4):
+            yield _rope(f" token{bits}", (EIGHT[0], grid[bits][1]), n)
+            yield _rope(f" turned{bits}", (EIGHT[0], turned[bits][1]), n)
+        yield _rope(" waits", grid[4], n, waits=True)
+        for dim in (64, 96, 128, 256):
+            yield _rope(" waits turned", turned[4], n, dim, waits=True)
+    for dim in (64, 96, 192, 256):
+        yield _rope(" norm", PLAINS, 1, dim, norm=True)
+        yield _rope(" norm int8", EIGHT, 2048, dim, norm=True)
+    for n, dim in ((1, 64), (1, 96), (1, 128), (1, 256), (2048, 128)):
+        yield _close("4", grid[4], n, dim)
+        yield _close(" turned4", turned[4], n, dim)
+    for bits in (2, 3):
+        yield _close(str(bits), grid[bits], 1)
+        yield _close(f" turned{bits}", turned[bits], 1)
+        yield _close(f" turned{bits}", turned[bits], 1, 256)
+        yield _close(str(bits), grid[bits], 1, 256)
+    for name, codings in ((" plain", PLAINS), (" int8", EIGHT), (" fp8", fp8)):
+        yield _close(name, codings, 1)
+    yield made("advance", advance.advance_kernel,
+               dict.fromkeys(("rows_ptr", "length_ptr", "seen_ptr"), "*i32"), advance.constants(32, 8))
+
+
+def _pages(codings: tuple[Coding, Coding], waits: bool) -> Pages:
+    number = torch.empty(0, dtype=torch.int32, device="meta")
+    keys, values = (Side(coding, number, waiting=number if waits else None) for coding in codings)
+    return Pages(keys, values, number, number if waits else None)
+
+
+def _side(name: str, coding: Coding, waits: bool) -> dict[str, str]:
+    """Types of a side's pointers: see :func:`~quantkit_kernels.triton.kv_encode.pointers`."""
+    codes = "*bf16" if waits or coding.kind == PLAIN else "*i8" if coding.bits == 8 else "*i32"
+    rest = codes if codes == "*bf16" else "*i16"
+    return {f"{name}c_ptr": codes, f"{name}s_ptr": rest, f"{name}l_ptr": rest}
+
+
+def _rope(name: str, codings: tuple[Coding, Coding], n: int, dim: int = 128, *, waits: bool = False,
+          norm: bool = False) -> Case:
+    names = ("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "out_ptr")
+    return made(f"rope{name} d{dim} n{n}", rope_store.rope_store_kernel,
+                {**dict.fromkeys(names, "*bf16"),
+                 **dict.fromkeys(("cos_ptr", "sin_ptr", "signs_ptr", "mix_ptr"), "*fp32"),
+                 **_side("k", codings[0], waits), **_side("v", codings[1], waits), **TABLES,
+                 "at_ptr": "*i32", "seen_ptr": "*i32", "eps": "fp32",
+                 **dict.fromkeys(("n", "layer", "width", "first", "q_step", "k_step", "v_step"), "i32")},
+                {"LAYERS": 32, "R": dim, "NORM": norm,
+                 **rope_store.constants(n, 32, 8, dim, _pages(codings, waits))},
+                multiples=("q_step", "k_step", "v_step"))
+
+
+def _close(name: str, codings: tuple[Coding, Coding], n: int, dim: int = 128) -> Case:
+    return made(f"close{name} d{dim} n{n}", close_pages.close_pages_kernel,
+                {**_side("k", codings[0], False), **_side("v", codings[1], False), "kw_ptr": "*bf16",
+                 "vw_ptr": "*bf16", "waiting_ptr": "*i32", "at_ptr": "*i32", "atw_ptr": "*i32", **TABLES,
+                 **dict.fromkeys(("n", "layer", "width", "waiting_width", "recent", "first"), "i32")},
+                {"LAYERS": 32, **close_pages.constants(n, 8, dim, _pages(codings, True))}, wide_loads=1)

@@ -1,0 +1,146 @@
+"""Matrix products with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit_kernels.aot_cases.case import POINTERS, Case, made, threads
+from quantkit_kernels.triton import embedding, fp8, matmul, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton.fragment import MAGIC, ROWS
+from quantkit_kernels.triton.packed import Decoder, Packed
+
+BF16, FP16, INT8, E4M3 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+FLOAT32, WORD = torch.float32, torch.int32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format: what its ``pack`` makes, for a weight of any shape.
+
+    ``bits``: of a number; ``words``: dtype that they are loaded as; ``scale``: dtype of scales; ``x``: of
+    activations; ``most``: instructions a weight with 16 rows of activations.
+    """
+
+    name: str
+    decoder: Decoder
+    bits: int
+    bk: int
+    group: int = 0
+    mode: str = ""
+    words: torch.dtype = WORD
+    scale: torch.dtype | None = FLOAT32
+    x: torch.dtype = BF16
+    most: float | None = None
+
+    def packed(self, n: int, k: int, family: str, gated: bool = False) -> Packed:
+        """Without memory."""
+        each = ROWS * self.bk * self.bits // 8 // self.words.itemsize
+        words = torch.empty(-(-n // ROWS), -(-k // self.bk), each, dtype=self.words, device="meta")
+        scale = None if self.scale is None else torch.empty(0, dtype=self.scale, device="meta")
+        return Packed(words, scale, n, k, self.bk, self.group, self.mode, family, self.decoder, gated)
+
+
+def kinds(family: str) -> dict[str, Kind]:
+    """By name."""
+    select = "select" if family == "cdna" else "prmt"
+    native = family in ("hopper", "blackwell")
+    every = [Kind("w16a16", w16a16.PLAIN, 16, w16a16.BK, mode="plain", words=BF16, scale=None),
+             Kind("w8a16", w8a16.INT8, 8, w8a16.BK, mode="row", most=3.8),
+             Kind("fp8", fp8.E4M3, 8, fp8.BK, mode="row", most=3.8),
+             Kind("nf4", nf4.NF4, 4, 64, 64, select, most=3.5),
+             Kind("w8a8", w8a8.INT8, 8, w8a8.BK, mode="int8", words=INT8, x=INT8),
+             Kind("fp8a8", w8a8.NATIVE, 8, w8a8.BK, mode="e4m3", words=E4M3, x=E4M3) if native else
+             Kind("fp8a8", w8a8.HALF, 8, fp8.BK, mode="row", x=FP16)]
+    for group in w4a16.GROUPS:
+        limits = {128: (2.6, 3.1)}.get(group, (None, None))
+        every += [Kind(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
+                  Kind(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
+                       most=limits[1])]
+    return {kind.name: kind for kind in every}
+
+
+def cases(family: str) -> Iterator[Case]:
+    """Few rows and many; groups; both dtypes; a head; every epilogue."""
+    known = kinds(family)
+    for kind in known.values():
+        for m in (16, 64, 2048):
+            yield _product(kind, m, family)
+    for name in ("w4a16 g128", "w8a16", "nf4", "w16a16"):
+        yield _product(known[name], 32, family)
+        yield _product(known[name], 16, family, FP16)
+    yield _product(known["fp8"], 16, family, FP16)
+    for kind in known.values():
+        for m in (16, 2048):
+            yield _product(kind, m, family, n=28672, gated="silu")
+    for name in ("w4a16 g128 zp", "w8a16", "w8a8"):
+        yield _product(known[name], 2048, family, full=True)
+    yield _product(known["w4a16 g128"], 16, family, n=128256)
+    yield _product(known["w8a16"], 16, family, n=128256, k=1000)
+    yield _product(known["w16a16"], 16, family, n=128256)
+    for kind, gated, full in ((known["w4a16 g128"], None, False), (known["w8a16"], None, True),
+                              (known["w8a16"], "silu", False), (known["w8a8"], "gelu_tanh", True)):
+        yield _segments(kind, gated, full)
+    for kind in known.values():
+        yield _lookup(kind, family)
+
+
+def _lookup(kind: Kind, family: str) -> Case:
+    scale: dict[str, Any] = {"s_ptr": kind.scale and POINTERS[kind.scale]}
+    return made(f"embed {kind.name}", embedding.embed_kernel,
+                {"ids_ptr": "*i64", "w_ptr": POINTERS[kind.words], "y_ptr": "*bf16", "y_row": "i32",
+                 **(scale if kind.scale else {})},
+                {**({} if kind.scale else scale), "num_warps": 4,
+                 **embedding.constants(kind.packed(128256, 4096, family))}, multiples=("y_row",))
+
+
+def _epilogue(kind: Kind, full: bool, scale: bool) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the arguments that are given, and the others."""
+    given = {}
+    if kind.decoder.levels:
+        given["t_ptr"] = "*fp32"
+    if scale and kind.scale is not None:
+        given["s_ptr"] = POINTERS[kind.scale]
+    if full:
+        given |= {"b_ptr": "*bf16", "r_ptr": "*bf16"}
+    return given, {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in given}
+
+
+def _segments(kind: Kind, gated: str | None, full: bool) -> Case:
+    given, absent = _epilogue(kind, full, not kind.group)
+    name = f"add segments{' rows' * (not kind.group)}{' gated' * bool(gated)}{' all' * full}"
+    return made(name, matmul.add_segments_kernel,
+                {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **given, "y_ptr": "*bf16",
+                 **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
+                {**absent, "NPAD": 4096, "SEGMENTS": 8, "GATED": gated, "BLOCK": matmul.BLOCK,
+                 "num_warps": 4}, multiples=("n", "r_row", "y_row"))
+
+
+def _product(kind: Kind, m: int, family: str, dtype: torch.dtype | None = None, n: int = 4096,
+             k: int = 4096, gated: str | None = None, full: bool = False) -> Case:
+    """``full``: with bias and residual."""
+    x = dtype or kind.x
+    words = x if kind.words == BF16 else kind.words
+    plan, constants = matmul.arguments(kind.packed(n, k, family, gated is not None), m)
+    given, absent = _epilogue(kind, full and not plan.split, True)
+    if plan.split and given.pop("t_ptr", ""):
+        absent["t_ptr"] = None
+    each = threads(plan.options, family)
+    turn = ROWS * kind.bk * plan.unroll
+    label = " fp16" * (dtype == FP16) + " gated" * bool(gated) + " all" * full
+    shape = "" if n in (4096, 28672) else f" {n}x{k}"
+    result = POINTERS[BF16 if kind.decoder.levels else x]
+    if plan.split:
+        result = "*i32" if x == INT8 else "*fp32"
+    integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
+    return made(f"{kind.name} m{m}{label}{shape}", matmul.matmul_kernel,
+                {"x_ptr": POINTERS[x], "w_ptr": POINTERS[words], **given, "y_ptr": result,
+                 **dict.fromkeys(integers, "i32")},
+                {**absent, **constants, "GATED": None if plan.split else gated, **plan.options},
+                multiples=tuple(key for key in integers
+                                if key != "m" and (key != "magic" or MAGIC.get(x, 0) % 16 == 0)),
+                wide_loads=turn * kind.bits // 8 // each // 16, matrix=True,
+                weights=turn / each, most=kind.most if m == 16 and dtype is None else None)

@@ -1,0 +1,131 @@
+"""Keys and values in pages, encoded simply: what attention is measured over."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quantkit_kernels import reference
+from quantkit_kernels.triton.cache import (
+    CHANNEL,
+    FP8,
+    INT8,
+    PAGE,
+    PLAIN,
+    TOKEN,
+    TURNED,
+    Coding,
+    Pages,
+    Side,
+    Step,
+    Tables,
+)
+
+CODINGS = {
+    "bf16": (Coding(PLAIN, 16), Coding(PLAIN, 16)), "int8": (Coding(INT8, 8), Coding(INT8, 8)),
+    "fp8": (Coding(FP8, 8), Coding(FP8, 8)), "int4": (Coding(CHANNEL, 4), Coding(TOKEN, 4)),
+    "turned4": (Coding(TURNED, 4, True), Coding(TURNED, 4))}
+"""Of keys and of values."""
+FIRST, THIRD = 0.240464, 0.00209768
+"""Level c of rotated vectors' 4-bit codes is ``u (FIRST + THIRD u²)``, u = c − 7.5."""
+Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+
+
+def encoded(x: torch.Tensor, coding: Coding) -> Encoded:
+    """``x [P, 64, D]`` → codes, scale and shift as in :class:`~quantkit_kernels.triton.cache.Side`, and what
+    they stand for in float32."""
+    wide = x.float()
+    if coding.kind == PLAIN:
+        return x, None, None, wide
+    if coding.kind == INT8:
+        codes, scale = reference.encode_int8(wide)
+        return codes, scale, None, codes.float() * scale.float()[..., None]
+    if coding.kind == FP8:
+        scale = (wide.abs().amax(-1) / 440).clamp(min=1e-30).to(torch.bfloat16)
+        floats = (wide / scale.float()[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return floats.view(torch.uint8), scale, None, floats.float() * scale.float()[..., None]
+    if coding.kind == TURNED:
+        return _turned(wide, coding.centered)
+    at = -2 if coding.kind == CHANNEL else -1
+    groups = wide.unflatten(at, (-1, 32))
+    low = groups.amin(at, keepdim=True).to(torch.bfloat16)
+    scale = ((groups.amax(at, keepdim=True) - low.float()) / 15).clamp(min=1e-30).to(torch.bfloat16)
+    codes = ((groups - low.float()) / scale.float()).round().clamp(0, 15)
+    found = codes * scale.float() + low.float()
+    return (_packed(codes.flatten(at - 1, at)), scale.squeeze(at), low.squeeze(at), found.flatten(at - 1, at))
+
+
+def _turned(x: torch.Tensor, centered: bool) -> Encoded:
+    mean = x.mean(-2).to(torch.bfloat16) if centered else None
+    if mean is not None:
+        x = x - mean.float()[:, None]
+    u = torch.arange(16, device=x.device) - 7.5
+    book = u * (FIRST + THIRD * u * u)
+    scale = x.square().mean(-1).sqrt().to(torch.bfloat16)
+    codes = torch.bucketize(x / scale.float()[..., None], (book[1:] + book[:-1]) / 2)
+    found = book[codes] * scale.float()[..., None]
+    return _packed(codes), scale, mean, found if mean is None else found + mean.float()[:, None]
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, two a byte, lowest first."""
+    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[Coding, Coding],
+          new: int = 1) -> tuple[Pages, Tables, Step, torch.Tensor, torch.Tensor]:
+    """``k, v [B, Hkv, S, D]`` in shuffled pages; of each sequence the last ``new`` tokens are the step's.
+
+    Where codings go by whole pages, the vectors of the last page wait if it isn't full. Returns what
+    attention is given, and keys and values as they are read, in k's dtype.
+    """
+    batch, heads, length, dim = k.shape
+    device, each = k.device, -(-length // PAGE)
+    count = batch * heads * each
+    waits = min(coding.bits for coding in codings) < 8
+    order = torch.randperm(count, device=device)
+    table = order.to(torch.int32).view(batch, 1, heads, each)
+    sides, read = [], []
+    for x, coding in zip((k, v), codings):
+        rows = F.pad(x, (0, 0, 0, each * PAGE - length)).reshape(count, PAGE, dim)
+        *parts, found = encoded(rows, coding)
+        found = found.view(batch, heads, -1, dim)[:, :, :length].to(x.dtype)
+        waiting = None
+        if waits:
+            found[:, :, length // PAGE * PAGE:] = x[:, :, length // PAGE * PAGE:]
+            waiting = _placed(rows, order)
+        codes, scale, shift = (None if part is None else _placed(part, order) for part in parts)
+        assert codes is not None
+        sides.append(Side(coding, codes, scale, shift, waiting))
+        read.append(found)
+    # vectors of all slots wait here, those before the last page beside their codes: they aren't read
+    before = torch.full((batch, 1, heads), length - new, dtype=torch.int32, device=device)
+    tables = Tables(table, before, before[:, 0, 0].clone(), table if waits else None,
+                    torch.zeros_like(before) if waits else None)
+    whose = [[row, place] for row in range(batch) for place in range(new)]
+    step = Step(torch.tensor(whose, dtype=torch.int32, device=device), length)
+    return Pages(sides[0], sides[1]), tables, step, read[0], read[1]
+
+
+def _placed(part: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Pages in another order."""
+    out = torch.empty_like(part)
+    out[order] = part
+    return out
+
+
+def cloned(pages: Pages) -> Pages:
+    """The same elsewhere in memory."""
+    def side(of: Side) -> Side:
+        scale, shift, waiting = (None if part is None else part.clone()
+                                 for part in (of.scale, of.shift, of.waiting))
+        return Side(of.coding, of.codes.clone(), scale, shift, waiting)
+
+    return Pages(side(pages.k), side(pages.v))
+
+
+def slot_bytes(pages: Pages) -> float:
+    """Of a slot of one head: codes, and its share of what a page has beside them."""
+    parts = [part for side in (pages.k, pages.v) for part in (side.codes, side.scale, side.shift)]
+    return sum(part[0].numel() * part.element_size() for part in parts if part is not None) / PAGE

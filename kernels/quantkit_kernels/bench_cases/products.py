@@ -1,0 +1,109 @@
+"""Matrix products with quantized weights, beside the same with plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from quantkit_kernels.bench_cases.case import HEAD_ROWS, Case, Shapes, copies, size
+from quantkit_kernels.triton import fp8, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton.levels import Levels, quantize
+from quantkit_kernels.triton.matmul import multiply
+from quantkit_kernels.triton.packed import Packed
+
+Weight = tuple[str, Packed, torch.Tensor]
+
+
+def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Every Linear of a layer, and the head."""
+    for linear in shapes.linears:
+        for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _w8a8, _fp8a8):
+            yield from _products(shapes, linear, make, device, dtype)
+
+
+def _plain(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    dense = torch.randn(n, k, dtype=dtype, device=device) * 0.02
+    return "w16a16", w16a16.pack(dense), dense
+
+
+def _int4(n: int, k: int, device: torch.device, dtype: torch.dtype, zeros: bool = False) -> Weight:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+    scale = (torch.rand(n, k // 128, device=device) * 0.01 + 0.01).to(torch.bfloat16).float()
+    zero = torch.randint(4, 12, scale.shape, dtype=torch.uint8, device=device) if zeros else None
+    middle = 8 if zero is None else zero.to(dtype)[..., None]
+    dense = ((codes.to(dtype).view(n, -1, 128) - middle) * scale[..., None].to(dtype)).view(n, k)
+    return f"w4a16 g128{' zp' * zeros}", w4a16.pack(codes, scale, zero), dense
+
+
+def _int4_zeros(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    return _int4(n, k, device, dtype, True)
+
+
+def _bytes(n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+    return codes, torch.rand(n, device=device) * 0.001 + 0.001
+
+
+def _floats(n: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = (torch.randn(n, k, device=device) * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    return codes, torch.rand(n, device=device) * 0.001 + 0.001
+
+
+def _int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes, scale = _bytes(n, k, device)
+    return "w8a16", w8a16.pack(codes, scale), codes.to(dtype) * scale[:, None].to(dtype)
+
+
+def _w8a8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes, scale = _bytes(n, k, device)
+    return "w8a8", w8a8.pack(codes, scale), codes.to(dtype) * scale[:, None].to(dtype)
+
+
+def _fp8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes, scale = _floats(n, k, device)
+    return "fp8", fp8.pack(codes, scale), codes.to(dtype) * scale[:, None].to(dtype)
+
+
+def _fp8a8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes, scale = _floats(n, k, device)
+    return "fp8 by fp8", w8a8.pack(codes, scale), codes.to(dtype) * scale[:, None].to(dtype)
+
+
+def _nf4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+    absmax = torch.rand(n, k // nf4.BLOCK, device=device) * 0.1 + 0.1
+    levels = torch.tensor(nf4.LEVELS, device=device).to(dtype)[codes.int()]
+    dense = (levels.view(n, -1, nf4.BLOCK) * absmax[..., None].to(dtype)).view(n, k)
+    return "nf4 b64", nf4.pack(codes, absmax.view(-1)), dense
+
+
+def _products(shapes: Shapes, linear: tuple[str, int, int], make: Callable[..., Weight],
+              device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    name, n, k = linear
+    kernel, packed, dense = make(n, k, device, dtype)
+    again = (replace(packed, words=packed.words.clone(), scale=None if packed.scale is None else
+                     packed.scale.clone()) for _ in range(copies(shapes, packed.nbytes) - 1))
+    packs = [packed, *again]
+    denses = [dense] + [dense.clone() for _ in range(copies(shapes, size(dense)) - 1)]
+    for m in shapes.rows:
+        if name == "head" and m > HEAD_ROWS:
+            continue
+        x = torch.randn(m, k, dtype=dtype, device=device)
+        operand: torch.Tensor | Levels = x
+        if packed.decoder.levels:  # torch is given what the levels say
+            operand = quantize(x, packed.decoder.takes[0])
+            x = (operand.values.float() * operand.scale[:, None]).to(dtype)
+        moved = size(operand.values if isinstance(operand, Levels) else x) + m * n * x.element_size()
+
+        def ours(at: int, x: torch.Tensor | Levels = operand) -> torch.Tensor:
+            return multiply(x, packs[at])
+
+        def theirs(at: int, x: torch.Tensor = x) -> torch.Tensor:
+            return F.linear(x, denses[at])
+
+        yield Case(kernel, f"{name} m{m}", ours, theirs, "matmul", packed.nbytes + moved,
+                   size(dense) + size(x) + m * n * x.element_size(), 2 * m * n * k, len(packs), len(denses),
+                   0.02)

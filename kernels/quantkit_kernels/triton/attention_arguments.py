@@ -1,0 +1,130 @@
+"""What attention's kernels take, made of tensors: pointers, numbers, compile-time arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+
+from quantkit_kernels.triton.cache import (
+    CHANNEL,
+    FP8,
+    INT8,
+    PLAIN,
+    TOKEN,
+    TURNED,
+    Coding,
+    Pages,
+    Side,
+    Step,
+    Tables,
+)
+from quantkit_kernels.triton.fragment import family_of
+
+FARTHEST = 1 << 30
+"""Windows and sinks that are larger mean this."""
+KEYS = {PLAIN: (16,), INT8: (8,), FP8: (8,), CHANNEL: (2, 3, 4), TURNED: (2, 3, 4)}
+VALUES = {PLAIN: (16,), INT8: (8,), FP8: (8,), TOKEN: (2, 3, 4), TURNED: (2, 3, 4)}
+"""Kinds and bits that are read; only keys are centered."""
+HEADS = 16
+"""At most so many query heads share a key head."""
+CHANGING = ["window", "limit", "sinks", "recent", "first", "layer", "layers", "width", "waits", "pieces"]
+"""Integers for which nothing is compiled anew."""
+
+
+def declines(k: Coding, v: Coding, dim: int, family: str) -> str | None:
+    """Why keys and values of these codings and that head dimension aren't read; ``None`` if they are.
+
+    ``family``: see :func:`~quantkit_kernels.triton.fragment.family_of`.
+    """
+    for name, one, known in (("keys", k, KEYS), ("values", v, VALUES)):
+        if one.kind != PLAIN and one.bits not in known.get(one.kind, ()):
+            return f"no kernel reads {name} by {one.kind} at {one.bits} bits"
+        if one.bits < 8 and dim % 32:
+            return f"takes head dimensions that 32 divides, not {dim}"
+        if family == "cdna" and one.kind in (CHANNEL, TOKEN) and dim > 128:
+            return f"takes head dimensions up to 128, not {dim}"
+    if dim % 4 or dim > 256:
+        return f"takes head dimensions up to 256 that 4 divides, not {dim}"
+    return "no kernel reads values that are centered" if v.centered else None
+
+
+def check(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int) -> None:
+    """Raises ValueError if they don't fit together."""
+    if (why := declines(pages.k.coding, pages.v.coding, q.shape[-1], family_of(q.device))) is not None:
+        raise ValueError(why)
+    n, h, d = q.shape
+    rows, layers, hkv, _ = tables.pages.shape
+    sides = (pages.k, pages.v)
+    whole = [tables.pages, tables.lengths, tables.seen, step.rows]
+    whole += [t for t in (tables.waiting, tables.starts, pages.positions, pages.waiting_positions)
+              if t is not None]
+    if (q.stride()[1:] != (d, 1) or h % hkv or h // hkv > HEADS or not 0 <= layer < layers
+            or tables.lengths.shape != (rows, layers, hkv) or step.rows.shape != (n, 2)
+            or any(t.dtype != torch.int32 or not t.is_contiguous() for t in whole)
+            or (pages.k.waiting is None) != (pages.v.waiting is None)
+            or pages.waits != (tables.waiting is not None and tables.starts is not None)
+            or any(not _fits(side, q.dtype, d) for side in sides)):
+        raise ValueError("q, pages, tables and step don't fit together")
+
+
+def _fits(side: Side, dtype: torch.dtype, d: int) -> bool:
+    bits = side.codes.element_size() * 8 if side.coding.kind == PLAIN else side.coding.bits
+    parts = [t for t in (side.codes, side.scale, side.shift, side.waiting) if t is not None]
+    return (side.codes.shape[1:] == (64, d * bits // side.codes.element_size() // 8)
+            and all(t.is_contiguous() for t in parts)
+            and (side.coding.kind != PLAIN or side.codes.dtype == dtype)
+            and (side.waiting is None or side.waiting.dtype == dtype)
+            and all(t.dtype == torch.bfloat16 for t in (side.scale, side.shift) if t is not None)
+            and (side.coding.kind == PLAIN or side.scale is not None)
+            and (side.shift is not None) == (side.coding.kind in (CHANNEL, TOKEN) or side.coding.centered))
+
+
+def pointers(q: torch.Tensor, pages: Pages, tables: Tables, step: Step) -> dict[str, torch.Tensor]:
+    """Of pages and tables; where there is nothing, something that isn't read."""
+    nothing = tables.lengths
+    found = {"q_ptr": q}
+    for name, side in (("k", pages.k), ("v", pages.v)):
+        found[f"{name}_ptr"] = side.codes if side.coding.kind == PLAIN else side.codes.view(torch.int32)
+        for part, t in (("scale", side.scale), ("shift", side.shift)):
+            found[f"{name}_{part}_ptr"] = nothing if t is None else t.flatten().view(torch.int32)
+        found[f"{name}_wait_ptr"] = q if side.waiting is None else side.waiting
+    rest = {"at_ptr": pages.positions, "wait_at_ptr": pages.waiting_positions, "table_ptr": tables.pages,
+            "wait_table_ptr": tables.waiting, "start_ptr": tables.starts, "length_ptr": tables.lengths,
+            "seen_ptr": tables.seen, "rows_ptr": step.rows}
+    return found | {name: nothing if t is None else t for name, t in rest.items()}
+
+
+def numbers(q: torch.Tensor, tables: Tables, layer: int, scale: float, window: int | None, limit: int | None,
+            sinks: int, softcap: float | None) -> dict[str, int | float]:
+    """Runtime arguments."""
+    e = math.log2(math.e)
+    factor, cap = (scale * e, 0.0) if softcap is None else (2 * scale / softcap * e, softcap * e)
+    return {"factor": factor, "cap": cap, "window": _at_most(window), "limit": _at_most(limit),
+            "sinks": min(sinks, FARTHEST), "recent": tables.recent, "first": tables.first,
+            "layer": layer, "layers": tables.pages.shape[1],
+            "width": tables.pages.shape[3], "waits": 0 if tables.waiting is None else tables.waiting.shape[3],
+            "q_step": q.stride(0)}
+
+
+def _at_most(window: int | None) -> int:
+    return FARTHEST if window is None else min(window, FARTHEST)
+
+
+def constants(k: Coding, v: Coding, h: int, hkv: int, d: int, waits: bool, limited: bool, placed: bool,
+              capped: bool, asm: bool) -> dict[str, Any]:
+    """Compile-time arguments."""
+    return {"HKV": hkv, "G": h // hkv, "D": d, "DP": max(16, triton.next_power_of_2(d)),
+            "KK": k.kind, "KB": k.bits, "KC": k.centered, "VK": v.kind, "VB": v.bits, "WAITS": waits,
+            "LIMITED": limited, "PLACED": placed and limited, "CAPPED": capped, "ASM": asm}
+
+
+def constants_of(q: torch.Tensor, pages: Pages, tables: Tables, window: int | None, limit: int | None,
+                 softcap: float | None) -> dict[str, Any]:
+    """The same for these tensors."""
+    asm = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
+    return constants(pages.k.coding, pages.v.coding, q.shape[1], tables.pages.shape[2], q.shape[2],
+                     pages.waits, window is not None or limit is not None, pages.positions is not None,
+                     softcap is not None, asm)

@@ -1,0 +1,107 @@
+"""8-bit floating-point weights (e4m3) with one scale a row, 16-bit activations: ``y = x Wᵀ``.
+
+A code's bits, put where a half-precision number has its lowest exponent bits and its highest mantissa bits,
+are that number divided by a power of two, subnormal ones too. One packed multiplication undoes it, exactly.
+So levels are exact, on every target. https://arxiv.org/abs/2209.05433
+
+Two of the four codes of a word lie just where bfloat16 wants them; the other two fill the gaps, exponents
+and mantissas four bits away on either side, signs where a rotation by four takes them. ``E`` is an exponent
+bit, ``M`` of the mantissa, ``S`` the sign; upper case the first code of a half, lower case the second:
+``S eeee EEEE MMM s' mmm``, s' being the other half's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import pad
+
+from quantkit_kernels.triton.fragment import family_of, halves, lane_columns, place, rows, shuffle, tile
+from quantkit_kernels.triton.packed import Decoder, Packed
+
+BK = 64
+"""Columns of a tile."""
+# signed, or Triton would compute in 64 bits
+SIGN = tl.constexpr(0x80008000 - 2**32)
+FIRST = tl.constexpr(0x87F087F0 - 2**32)
+SECOND = tl.constexpr(0x87808780 - 2**32)
+
+
+@triton.jit
+def _rotated(w: tl.tensor) -> tl.tensor:
+    """Four bits to the right; the lowest come out on top."""
+    return ((w >> 4) & 0x0FFFFFFF) | (w << 28)
+
+
+@triton.jit
+def e4m3_pairs(w: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Words → the numbers of the first codes of both halves, then of the second codes: all exactly, in D."""
+    first = w & FIRST
+    second = (_rotated(w) & SECOND) | ((w << 4) & 0x00700070)
+    if D.is_fp16():
+        # three more exponent bits below, and 2^8 too small
+        first = (first & SIGN) | ((first << 3) & 0x3F803F80)
+        second = (second & SIGN) | ((second << 3) & 0x3F803F80)
+        a, b = halves(first, D)
+        c, d = halves(second, D)
+        a, b, c, d = a * 256.0, b * 256.0, c * 256.0, d * 256.0
+    elif D.is_fp32():
+        a, b, c, d = _wide(first << 16), _wide(first), _wide(second << 16), _wide(second)
+    else:
+        a, b = halves(first, D)
+        c, d = halves(second, D)
+        a, b, c, d = a * 2.0**120, b * 2.0**120, c * 2.0**120, d * 2.0**120
+    return a, b, c, d
+
+
+@triton.jit
+def _wide(t: tl.tensor) -> tl.tensor:
+    """The bfloat16 in the upper half of a word, times 2^120."""
+    return (t & -65536).to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def decode_e4m3(w: tl.tensor, s: tl.tensor, magic: tl.tensor, D: tl.constexpr, K: tl.constexpr,
+                MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Words of a tile → nothing, and D ``[128, K]``."""
+    a, b, c, d = e4m3_pairs(w, D)
+    return s, tile(tl.join(tl.join(a, b), tl.join(c, d)), K, 32, 1, WIDE)
+
+
+@triton.jit
+def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K: tl.constexpr,
+           MODE: tl.constexpr, WIDE: tl.constexpr) -> tl.tensor:
+    """Single numbers of tiles, float32."""
+    word, c, e, h = place(row, col, 32, 1, WIDE)
+    a0, a1, b0, b1 = e4m3_pairs(tl.load(tile_ptr + word * 2 + c), tl.float32)
+    return tl.where(h == 0, tl.where(e == 0, a0, a1), tl.where(e == 0, b0, b1)) * s
+
+
+E4M3 = Decoder(decode_e4m3, number)
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False,
+         decoder: Decoder = E4M3) -> Packed:
+    """Repack once.
+
+    Args:
+        codes: uint8 or float8_e4m3fn ``[n, k]``, none of them NaN.
+        scale: float ``[n]``.
+        family: of GPUs; by default that of the tensors' device.
+        gated: rows are a gate's, then as many of what it opens.
+        decoder: which activations it takes.
+    """
+    n, k = codes.shape
+    family = family or family_of(codes.device)
+    padded = pad(rows(codes.view(torch.uint8), gated), (0, -k % BK))
+    words = spread(shuffle(padded, 8, BK, lane_columns(family)))
+    return Packed(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, decoder, gated)
+
+
+def spread(words: torch.Tensor) -> torch.Tensor:
+    """Bytes 0 and 2 become the halves' first codes, 1 and 3 the second, bit by bit as the decoder wants."""
+    sign, rest = (words & 0x0080) << 8 | (words & 0x00800000) << 8, (words & 0x007F007F) << 4
+    other = words >> 8 & 0x00FF00FF
+    swapped = (other >> 16 & 0xFF) | (other & 0xFF) << 16
+    return (sign | rest | (other & 0x00780078) << 8 | (other & 0x00070007) | (swapped & 0x00800080) >> 4)

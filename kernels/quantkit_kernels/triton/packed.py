@@ -1,0 +1,68 @@
+"""Weights ready to be multiplied, whatever they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How the words of a weight become numbers.
+
+    Attributes:
+        tile: jitted ``(w, s, magic, D, K, MODE, WIDE)``: words and scales of a tile → float32 scales
+            ``[128]`` and numbers ``[128, K]`` of dtype D. Weights without groups are given no scales and
+            return none.
+        number: jitted ``(tile, s, row, col, K, MODE, WIDE)``: pointers to tiles → float32 numbers, scaled.
+        takes: dtypes of the activations.
+        levels: activations are :class:`~quantkit_kernels.triton.levels.Levels` of these dtypes.
+    """
+
+    tile: Any
+    number: Any
+    takes: tuple[torch.dtype, ...] = FLOATS
+    levels: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight ready for :func:`~quantkit_kernels.triton.matmul.multiply`.
+
+    Attributes:
+        words: ``[n / 128, tiles, words]``, n rounded up: int32, or the numbers themselves.
+        scale: float32, or int32 of two 16-bit numbers, ``[k / group, rows]``; without groups float32
+            ``[rows]`` or none at all. ``rows`` are those of all tiles.
+        n, k: the logical shape.
+        bk: columns of a tile.
+        group: columns that share a scale; 0: a scale a row, or none.
+        mode: the decoder's own choice.
+        family: of GPUs it was packed for, see :func:`~quantkit_kernels.triton.fragment.family_of`.
+        decoder: see there.
+        gated: rows of a gate and of what it opens lie in turn: y has half as many columns.
+    """
+
+    words: torch.Tensor
+    scale: torch.Tensor | None
+    n: int
+    k: int
+    bk: int
+    group: int
+    mode: str
+    family: str
+    decoder: Decoder
+    gated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read by one multiply."""
+        return sum(t.numel() * t.element_size() for t in (self.words, self.scale) if t is not None)
+
+    @property
+    def outputs(self) -> int:
+        """Columns of y."""
+        return self.n // 2 if self.gated else self.n

@@ -1,0 +1,199 @@
+"""Attention of a prompt's tokens over paged keys and values, plain or coded.
+
+Neighbouring tokens of a sequence, and the query heads that share a key head, are the rows of one matrix
+product; pages are walked as in :mod:`~quantkit_kernels.triton.decode_attention`: codes, then vectors that
+wait, each by slot (https://arxiv.org/abs/2307.08691). What a row doesn't see adds nothing, to the bit: a
+token's result doesn't depend on where a prompt was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
+from quantkit_kernels.triton.cache import PLAIN, Coding, Pages, Step, Tables, border
+from quantkit_kernels.triton.fragment import family_of
+from quantkit_kernels.triton.kv_operands import (
+    add_values,
+    add_vectors,
+    key_dims,
+    natural,
+    scores,
+    vector_scores,
+)
+from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, update, visible
+
+ROWS = 128
+"""Of a tile: tokens times query heads that share a key head. Where registers are short, a part at a time."""
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
+                k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
+                v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
+                wait_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
+                rows_ptr: tl.tensor, tile_ptr: tl.tensor, y_ptr: tl.tensor, factor: tl.tensor,
+                cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor, recent: tl.tensor,
+                first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor, waits: tl.tensor,
+                q_step: tl.tensor, y_step: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr,
+                VB: tl.constexpr, WAITS: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
+                CAPPED: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr, GP: tl.constexpr,
+                STAGES: tl.constexpr) -> None:
+    """A tile's tokens by one key head: y ``[N, HKV * G, D]``; tile int32 ``[n_tiles, 3]``."""
+    # the longest come first, so that none of them is left over at the end
+    head, part = tl.program_id(0), tl.program_id(1) * (M // GP)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
+    start_token = tl.load(tile_ptr + 3 * tile).to(tl.int64) + part
+    count = tl.minimum(tl.load(tile_ptr + 3 * tile + 1) - part, M // GP)
+    sequence = tl.load(tile_ptr + 3 * tile + 2).to(tl.int64)
+    if count <= 0:
+        return
+    rm, rd, rt = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, 64)
+    rows = (rm // GP < count) & (rm % GP < G)
+    to = (head * G + rm % GP)[:, None] * D
+    y_ptr += (start_token + rm // GP)[:, None] * y_step + to + rd[None, :]
+    if sequence < 0:
+        tl.store(y_ptr, tl.zeros([M, DP], y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
+        return
+    row = (sequence * layers + layer) * HKV + head
+    place = tl.load(rows_ptr + 2 * start_token + 1)
+    query = tl.load(seen_ptr + sequence) + place
+    shortest = tl.load(length_ptr + row) + place + 1
+    lengths = shortest + tl.minimum(rm // GP, count - 1)
+    longest = shortest + count - 1
+    end = tl.maximum(longest + 63, 0) // 64
+    fixed, coded, waiting = 0, end, end
+    borders = lengths
+    if WAITS:
+        borders = border(lengths, recent, first)
+        fixed, coded = first // 64, border(longest, recent, first) // 64
+        waiting = border(shortest, recent, first) // 64
+    a, b, c, low = 0, 0, 0, 0
+    if LIMITED and not PLACED:
+        a, b, c = spans(query, window, limit, sinks)
+        low, waiting = at_or_after(0, a, b, c), at_or_after(waiting, a, b, c)
+    dtype = q_ptr.dtype.element_ty
+    q_ptr += (start_token + rm // GP)[:, None] * q_step + to
+    dims = key_dims(KK, KB, DP)
+    q = tl.load(q_ptr + dims[None, :], mask=rows[:, None] & (dims < D)[None, :], other=0.0)
+    queries = query + rm // GP
+    acc = tl.full([M, DP], 0.0, tl.float32)
+    most = tl.full([M], float("-inf"), tl.float32)
+    total = tl.full([M], 0.0, tl.float32)
+    # sinks, and what is in the window
+    begin, after = tl.maximum(a, fixed), tl.maximum(c, fixed)
+    early = tl.maximum(tl.minimum(b, tl.minimum(end, coded)) - begin, 0)
+    for j in tl.range(0, early + tl.maximum(tl.minimum(end, coded) - after, 0), num_stages=STAGES):
+        i = tl.where(j < early, begin + j, after + j - early)
+        page = tl.load(table_ptr + row * width + i - fixed).to(tl.int64)
+        at = i * 64 + rt
+        held = at < longest
+        s = scores(q, k_ptr, k_scale_ptr, k_shift_ptr, page, KK, KB, KC, D, DP, ASM)
+        s = scaled(s, factor, cap, CAPPED)
+        seen = at[None, :] < borders[:, None]
+        if LIMITED:
+            if PLACED:
+                at = tl.load(at_ptr + page * 64 + rt)
+            seen &= visible(at[None, :], queries[:, None], window, limit, sinks)
+        s = tl.where(seen, s, float("-inf"))
+        p, shrink, most, total = update(s, most, total)
+        acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, held, VK, VB, D,
+                         DP, dtype, ASM)
+    if WAITS:
+        plain = tl.load(q_ptr + rd[None, :], mask=rows[:, None] & (rd < D)[None, :], other=0.0)
+        start = tl.load(start_ptr + row) // 64
+        early = tl.maximum(tl.minimum(end, fixed) - low, 0)
+        for j in tl.range(0, early + tl.maximum(end - waiting, 0), num_stages=STAGES):
+            i = tl.where(j < early, low + j, waiting + j - early)
+            page = tl.where(i < fixed, i, i - start + fixed)
+            page = tl.load(wait_table_ptr + row * waits + page).to(tl.int64)
+            at = i * 64 + rt
+            held = at < longest
+            s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
+            seen = (at < first)[None, :] | (at[None, :] >= borders[:, None])
+            seen &= at[None, :] < lengths[:, None]
+            if LIMITED:
+                if PLACED:
+                    at = tl.load(wait_at_ptr + page * 64 + rt)
+                seen &= visible(at[None, :], queries[:, None], window, limit, sinks)
+            s = tl.where(seen, s, float("-inf"))
+            p, shrink, most, total = update(s, most, total)
+            acc = add_vectors(acc * shrink[:, None], p, v_wait_ptr, page, held, VK, VB, D, DP, dtype)
+    acc = natural(acc, VK, VB, dtype) / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
+
+
+def options(family: str, k: Coding, v: Coding, d: int) -> dict[str, int]:
+    """How :func:`tile_kernel` is launched, and rows of a product."""
+    rows, low = ROWS, min(k.bits, v.bits) < 8
+    if d > 128:
+        rows = (16 if family == "cdna" else 64 if family == "blackwell" else 32) if low else 64
+        if family == "hopper" and k.kind != PLAIN:
+            rows = 32
+    elif family == "ampere":
+        rows = 64
+    return {"M": rows, "STAGES": 1, "num_warps": 4} if family == "cdna" else {
+        "M": rows, "STAGES": 3, "num_warps": 8}
+
+
+def tokens(group: int) -> int:
+    """Of a tile, at most, where so many query heads share a key head."""
+    return ROWS // triton.next_power_of_2(group)
+
+
+def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tuple[int, int, int]]:
+    """Tiles of a step in which sequences, one after another, have so many tokens.
+
+    Args:
+        rows: which of the R sequences of :class:`~quantkit_kernels.triton.cache.Tables`.
+        counts: tokens of each.
+        group: query heads that share a key head.
+    """
+    found, begin = [], 0
+    for row, count in zip(rows, counts, strict=True):
+        found += [(begin + at, min(tokens(group), count - at), row) for at in range(0, count, tokens(group))]
+        begin += count
+    return found
+
+
+def prefill_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int,
+                      tiles: torch.Tensor, *, scale: float, window: int | None = None,
+                      limit: int | None = None, sinks: int = 0, softcap: float | None = None,
+                      out: torch.Tensor | None = None) -> torch.Tensor:
+    """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.
+
+    Args:
+        tiles: int32 ``[n_tiles, 3]``: first token, index into q; number of tokens, at most :func:`tokens`, 0:
+            nothing to do; their sequence, one of R, or −1: they get zeros. Tokens of a tile follow one
+            another in their sequence. A token that is in no tile gets nothing.
+        q, pages, tables, step, layer, scale, window, limit, sinks, softcap, out: see
+            :func:`~quantkit_kernels.triton.decode_attention.decode_attention`.
+
+    Returns:
+        ``[N, H, D]``; of turned values still turned.
+
+    Raises:
+        ValueError: shapes, dtypes or codings don't fit.
+    """
+    check(q, pages, tables, step, layer)
+    n, h, d = q.shape
+    if out is None:
+        out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
+    if (out.shape != q.shape or out.dtype != q.dtype or out.stride()[1:] != (d, 1)
+            or tiles.dtype != torch.int32 or tiles.shape[1:] != (3,) or not tiles.is_contiguous()):
+        raise ValueError("q, tiles and out don't fit together")
+    if n == 0 or len(tiles) == 0:
+        return out
+    hkv = tables.pages.shape[2]
+    common = constants_of(q, pages, tables, window, limit, softcap)
+    launch = options(family_of(q.device), pages.k.coding, pages.v.coding, d)
+    tile_kernel[(hkv, ROWS // launch["M"], len(tiles))](
+        **pointers(q, pages, tables, step), tile_ptr=tiles, y_ptr=out,
+        **numbers(q, tables, layer, scale, window, limit, sinks, softcap), y_step=out.stride(0), **common,
+        GP=triton.next_power_of_2(h // hkv), **launch)
+    return out
