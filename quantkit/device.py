@@ -15,6 +15,8 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # where triton launches
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -22,3 +22,12 @@ def bytes_of(text: str) -> int | None:
     if found is None or found[1] not in UNITS:
         return None
     return int(found[0] * UNITS[found[1]]) or None
+
+
+def human_bytes(count: float) -> str:
+    """``1.7 MB``, in powers of 1000, with two digits at least: ``135 MB``, ``0 B``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.1f} {unit}" if abs(count) < 9.95 and unit != "B" else f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

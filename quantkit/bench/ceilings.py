@@ -1,8 +1,9 @@
-"""What this machine's CPU can do at most, measured in a second or two."""
+"""What this machine can do at most, measured in a second or two."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -23,11 +24,23 @@ def read_bandwidth() -> float:
         UsageError: there are no CPU kernels here.
     """
     _require()
+    measure = bandwidth(torch.device("cpu"))
+    measure()
+    return median(measure() for _ in range(REPEATS))
+
+
+def bandwidth(device: torch.device) -> Callable[[], float]:
+    """What measures, each time it is called, the bytes a second that a program can have of a device's memory:
+    all threads' reads; on a GPU a copy's reads and writes. 0 where nothing can be measured."""
+    if device.type == "cuda":
+        from quantkit_kernels.bench import copy_bandwidth, graph_timer
+
+        return lambda: copy_bandwidth(graph_timer, REPEATS, device)
+    if cpu_linear.unavailable() is not None:
+        return lambda: 0.0
     from quantkit_kernels.cpu.read import Bandwidth
 
-    memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
-    memory.measure()
-    return median(memory.measure() for _ in range(REPEATS))
+    return Bandwidth(cpu_linear.pool(), cpu_linear.isa()).measure
 
 
 def flops(packed: Packed) -> float:

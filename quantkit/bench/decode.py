@@ -1,4 +1,4 @@
-"""Prefill and decoding of a model by batch, context and KV setting, beside the machine's read bandwidth."""
+"""Prefill and decoding of a model by batch, context and KV setting, beside the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from typing import Any
 
 import torch
 
+from quantkit.bench.ceilings import bandwidth
 from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
 from quantkit.evaluate.text import load_text
-from quantkit.kv.base import Phase
+from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.cache import KVCache
-from quantkit.ops import cpu_linear
+from quantkit.kv.predict import footprint
 from quantkit.ops.linear import kernel_name
-from quantkit.ops.sampling import greedy
 from quantkit.progress import Event, Listener, silent
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.gpu.memory import spare_bytes
+from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.sampler import Sampler, Sampling, choose
 from quantkit.spec import KVSpec
+from quantkit.units import human_bytes
+
+WARM_UP = 2
+"""Tokens before those that are timed."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
 
     Returns:
         ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
-        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end); speeds
-        are medians with their range.
+        decoding), ``prefill`` and ``cases`` (``kv_bytes``: a sequence's pages at its context's end; or
+        ``left_out``, why one isn't measured); speeds are medians with their range.
 
     Raises:
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
@@ -75,14 +82,12 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
                                  next="leave out --no-fallback to measure it all the same")
     names = {name: kernel_name(one.weight, loaded.dtype, loaded.model.device, "decode")
              for name, one in loaded.model.linears().items()}
-    ids = loaded.tokenizer.encode(load_text().content[:16 * limit])[:limit]
-    if (longest := max([*settings.contexts, settings.prompt])) > len(ids):
-        raise UsageError(f"a context of {longest} tokens is asked for", why=f"the text has {len(ids)}",
-                         next="give a smaller --context and --prompt")
+    some = loaded.tokenizer.encode(load_text().content[:16 * limit])
+    ids = (some * -(-limit // len(some)))[:limit]  # what is read has no influence on speed
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
-    found: dict[str, Any] = {"machine": machine(), "model": loaded.uri, "label": loaded.label,
-                             "bytes": step_bytes(loaded), "kernels": names, "unfused": loaded.unfused,
-                             "prefill": [], "cases": []}
+    found: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
+                             "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
+                             "unfused": loaded.unfused, "prefill": [], "cases": []}
     runner = _Runner(loaded, ids, settings, progress, runs)
     with torch.inference_mode():
         for kv in settings.kv:
@@ -95,15 +100,15 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
 
 def step_bytes(loaded: LoadedModel) -> int:
     """Bytes of weights that one decode step reads: all Linears and the head."""
-    if isinstance(loaded.model, FusedModel):
+    if isinstance(loaded.model, FusedModel | GpuModel):
         return loaded.model.step_bytes
     return loaded.weight_bytes
 
 
 def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
-    if not isinstance(loaded.model, FusedModel):
+    if not isinstance(loaded.model, FusedModel | GpuModel):
         return loaded.unfused
-    cache = KVCache(loaded.config, kv, loaded.dtype)
+    cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
     phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
     for phase in phases:
         if (reason := loaded.model.declines(cache.batch([], phase))) is not None:
@@ -116,17 +121,14 @@ class _Runner:
                  runs: int) -> None:
         self._loaded, self._ids, self._settings = loaded, ids, settings
         self._progress, self._runs, self._done = progress, runs, 0
-        self._memory = None
-        if cpu_linear.unavailable() is None:
-            from quantkit_kernels.cpu.read import Bandwidth
-
-            self._memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
+        self._greedy = Sampler(Sampling())
+        self._device, self._bandwidth = loaded.model.device, bandwidth(loaded.model.device)
 
     def prefill(self, kv: KVSpec) -> dict[str, Any]:
         """A prompt from an empty cache, after one that nobody times."""
         length, speeds = self._settings.prompt, []
         for run in range(self._settings.repeats + 1):
-            cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
+            cache = self._cache(kv)
             begin = time.perf_counter()
             self._feed(cache, cache.add(length), length)
             if run:
@@ -136,16 +138,23 @@ class _Runner:
 
     def decode(self, kv: KVSpec, batch: int, context: int) -> dict[str, Any]:
         """Sequences with the same context decode greedily, each on its own."""
-        cache = KVCache(self._loaded.config, kv, self._loaded.dtype)
+        if (reason := self._too_large(kv, batch, context)) is not None:
+            return {"kv": str(kv), "batch": batch, "context": context, "left_out": reason}
+        cache = self._cache(kv)
         first = cache.add(context + self._settings.tokens)
         token = self._feed(cache, first, max(1, context))
         held_bytes = cache.bytes_of(first)
         speeds, shares, reads = [], [], []
         for run in range(self._settings.repeats + 1):
             rows = [cache.fork(first, shared=False) for _ in range(batch)]
-            reads.append(self._memory.measure() if self._memory else 0.0)
+            for pages in (pages for store in cache.stores for pages in store.all):  # none is to move
+                pages.keep(pages.used + batch * cache.heads * (2 + self._settings.tokens // PAGE))
+            reads.append(self._bandwidth())
+            before = cache.step_bytes(rows[0])  # layers with a window don't grow
             spent = self._steps(cache, rows, [token] * batch)
-            held = cache.step_bytes(rows[0]) - cache.bytes_per_token * self._settings.tokens / 2
+            after = cache.step_bytes(rows[0])
+            tokens = self._settings.tokens
+            held = after - (after - before) / (tokens + WARM_UP) * tokens / 2
             moved = step_bytes(self._loaded) + batch * held
             if run:
                 speeds.append(batch * self._settings.tokens / spent)
@@ -158,37 +167,50 @@ class _Runner:
                 "bytes_s": _range(shares), "read_bytes_s": _range(reads),
                 "of_read": median(shares) / read if read else None}
 
+    def _cache(self, kv: KVSpec) -> KVCache:
+        return KVCache(self._loaded.config, kv, self._loaded.dtype, self._device)
+
+    def _too_large(self, kv: KVSpec, batch: int, context: int) -> str | None:
+        """Why these sequences don't fit beside the model on a GPU. One more is the one that all are copies
+        of, and blocks of pages are there twice while they grow."""
+        if (room := spare_bytes(self._loaded.model)) is None:
+            return None
+        end = context + self._settings.tokens + WARM_UP
+        found = footprint(self._loaded.config, kv, self._loaded.dtype, end, max(1, context), PREFILL_CHUNK)
+        needed = found.allocated_bytes(batch + 1) + found.moving_bytes(batch + 1)
+        return None if needed <= room else (
+            f"its KV cache takes {human_bytes(needed)}, {human_bytes(room)} are left")
+
     def _feed(self, cache: KVCache, row: int, length: int) -> int:
         """Read a prompt; the most likely token after it."""
         logits = torch.empty(0)
         for start in range(0, length, PREFILL_CHUNK):
             chunk = self._ids[start:min(start + PREFILL_CHUNK, length)]
             batch = cache.batch([row], "prefill_end" if start + len(chunk) == length else "prefill")
-            logits = self._loaded.model(torch.tensor([chunk]), cache=batch,
+            logits = self._loaded.model(torch.tensor([chunk], device=self._device), cache=batch,
                                         last=torch.tensor([len(chunk) - 1]))
-        return _best(logits[0])
+        return self._best(logits)[0]
 
     def _steps(self, cache: KVCache, rows: list[int], tokens: list[int]) -> float:
-        """Seconds for the timed tokens, after two that warm up."""
+        """Seconds for the timed tokens, after some that warm up."""
         begin = time.perf_counter()
-        for step in range(self._settings.tokens + 2):
-            if step == 2:
+        for step in range(self._settings.tokens + WARM_UP):
+            if step == WARM_UP:
                 begin = time.perf_counter()
             batch = cache.batch(rows, "decode")
-            ids = torch.tensor([[token] for token in tokens])
-            logits = self._loaded.model(ids, cache=batch)
-            tokens = [_best(row) for row in logits[:, -1]]
+            ids = torch.tensor([[token] for token in tokens], device=self._device)
+            tokens = self._best(self._loaded.model(ids, cache=batch)[:, -1])
         return time.perf_counter() - begin
+
+    def _best(self, logits: torch.Tensor) -> list[int]:
+        """The most likely token of every row."""
+        found = choose(logits, [self._greedy] * len(logits), [[]] * len(logits))
+        assert all(isinstance(one, int) for one in found), "the model's output is not finite"
+        return [one for one in found if isinstance(one, int)]
 
     def _tell(self, label: str) -> None:
         self._done += 1
         self._progress(Event(self._done, self._runs, label))
-
-
-def _best(logits: torch.Tensor) -> int:
-    found = greedy(logits)
-    assert found is not None, "the model's output is not finite"
-    return found
 
 
 def _range(values: Sequence[float]) -> dict[str, float]:

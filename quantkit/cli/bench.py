@@ -1,4 +1,4 @@
-"""``quantkit bench kernels`` and ``quantkit bench decode MODEL``."""
+"""``quantkit bench kernels``, ``quantkit bench decode MODEL`` and ``quantkit bench tune``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, note, print_json, table
+from quantkit.cli.bench_gpu import compile_kernels, tune
+from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
+from quantkit.units import human_bytes
 
 
 @click.group("bench")
@@ -18,22 +20,35 @@ def command() -> None:
     """Measure this machine: its kernels, or how fast it runs a model."""
 
 
+command.add_command(tune)
+
+
 @command.command("kernels")
 @click.option("--shape", "shapes", multiple=True, metavar="OUTxIN", default=("4096x4096", "4096x14336"),
               show_default=True, help="Of weights; may be given more than once.")
 @click.option("--rows", default="1,8,512", show_default=True, metavar="LIST", help="Rows of activations.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
+@click.option("--aot", is_flag=True,
+              help="Measure nothing: compile all GPU kernels for all GPUs, and check them.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also write the JSON there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def kernels(shapes: tuple[str, ...], rows: str, repeats: int, out: Path | None, quiet: bool,
-            as_json: bool) -> None:
+@click.pass_context
+def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int, aot: bool, out: Path | None,
+            quiet: bool, as_json: bool) -> None:
     """Measure the matrix products of the CPU kernels.
 
     GB/s are those of the packed weights; `of read` is their share of the bandwidth at which all
     threads read memory in the same minute. GMAC/s are billions of multiplications.
+
+    With --aot: registers, spills, shared memory and the like of every GPU kernel, on every GPU that it is
+    for. Takes minutes and needs no GPU; exit code 1 if a kernel isn't as it should be.
     """
+    if aot:
+        compiled, text = compile_kernels(quiet)
+        _print(compiled, text, out, as_json)
+        ctx.exit(1 if compiled["faults"] else 0)
     from quantkit.bench.kernels import bench_kernels, lines
 
     with Progress("measuring", quiet) as progress:
@@ -56,25 +71,35 @@ def kernels(shapes: tuple[str, ...], rows: str, repeats: int, out: Path | None, 
               help="Tokens of the timed prefill; 0: none.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded in a run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
+@click.option("--random", metavar="RECIPE",
+              help="Random weights of the kinds that this recipe leaves; `none`: plain ones.")
+@click.option("--device", default="cpu", show_default=True, help="Where it runs: cpu, cuda, cuda:1, auto.")
 @click.option("--no-fallback", is_flag=True, help="Refuse if torch would run anything.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also write the JSON there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, tokens: int, repeats: int,
-           no_fallback: bool, out: Path | None, quiet: bool, as_json: bool) -> None:
-    """Measure how fast MODEL reads a prompt and decodes on this machine's CPU.
+           random: str | None, device: str, no_fallback: bool, out: Path | None, quiet: bool,
+           as_json: bool) -> None:
+    """Measure how fast MODEL reads a prompt and decodes.
 
     tok/s are those of all sequences together; GB/s are of the weights and the KV cache that a step
-    must read, and `of read` is their share of the bandwidth at which all threads read memory in the
-    same minute.
+    must read, and `of read` is their share of the bandwidth at which memory was read in the same
+    minute: by all threads of a CPU, by a copy on a GPU.
     """
     from quantkit.bench.decode import Settings, bench_decode
     from quantkit.evaluate.forced import split_settings
     from quantkit.kvspec import parse_kv
     from quantkit.runtime.loader import load
 
-    loaded = load(model, device="cpu")
+    if random is None:
+        loaded = load(model, device=device)
+    else:
+        from quantkit.bench.random_model import random_model
+        from quantkit.device import find_device
+
+        loaded = random_model(model, random, find_device(device))
     settings = Settings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
                         [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
                         prompt, tokens, repeats, not no_fallback)
@@ -84,8 +109,12 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
             for one in found["prefill"]]
     rows += [(one["kv"], f"{one['context']}", f"{one['batch']}", f"{one['tok_s']['median']:.1f}",
               f"{one['bytes_s']['median'] / 1e9:.1f}", f"{one['of_read']:.0%}" if one["of_read"] else "")
-             for one in found["cases"]]
+             for one in found["cases"] if "left_out" not in one]
     text = table(("kv", "tokens", "batch", "tok/s", "GB/s", "of read"), rows, right=(1, 2, 3, 4, 5))
+    for one in found["cases"]:
+        if "left_out" in one:
+            text += (f"\nleft out: {one['kv']}, {one['batch']} sequences of {one['context']} tokens: "
+                     f"{one['left_out']}")
     kinds: dict[str, int] = {}
     for name in found["kernels"].values():
         kinds[name] = kinds.get(name, 0) + 1
@@ -98,12 +127,16 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
 
 
 def _show(found: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+    machine = found["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+    _print(found, f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}", out, as_json)
+
+
+def _print(found: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        machine = found["machine"]
-        click.echo(f"{text}\n\n{machine['cpu']}, {machine['threads']} threads, {machine['isa']}, "
-                   f"quantkit {machine['quantkit']}, {machine['date']}")
+        click.echo(text)
     if out is not None:
         try:
             out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -15,8 +15,9 @@ import rich_click as click
 
 from quantkit import __version__
 from quantkit.cli.plugins import plugin_facts
-from quantkit.cli.present import human_bytes, print_json, table, wrapped
+from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import PHASES, kernels_for, other_kernels, other_lines
+from quantkit.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
              "amx_bf16", "asimd", "asimddp", "bf16", "i8mm", "sve")
@@ -79,6 +80,7 @@ def doctor_facts() -> dict[str, Any]:
     import torch
 
     from quantkit.ops.linear import native_bf16
+    from quantkit.spec import KVSpec
 
     return {
         "quantkit": __version__,
@@ -92,7 +94,7 @@ def doctor_facts() -> dict[str, Any]:
         "optional": {name: {"version": _version(name), "for": what, "install": how}
                      for name, (what, how) in OPTIONAL.items()},
         "kernels": list(_kernel_cases()),
-        "operations": other_kernels(torch.bfloat16, 4096, 128, 4, "none"),
+        "operations": other_kernels(KVSpec(), torch.bfloat16, 4096, 128, 4),
         "plugins": plugin_facts()["plugins"],
     }
 

@@ -7,8 +7,9 @@ from shlex import quote
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, print_json, wrapped
+from quantkit.cli.present import print_json, wrapped
 from quantkit.cli.progress import Progress
+from quantkit.units import human_bytes
 
 
 @click.command("export")

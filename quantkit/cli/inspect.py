@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, print_json, table, wrapped
+from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import PHASES, dense_kernels, kernels_for, other_kernels, other_lines
+from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.manifest import LayerRow
@@ -138,15 +139,15 @@ def _parents(name: str) -> Iterator[str]:
 def _config_facts(config: ModelConfig, kv: KVSpec) -> dict[str, Any]:
     import torch
 
-    codec = str(kv.model_copy(update={"policy": "all", "options": {}}))
+    from quantkit.runtime.gpu.model import other_maths
+
     return {"architecture": config.model_type, "hidden_size": config.hidden_size,
             "num_layers": config.num_layers, "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": config.tie_word_embeddings,
-            "operations": other_kernels(torch.bfloat16, config.hidden_size, config.head_dim,
-                                        config.num_heads // config.num_kv_heads, codec,
-                                        config.plain_attention)}
+            "operations": other_kernels(kv, torch.bfloat16, config.hidden_size, config.head_dim,
+                                        config.num_heads // config.num_kv_heads, other_maths(config))}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.again import typed
-from quantkit.cli.present import human_bytes, print_json
+from quantkit.cli.present import print_json
 from quantkit.errors import UsageError
+from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.capacity.joint import Combination

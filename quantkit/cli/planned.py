@@ -8,10 +8,11 @@ from typing import Any
 from quantkit.capacity.joint import Combination, front
 from quantkit.capacity.losses import losses
 from quantkit.capacity.roofline import Ceilings, step, turns
-from quantkit.cli.present import human_bytes, table, wrapped
+from quantkit.cli.present import table, wrapped
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.runtime.buffers import MOST_ROWS
+from quantkit.units import human_bytes
 
 BETTER, WORSE = 3, 5
 """Combinations shown beside the chosen one: of those that lose less, and of those that need less."""

@@ -36,15 +36,6 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def human_bytes(count: float) -> str:
-    """``1.7 MB``, in powers of 1000, with two digits at least: ``135 MB``, ``0 B``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.1f} {unit}" if abs(count) < 9.95 and unit != "B" else f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def width() -> int:
     """Columns of the terminal; 80 where there is none or it is narrower."""
     return max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)

@@ -10,7 +10,7 @@ from quantkit.cli.present import wrapped
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.spec import QuantSpec
+    from quantkit.spec import KVSpec, QuantSpec
 
 PHASES = ("decode", "prefill")
 
@@ -50,24 +50,25 @@ def best_device() -> tuple[str, tuple[int, int] | None]:
     return ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
 
 
-def other_kernels(dtype: torch.dtype, hidden: int, dim: int, group: int, codec: str,
-                  plain: bool = True) -> list[dict[str, Any]]:
+def other_kernels(kv: KVSpec, dtype: torch.dtype, hidden: int, dim: int, group: int,
+                  refused: str | None = None) -> list[dict[str, Any]]:
     """Who runs what isn't a matrix product: ``op``, ``kernel``, and why not a kernel of our own.
 
     Args:
+        kv: how keys and values are kept.
         dtype: of the activations.
         hidden: size of a normalized row.
         dim: of a head.
         group: query heads a key head.
-        codec: of the KV cache, as it is written.
-        plain: the model's attention is Llama's.
+        refused: why the model isn't run as a program.
     """
     import dataclasses
 
-    from quantkit.ops.gpu import choices
+    from quantkit.kv.build import build_codings
+    from quantkit.kv.gpu import choices
 
     return [dataclasses.asdict(one)
-            for one in choices(best_device()[0], dtype, hidden, dim, group, codec, plain)]
+            for one in choices(build_codings(kv), dtype, hidden, dim, group, best_device()[0], refused)]
 
 
 def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, note, print_json, table, wrapped
+from quantkit.cli.present import note, print_json, table, wrapped
+from quantkit.units import human_bytes
 
 
 @click.command("push")

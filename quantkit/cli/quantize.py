@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.again import typed
-from quantkit.cli.present import human_bytes, print_json, show_warning, table, wrapped
+from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
+from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
     from quantkit.budget.choose import Choice

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import human_bytes, note, show_error, show_warning
+from quantkit.cli.present import note, show_error, show_warning
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
+from quantkit.units import bytes_of, human_bytes
 
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
@@ -35,6 +36,9 @@ MAX_NAME = 200
 @click.option("--name", help="What requests call the model; by default the last part of MODEL.")
 @click.option("--kv", metavar="TEXT", help='KV cache: int8, "window(1024, sinks=4)+int8", "snapkv(0.5)"; by '
                                            "default as the checkpoint says.")
+@click.option("--kv-memory", metavar="SIZE",
+              help="That the KV cache takes at once, 8GB or 500MiB; requests wait for room in it. By default "
+                   "it grows; on a GPU it takes what is left.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Sequences that are decoded side by side.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -47,8 +51,8 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="When it listens, print one JSON object: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            name: str | None, kv: str | None, max_batch: int, max_queue: int, drain_timeout: float,
-            revision: str | None, dtype: str, as_json: bool) -> None:
+            name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
+            drain_timeout: float, revision: str | None, dtype: str, as_json: bool) -> None:
     """Serve a model on this machine by OpenAI's API, with a page to chat with it.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -60,6 +64,9 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
     from quantkit.serve.server import Server, bind, is_loopback, url
 
     spec = None if kv is None else parse_kv(kv)
+    memory = None if kv_memory is None else bytes_of(kv_memory)
+    if kv_memory is not None and memory is None:
+        raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
         from quantkit.runtime.engine import Engine
@@ -68,7 +75,7 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
 
         note(f"loading {model}")
         loaded = load(model, revision=revision, dtype=dtype)
-        engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue)
+        engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory)
         note(_about(loaded, engine))
         loopback = is_loopback(bound)
         application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
@@ -133,7 +140,9 @@ def _about(loaded: LoadedModel, engine: Engine) -> str:
     return (f"loaded {loaded.label}: {human_bytes(loaded.weight_bytes)} of weights, {dtype} activations; "
             f"KV cache {cache.spec}: {human_bytes(cache.bytes_per_token)} a token, "
             f"{f'{human_bytes(waits)} until it is encoded, ' if waits else ''}"
-            f"context {loaded.config.max_position_embeddings}")
+            f"context {loaded.config.max_position_embeddings}"
+            + (f"; {human_bytes(cache.allocated_bytes)} taken for {engine.room.tokens:,} tokens of one text"
+               if engine.room is not None else ""))
 
 
 def _curl(address: str, name: str, loaded: LoadedModel, has_key: bool) -> str:

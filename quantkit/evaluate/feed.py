@@ -36,7 +36,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         last = ends and start + len(chunk) == len(ids)
         batch = cache.batch([row], "prefill_end" if last else "prefill")
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
-                              last=torch.tensor([len(chunk) - 1], device=device))
+                              last=torch.tensor([len(chunk) - 1]))
     return logits
 
 
@@ -57,7 +57,7 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
     while start < len(ids):
         room = MOST if every is None else min(MOST, every - (done + start) % every)
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
-        found.append(loaded.model(chunk, cache=cache.batch([row], "decode"))[0])
+        found.append(loaded.model(chunk, cache=cache.batch([row], "decode"))[0].clone())
         start += room
     return torch.cat(found)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.kv import gpu, watch
+from quantkit.kv import watch
 from quantkit.kv.base import Phase
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.read import Rows, attend
@@ -29,7 +29,7 @@ class Batch:
     :class:`~quantkit.models.decoder.KVCacheProtocol`."""
 
     def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase) -> None:
-        self.cache, self.phase, self._numbers = cache, phase, numbers
+        self.cache, self.phase, self.numbers = cache, phase, numbers
         self.sequences = rows = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in rows]
@@ -64,19 +64,13 @@ class Batch:
         cache = self.cache
         rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
         cos, sin = step.rotation(window)
-        if (on_gpu := gpu.fits(cache, q)):
-            q = gpu.rotate_and_store(cache, layer, rows, q, k, v, step, cos, sin)
-        else:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            if cache.codings.keys.turned:
-                q, k = rotation.rotate(q), _turned(k)
-            if cache.codings.values.turned:
-                v = _turned(v)
-            self._store(layer, rows, k, v, step.positions)
-        if on_gpu and gpu.decodes(cache, rows, q, window):
-            out = gpu.decode_attention(cache, layer, rows, q, step.positions)
-        else:
-            out = attend(cache, layer, rows, q, step.positions, window, self._shared)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache.codings.keys.turned:
+            q, k = rotation.rotate(q), _turned(k)
+        if cache.codings.values.turned:
+            v = _turned(v)
+        self._store(layer, rows, k, v, step.positions)
+        out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         if cache.codings.values.turned:
             out = rotation.unrotate(out)
         for row, (held, count) in enumerate(rows):
@@ -111,7 +105,7 @@ class Batch:
 
     def finish(self, counts: Sequence[int]) -> None:
         """Let the policy act on sequences that got so many tokens, in all layers."""
-        if all(policy.keeps_all for policy in self.cache.policies):
+        if self.cache.keeps_all:
             return
         for held, count in zip(self.sequences, counts, strict=True):
             for index, layer in enumerate(held.layers):
@@ -131,7 +125,7 @@ class Batch:
         if size is None or self.phase not in ("prefill", "prefill_end"):
             return
         counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
-        for row, (number, held, count) in enumerate(zip(self._numbers, self.sequences, counts)):
+        for row, (number, held, count) in enumerate(zip(self.numbers, self.sequences, counts)):
             held.tokens += ids[row, :count].tolist()
             if self.phase == "prefill_end" and count:
                 tokens, held.tokens = held.tokens, []

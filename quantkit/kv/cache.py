@@ -34,8 +34,10 @@ class KVCache:
         device: where pages lie.
 
     Attributes:
+        dtype, device: of keys and values as they are computed; where pages lie.
         policy: the one that was asked for.
         policies: of each layer: that one, or the window that the model itself has there.
+        keeps_all: whether none of them drops anything.
         stores: the layers' pages.
         bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where its
             tokens are encoded together. Vectors that wait take :attr:`waiting_bytes_per_token`.
@@ -50,8 +52,7 @@ class KVCache:
         self.codings = build_codings(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
         self.config, self.scale, self.softcap = config, config.attention_scale, config.attention_softcap
-        self.plain = config.plain_attention
-        self.device, self.moves = torch.device(device), Moves()
+        self.dtype, self.device, self.moves = dtype, torch.device(device), Moves()
         self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not one.keeps_all, self.device,
                              self.moves) for one in self._by_layer(build_policy(self.spec))]
         self.bytes_per_token, self.waiting_bytes_per_token = (
@@ -61,6 +62,7 @@ class KVCache:
         self._ids = itertools.count()
         self.policy = build_policy(self.spec, self._takes)
         self.policies = self._by_layer(self.policy)
+        self.keeps_all = all(one.keeps_all for one in self.policies)
 
     def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
         return by_layer(policy, self.config, self.codings.first)

@@ -1,83 +1,154 @@
-"""The GPU's way through the cache: one kernel rotates, encodes and stores, another reads the codes."""
+"""What GPU kernels do with a cache, and its pages as they are given them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
+    from quantkit.kv.base import Codings
     from quantkit.kv.cache import KVCache
     from quantkit.kv.held import HeldLayer
-    from quantkit.kv.read import Rows
-    from quantkit.models.layers import Step
-    from quantkit_kernels.triton.rope_kv import Pages
+    from quantkit.kv.store import Store
+    from quantkit_kernels.triton.cache import Coding, Pages, Side
+
+MAX_GROUP, MAX_HEAD = 16, 256
+MOST_WEIGHTS = 1 << 26
+"""Weights that are in memory at once, at most."""
+Over = Literal["sum", "mean", "peak"]
+_NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|turned)([234])(c?))$")
 
 
-def fits(cache: KVCache, q: torch.Tensor) -> bool:
-    """Whether both kernels take this cache with queries like ``q [B, H, T, D]``."""
-    if not (q.is_cuda or gpu.SIMULATE) or not cache.plain:
-        return False
-    codings, group = cache.codings, q.shape[1] // cache.heads
-    if codings.keys.name != codings.values.name or cache.stores[0].waiting is not None:
-        return False
-    codes = cache.pages[0].parts.get("k.codes", cache.pages[0].parts.get("k.values"))
-    return codes is not None and codes.device == q.device and gpu.kv_declines(
-        q.device.type, q.dtype, q.shape[-1], group, cache.codings.keys.name, codes.dtype) is None
+@dataclass(frozen=True)
+class Choice:
+    """Who runs an operation: ``triton`` or ``torch``, and why not the former."""
+
+    op: str
+    kernel: str
+    reason: str | None
 
 
-def rotate_and_store(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, k: torch.Tensor,
-                     v: torch.Tensor, step: Step, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotated queries ``[B, H, T, D]``; keys and values of the step are in the pages."""
-    from quantkit_kernels.triton.rope_kv import rope_kv
+def choices(codings: Codings, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
+            refused: str | None = None) -> Iterator[Choice]:
+    """Who runs what isn't a matrix product, for people.
 
-    batch, heads, length, dim = q.shape
-    slots = torch.full((batch, k.shape[1], length), -1, dtype=torch.int64)
-    for row, (held, count) in enumerate(rows):
-        new = cache.stores[layer].allocate(held, count)
-        slots[row, :, :count] = torch.tensor(new, dtype=torch.int64).view(-1, count)
-    cos, sin = (t[:, 0].expand(batch, length, dim).reshape(-1, dim).float() for t in (cos, sin))
-    half = sin[:, dim // 2:]  # the model's tables have the first half negated
-    q, k, v = (t.transpose(1, 2).reshape(batch * length, -1, dim) for t in (q, k, v))
-    pages = _pages(cache, layer)
-    out = rope_kv(q, k, v, cos, torch.cat((half, half), 1), pages,
-                  slots.transpose(1, 2).reshape(batch * length, -1).to(q.device),
-                  None if pages.positions is None else step.positions.reshape(-1))
-    return out.view(batch, length, heads, dim).transpose(1, 2)
+    Args:
+        codings, dtype, dim, group, device: as for :func:`declines`.
+        hidden: size of the rows that are normalized.
+        refused: why the model isn't run as a program.
+    """
+    norm = gpu.norm_declines(device, dtype, hidden)
+    yield Choice("rms_norm", "torch" if norm else "triton", norm)
+    reason = refused or declines(codings, dtype, dim, group, device)
+    for op in ("rope + KV write", "decode attention", "prefill attention"):
+        yield Choice(op, "torch" if reason else "triton", reason)
 
 
-def decodes(cache: KVCache, rows: Rows, q: torch.Tensor, window: int | None) -> bool:
-    """Whether the kernel attends for this step: one query a sequence, at most one window."""
-    return q.shape[2] == 1 and window is None and all(count == 1 for _, count in rows)
+def declines(codings: Codings, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
+    """Why no kernel writes and reads such a cache; ``None`` if they do.
+
+    Args:
+        codings: of keys and values.
+        dtype: of queries, keys and values.
+        dim: of a head.
+        group: query heads that share a key head.
+        device: where pages lie.
+    """
+    if (reason := gpu.unavailable(device, dtype)) is not None:
+        return reason
+    for one, other in ((codings.keys, "token"), (codings.values, "channel")):
+        if not (found := _NAMES.fullmatch(one.name)) or found[4] == other:
+            return f"has no kernel for the KV coding {one.name!r}"
+        if one.name == "bf16" and dtype != torch.bfloat16:
+            return f"takes pages of the model's dtype, not {one.name}"
+    if dim % 32 or dim > MAX_HEAD:
+        return f"takes head dimensions up to {MAX_HEAD} that 32 divides, not {dim}"
+    if group > MAX_GROUP:
+        return f"takes up to {MAX_GROUP} query heads a key head, not {group}"
+    return None
 
 
-def decode_attention(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor,
-                     positions: torch.Tensor) -> torch.Tensor:
-    """``q [B, H, 1, D]`` over the pages of each row's sequence → the same shape."""
-    from quantkit_kernels.triton.paged_attention import paged_attention
+def coding_of(name: str, dtype: torch.dtype) -> Coding:
+    """What kernels call a coding that :func:`declines` doesn't."""
+    from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, Coding
 
-    held = [one for one, _ in rows]
-    window, sinks = cache.policies[layer].visible or (None, 0)
-    lengths = torch.tensor([one.lengths.tolist() for one in held], dtype=torch.int32).to(q.device)
-    out = paged_attention(q[:, :, 0], _pages(cache, layer), _tables(cache, layer, held), lengths,
-                          window=window, sinks=sinks, query_positions=positions[:, 0])
-    return out[:, :, None]
-
-
-def _pages(cache: KVCache, layer: int) -> Pages:
-    from quantkit_kernels.triton.rope_kv import Pages
-
-    parts = cache.pages[layer].parts
-    name = "codes" if "k.codes" in parts else "values"
-    return Pages(parts[f"k.{name}"], parts[f"v.{name}"], parts.get("k.scale"), parts.get("v.scale"),
-                 parts.get("positions"))
+    found = _NAMES.fullmatch(name)
+    assert found is not None
+    if found[1]:
+        return Coding(PLAIN, 8 * dtype.itemsize)
+    if found[4]:
+        return Coding(found[4], int(found[5]), bool(found[6]))
+    return Coding(INT8 if found[2] else FP8, 8)
 
 
-def _tables(cache: KVCache, layer: int, held: list[HeldLayer]) -> torch.Tensor:
-    """int32 ``[B, Hkv, W]``, filled up with page 0."""
-    tables = [cache.stores[layer].table(one) for one in held]
-    most = max(table.shape[1] for table in tables)
-    return torch.stack([torch.nn.functional.pad(table, (0, most - table.shape[1]))
-                        for table in tables]).to(torch.int32)
+def pages_of(store: Store, codings: Codings, dtype: torch.dtype) -> Pages:
+    """A layer's, as they lie now."""
+    from quantkit_kernels.triton.cache import Pages, Side
+
+    parts = store.pages.parts
+    waits = {} if store.waiting is None else store.waiting.parts
+
+    def side(letter: str, name: str) -> Side:
+        return Side(coding_of(name, dtype),
+                    parts[f"{letter}.values" if f"{letter}.values" in parts else f"{letter}.codes"],
+                    parts.get(f"{letter}.scale"), parts.get(f"{letter}.low", parts.get(f"{letter}.mean")),
+                    waits.get(f"{letter}.values"))
+
+    return Pages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
+                 waits.get("positions"))
+
+
+def reads(cache: KVCache) -> bool:
+    """Whether kernels read this cache."""
+    config = cache.config
+    return declines(cache.codings, cache.dtype, config.head_dim, config.num_heads // config.num_kv_heads,
+                    cache.device.type) is None
+
+
+def looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int,
+           over: Over) -> torch.Tensor:
+    """Where queries look.
+
+    Args:
+        cache, layer, held: a layer of a sequence; nothing was dropped since the first of these queries.
+        q: ``[H, n, D]`` of the positions before ``end``, rotated and scaled.
+        end: the position after the last.
+        over: of the weights over queries the sum or mean, mean over a key head's query heads; or the largest.
+
+    Returns:
+        float32 ``[Hkv, S]``.
+    """
+    from quantkit_kernels.triton.attention_weights import attention_weights
+    from quantkit_kernels.triton.cache import Step, Tables
+
+    store, config, codings = cache.stores[layer], cache.config, cache.codings
+    count, most = q.shape[1], int(held.lengths.max())
+    scale = config.head_dim**-0.5 if cache.scale is None else cache.scale
+
+    def whole(values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=cache.device)[None, None].contiguous()
+
+    waits = store.waiting is not None
+    seen = torch.full((1,), end, dtype=torch.int32, device=cache.device)
+    tables = Tables(whole(store.table(held)), whole(held.lengths.copy()), seen,
+                    whole(store.table(held, "waiting")) if waits else None,
+                    whole(held.starts.copy()) if waits else None, codings.recent, codings.first)
+    # as they were computed: what they were multiplied by is taken back, and rounding is undone
+    rows = (q / scale).to(cache.dtype).transpose(0, 1).contiguous()
+    pages = pages_of(store, codings, cache.dtype)
+    found = torch.zeros(cache.heads, most, device=cache.device)
+    for start in range(0, count, portion := max(1, MOST_WEIGHTS // (cache.heads * most))):
+        some = rows[start:start + portion]
+        places = torch.arange(start - count, start - count + len(some), dtype=torch.int32,
+                              device=cache.device)
+        step = Step(torch.stack((torch.zeros_like(places), places), 1).contiguous(), most)
+        weights = attention_weights(some, pages, tables, step, 0, scale=scale, softcap=cache.softcap,
+                                    window=config.sliding_windows[layer], peaks=over == "peak")
+        found = torch.maximum(found, weights.amax(0)) if over == "peak" else found + weights.sum(0)
+    return found / count if over == "mean" else found

@@ -122,7 +122,7 @@ class HeldSequence:
             return
         self.table = _table([layer.pages for layer in self.layers])
         self.waiting = _table([layer.waiting for layer in self.layers])
-        held, waits = (PAGE * np.array([[len(own) for own in rows] for rows in pages]) for pages in (
+        held, waits = (PAGE * np.array([[*map(len, rows)] for rows in pages]) for pages in (
             [layer.pages for layer in self.layers], [layer.waiting for layer in self.layers]))
         room = held - self.lengths if recent is None else np.minimum(
             held + (self.first + PAGE - 1 + recent) - self.lengths,
@@ -156,9 +156,12 @@ class HeldSequence:
 
 def _table(layers: Sequence[Sequence[Sequence[int]]]) -> Table:
     """Page numbers, filled up with 0."""
-    width = max(len(pages) for heads in layers for pages in heads)
-    table = np.zeros((len(layers), len(layers[0]), width), np.int32)
-    for rows, heads in zip(table, layers):
-        for row, pages in zip(rows, heads):
-            row[:len(pages)] = pages
-    return table
+    flat = [pages for heads in layers for pages in heads]
+    sizes = set(map(len, flat))
+    width = max(sizes)
+    if len(sizes) == 1:
+        return np.array(flat, np.int32).reshape(len(layers), len(layers[0]), width)
+    table = np.zeros((len(flat), width), np.int32)
+    for row, pages in zip(table, flat):
+        row[:len(pages)] = pages
+    return table.reshape(len(layers), len(layers[0]), width)

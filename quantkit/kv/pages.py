@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ class Pages:
         self.parts = {name: torch.zeros(0, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
-        self._free: list[int] = []  # highest first, so that the lowest is taken
+        self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
-        self._total, self._moves = 0, moves or Moves()
+        self._total = self._least = 0
+        self._moves = moves or Moves()
 
     @property
     def used(self) -> int:
@@ -66,7 +68,13 @@ class Pages:
         """So many pages, the lowest free ones."""
         if count > len(self._free):
             self._resize(_grown(self._total, self.used + count))
-        return [self._free.pop() for _ in range(count)]
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def keep(self, total: int) -> None:
+        """So many pages exist from now on, in use or not; they don't move unless more are taken."""
+        self._least = total
+        if total > self._total:
+            self._resize(total)
 
     def share(self, pages: Iterable[int]) -> None:
         """One more holder of each: nobody's to write now, and free when all have given it back."""
@@ -77,15 +85,16 @@ class Pages:
         """A holder's pages back."""
         for page in pages:
             if page not in self._more:
-                self._free.append(page)
+                heapq.heappush(self._free, page)
             elif self._more[page] == 1:
                 del self._more[page]
             else:
                 self._more[page] -= 1
-        self._free.sort(reverse=True)
 
     def own(self, pages: list[int], begin: int) -> bool:
         """Make a holder's pages from the ``begin``-th on its own, in place; whether any was shared."""
+        if not self._more:
+            return False
         places = [at for at in range(begin, len(pages)) if pages[at] in self._more]
         if places:
             old, new = [pages[at] for at in places], self.take(len(places))
@@ -102,18 +111,18 @@ class Pages:
         Returns:
             old → new number of every page that moved, or ``None`` if none did. Tables must follow.
         """
-        if len(self._free) * 4 <= self._total:
+        size = max(self.used, self._least)
+        if (self._total - size) * 4 <= self._total:
             return None
-        size = self.used
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
         parts = {name: part[:size].clone() for name, part in self.parts.items()}
-        for name, part in parts.items() if holes else ():
-            part[holes] = self.parts[name][high]
+        for name, part in parts.items() if high else ():
+            part[holes[:len(high)]] = self.parts[name][high]
         self.parts.update(parts)  # all or, where memory is short, none
-        self._free, self._total = [], size
+        self._free, self._total = holes[len(high):], size
         self._moves.count += 1
-        moved = dict(zip(high, holes, strict=True))
+        moved = dict(zip(high, holes))
         self._more = {moved.get(page, page): count for page, count in self._more.items()}
         return moved or None
 
@@ -148,7 +157,7 @@ class Pages:
         for name, part in parts.items():
             part[:self._total] = self.parts[name]
         self.parts.update(parts)  # all or, where memory is short, none
-        self._free = [*range(total - 1, self._total - 1, -1), *self._free]
+        self._free += range(self._total, total)  # above all others: it stays a heap
         self._total = total
         self._moves.count += 1
 

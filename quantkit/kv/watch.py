@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quantkit.kv import gpu
 from quantkit.kv.asked import SINKS, Asked, Moments
 from quantkit.kv.base import Held, Phase
 from quantkit.models.layers import Step
@@ -17,6 +18,11 @@ from quantkit.ops.rope import rotate
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
     from quantkit.kv.held import HeldLayer, HeldSequence
+
+OVER: dict[gpu.Over, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda weights: weights.sum(1).mean(0), "mean": lambda weights: weights.mean((0, 1)),
+    "peak": lambda weights: weights.amax((0, 1))}
+
 
 def listen(cache: KVCache, sequence: HeldSequence, phase: Phase) -> None:
     """Before a step: keep its queries if the policy will ask for them, and none if it won't."""
@@ -53,12 +59,12 @@ def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
         return
     q = held.asked.last(layer, end, count)
     if watches == "sums":
-        new = _looked(cache, layer, held, q, end, lambda weights: weights.sum(1).mean(0))
+        new = _looked(cache, layer, held, q, end, "sum")
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
     elif watches == "peaks":
-        new = _looked(cache, layer, held, q, end, lambda weights: weights.amax((0, 1)))
+        new = _looked(cache, layer, held, q, end, "peak")
         if held.sums is not None:
             before = new[:, :held.sums.shape[1]]
             torch.maximum(before, held.sums, out=before)
@@ -78,7 +84,7 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
 
     def weights() -> torch.Tensor:
         q = held.asked.last(layer, seen, policy.queries)
-        return _looked(cache, layer, held, q, seen, lambda weights: weights.mean((0, 1)))
+        return _looked(cache, layer, held, q, seen, "mean")
 
     def sums() -> torch.Tensor:
         if policy.replays is None:
@@ -96,16 +102,19 @@ def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
 
 
 def _looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int,
-            over: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """float32 ``[Hkv, S]``: ``over`` the weights ``[G, n, S]`` of scaled queries ``[H, n, D]`` up to ``end``.
+            over: gpu.Over) -> torch.Tensor:
+    """float32 ``[Hkv, S]``: of the weights ``[G, n, S]`` of scaled queries ``[H, n, D]`` up to ``end`` the
+    sum or mean over queries, mean over heads; or the largest.
 
     A key head at a time: that bounds the weights in memory.
     """
     store, config = cache.stores[layer], cache.config
+    if gpu.reads(cache):
+        return gpu.looked(cache, layer, held, q, end, over)
     keys, positions = store.read(held, "k"), store.positions(held)
     heads = zip(q.chunk(len(keys)), keys.split(1), positions.split(1))
     window = config.sliding_windows[layer]
-    return torch.stack([over(attention_weights(mine, key, at, end, 1.0, cache.softcap, window)[0])
+    return torch.stack([OVER[over](attention_weights(mine, key, at, end, 1.0, cache.softcap, window)[0])
                         for mine, key, at in heads])
 
 

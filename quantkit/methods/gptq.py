@@ -36,6 +36,7 @@ from quantkit.methods.grid import (
     to_codes,
 )
 from quantkit.methods.hessian import NO_BETTER, Factors, damped, factorize, hessian_of, losses
+from quantkit.ops import gpu
 from quantkit.spec import QuantSpec
 
 TOGETHER = 1 << 24
@@ -187,33 +188,50 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
     work = torch.stack([weight.T[mine] for weight, mine in zip(weights, order, strict=True)])
     linears, count, out = work.shape
     scales, zeros = by_column(grids, out)
-    places = order // (count // scales.shape[1])
+    groups = order // (count // scales.shape[1])
+    fused = spec.kind == "int" and gpu.unavailable(work.device.type, work.dtype) is None
+    if fused:
+        from quantkit_kernels.triton.gptq import LONGEST, solve_block
+
+        block = min(block, LONGEST)
+    levels = torch.empty_like(work)
+    errors = torch.empty(linears, min(block, count), out, device=work.device)
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        here = slice(start, stop)
+        corner, found = upper[:, here, here], errors[:, :stop - start]
+        if fused:
+            solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec.bits, levels[:, here],
+                        found)
+        else:
+            _solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec, levels[:, here], found)
+        work[:, stop:].baddbmm_(upper[:, here, stop:].mT, found, alpha=-1)
+    solved = torch.empty_like(levels)
+    for mine, one, made in zip(order, levels, solved, strict=True):
+        made[mine] = one
+    return solved.mT.contiguous()
+
+
+def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
+                 places: torch.Tensor, spec: QuantSpec, levels: torch.Tensor, errors: torch.Tensor) -> None:
+    """Some columns: writes ``levels`` and ``errors``, ``[linears, columns, out]``; uses ``work`` up."""
+    linears, count, out = work.shape
     lines: slice | torch.Tensor = torch.arange(linears, device=work.device)
     groups: Sequence[int | torch.Tensor] = places.T.unbind()
     if linears == 1:  # spares copies
         lines, groups = slice(None), places[0].tolist()
     pivots = upper.diagonal(dim1=1, dim2=2).T.unsqueeze(-1).unbind()
-    block = min(block, count)
-    levels, errors = torch.empty_like(work), torch.empty(linears, block, out, device=work.device)
-    inner = max(1, min(block, at_once(work.device) // (linears * out)))
-    for start in range(0, count, block):
-        stop = min(start + block, count)
-        for first in range(start, stop, inner):
-            last = min(first + inner, stop)
-            for i in range(first, last):
-                scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
-                level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
-                error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i - start])
-                error.div_(pivots[i])
-                if i + 1 < last:
-                    work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)
-            work[:, last:stop].baddbmm_(upper[:, first:last, last:stop].mT,
-                                        errors[:, first - start:last - start], alpha=-1)
-        work[:, stop:].baddbmm_(upper[:, start:stop, stop:].mT, errors[:, :stop - start], alpha=-1)
-    solved = torch.empty_like(levels)
-    for mine, one, made in zip(order, levels, solved, strict=True):
-        made[mine] = one
-    return solved.mT.contiguous()
+    inner = max(1, min(count, at_once(work.device) // (linears * out)))
+    for first in range(0, count, inner):
+        last = min(first + inner, count)
+        for i in range(first, last):
+            scale, zero = scales[lines, groups[i]], zeros[lines, groups[i]]
+            level = settle_(torch.div(work[:, i], scale, out=levels[:, i]), zero, spec)
+            error = torch.sub(work[:, i], (level - zero).mul_(scale), out=errors[:, i])
+            error.div_(pivots[i])
+            if i + 1 < last:
+                work[:, i + 1:last].addcmul_(upper[:, i, i + 1:last, None], error[:, None], value=-1)
+        work[:, last:].baddbmm_(upper[:, first:last, last:].mT, errors[:, first:last], alpha=-1)
 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,

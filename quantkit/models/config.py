@@ -93,11 +93,6 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
 
-    @property
-    def plain_attention(self) -> bool:
-        """Whether whole heads are rotated, and scores are neither capped nor scaled in a way of their own."""
-        return self.attention_scale is None and self.attention_softcap is None and self.rope.partial == 1.0
-
     def rope_of(self, window: int | None) -> RopeConfig:
         """The rope of layers with this window."""
         return self.rope if window is None else self.local_rope or self.rope

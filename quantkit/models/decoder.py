@@ -12,6 +12,7 @@ from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.activation import softcapped
+from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.embedding import Table
 
 
@@ -99,11 +100,13 @@ class LanguageModel(Protocol):
     Attributes:
         config: its shape.
         dtype, device: of its plain weights.
+        decode_rows: sequences that decode side by side without an effect on each other, at most.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    decode_rows: int
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -129,10 +132,13 @@ class CausalLM:
         device: where it computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
+        decode_rows: as :class:`LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
     """
+
+    decode_rows = DECODE_ROWS
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config

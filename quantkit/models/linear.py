@@ -10,6 +10,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.embedding import Table
 from quantkit.ops.linear import linear
+from quantkit.ops.placed import Placed
 
 Watcher = Callable[..., None]
 """Takes a Linear's inputs or results; and, if they aren't all, which of the step's tokens they are."""
@@ -25,7 +26,7 @@ class Linear:
 
     __slots__ = ("bias", "name", "observer", "on_output", "weight")
 
-    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed,
+    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed | Placed,
                  bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
         self.observer: Watcher | None = None
@@ -39,6 +40,7 @@ class Linear:
     def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         if self.observer is not None:
             self.observer(x) if rows is None else self.observer(x, rows)
+        assert not isinstance(self.weight, Placed), "a program has this weight"
         y = linear(x, self.weight, self.bias)
         if self.on_output is not None:
             self.on_output(y) if rows is None else self.on_output(y, rows)

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed, isa, pool
+from quantkit.ops.placed import Placed
 from quantkit.progress import tell_compiling
 
-Table = torch.Tensor | QuantizedTensor | Packed
+Table = torch.Tensor | QuantizedTensor | Packed | Placed
 """An embedding ``[vocab, size]``: plain, as it is stored, or as a kernel multiplies by it."""
 
 
@@ -19,6 +20,7 @@ def embed(ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
     Raises:
         IndexError: an id isn't in the table.
     """
+    assert not isinstance(table, Placed), "a program has this table"
     if isinstance(table, torch.Tensor):
         return F.embedding(ids, table).to(dtype)
     flat = ids.reshape(-1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed, multiply
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
+from quantkit.ops.placed import Placed
 from quantkit.ops.rotation import rotate
 
 BLOCK_ELEMENTS = 2**20
@@ -25,10 +26,10 @@ def query_for(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device,
                        weight.format, weight.spec, phase)
 
 
-def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed, dtype: torch.dtype, device: torch.device,
-                phase: Phase) -> str:
+def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed | Placed, dtype: torch.dtype,
+                device: torch.device, phase: Phase) -> str:
     """Of the kernel with which :func:`linear` multiplies activations of ``dtype`` on ``device``."""
-    if isinstance(weight, Packed):
+    if isinstance(weight, Packed | Placed):
         return weight.name
     if isinstance(weight, torch.Tensor):
         return "torch"

@@ -1,4 +1,4 @@
-"""Triton's matrix products for 8-bit, 4-bit and NF4 weights, as kernels that the dispatch chooses from.
+"""Triton's matrix products for integers, fp8 and NF4, as kernels that the dispatch chooses from.
 
 A weight is repacked once, from its codes; whatever format it is stored in. The kernels themselves are in
 ``quantkit_kernels.triton``; triton is imported when a weight is first prepared.
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.matmul import Packed
+    from quantkit_kernels.triton.packed import Packed
 
 GROUPS = (32, 64)
 """Group sizes besides the multiples of 128."""
 NF4_BLOCK = 64
 
 
-def _common(query: KernelQuery, kind: str, bits: int) -> str | None:
-    """Reasons that hold for all of them."""
+def _common(query: KernelQuery, kind: str, bits: tuple[int, ...], rounded: bool = False) -> str | None:
+    """Reasons that hold for all of them; ``rounded``: activations are."""
     if query.op != "linear":
         return f"implements linear, not {query.op}"
     if (reason := gpu.unavailable(query.device, query.dtype)) is not None:
@@ -32,53 +32,114 @@ def _common(query: KernelQuery, kind: str, bits: int) -> str | None:
         return "takes 16-bit activations, not float32"
     if query.spec.kind != kind:
         return f"multiplies {kind}, not {query.spec.kind}"
-    if query.spec.bits != bits:
-        return f"multiplies {bits}-bit weights, not {query.spec.bits}-bit"
-    if query.spec.activations:
-        return "leaves activations as they are"
+    if query.spec.bits not in bits:
+        return f"multiplies {'- and '.join(map(str, bits))}-bit weights, not {query.spec.bits}-bit"
+    if bool(query.spec.activations) != rounded:
+        return "rounds activations to 8 bits" if rounded else "leaves activations as they are"
     return None
 
 
-class W8A16:
-    """int8 weights with one scale a row."""
+def _scale_a_row(query: KernelQuery) -> str | None:
+    if not query.spec.symmetric:
+        return "has no zero point"
+    if query.spec.granularity.strategy not in ("channel", "tensor"):
+        return f"takes one scale a row, not {query.spec.granularity}"
+    return None
 
-    name = "triton-w8a16"
+
+class TritonKernel:
+    """What all of them share."""
+
+    name: str
     order = 50
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Anything but 8-bit symmetric weights with one scale a row (or a tensor)."""
-        if (reason := _common(query, "int", 8)) is not None:
-            return reason
-        if not query.spec.symmetric:
-            return "has no zero point"
-        if query.spec.granularity.strategy not in ("channel", "tensor"):
-            return f"takes one scale a row, not {query.spec.granularity}"
-        return None
+        """See :class:`~quantkit.ops.dispatch.Kernel`."""
+        raise NotImplementedError
+
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """Codes in the tensor core's order; ``gated``: see :class:`quantkit_kernels.triton.packed.Packed`."""
+        raise NotImplementedError
 
     def prepare(self, weight: QuantizedTensor) -> Packed:
         """Codes in the tensor core's order."""
-        from quantkit_kernels.triton.w8a16 import pack
-
-        codes = codes_of(weight)
-        signed = (codes.codes ^ 128).view(torch.int8)
-        return pack(signed, codes.scale.expand(weight.shape[0], 1).reshape(-1))
+        return self.pack(codes_of(weight))
 
     def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.w8a16 import w8a16
+        from quantkit_kernels.triton.matmul import multiply
 
-        return w8a16(x, prepared)
+        return multiply(x, prepared)
 
 
-class W4A16:
-    """int4 weights in groups, with or without zero points."""
+class W8A16(TritonKernel):
+    """int8 weights with one scale a row."""
 
-    name = "triton-w4a16"
-    order = 50
+    name = "triton-w8a16"
 
     def declines(self, query: KernelQuery) -> str | None:
-        """Anything but 4-bit weights in groups of 32, 64 or a multiple of 128, or with a scale a row."""
-        if (reason := _common(query, "int", 4)) is not None:
+        """Anything but 8-bit symmetric weights with one scale a row (or a tensor)."""
+        return _common(query, "int", (8,)) or _scale_a_row(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """See there."""
+        from quantkit_kernels.triton.w8a16 import pack
+
+        return pack(_signed(codes), _by_row(codes), gated=gated)
+
+
+class FP8(TritonKernel):
+    """e4m3 weights with one scale a row."""
+
+    name = "triton-fp8"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but fp8 weights with one scale a row (or a tensor)."""
+        return _common(query, "fp", (8,)) or _scale_a_row(query)
+
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """Their bits are where the decoder wants them."""
+        from quantkit_kernels.triton.fp8 import pack
+
+        return pack(codes.codes, _by_row(codes), gated=gated)
+
+
+class W8A8(TritonKernel):
+    """int8 or e4m3 weights with one scale a row, by activations of the same kind with one scale a token."""
+
+    name = "triton-w8a8"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but 8 bits with one scale a row (or a tensor) and rounded activations."""
+        kind = "fp" if query.spec.kind == "fp" else "int"
+        if (reason := _common(query, kind, (8,), rounded=True) or _scale_a_row(query)) is not None:
+            return reason
+        return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
+
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """See there."""
+        from quantkit_kernels.triton.w8a8 import pack
+
+        floats = codes.spec.kind == "fp"
+        return pack(codes.codes.view(torch.float8_e4m3fn) if floats else _signed(codes), _by_row(codes),
+                    gated=gated)
+
+    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit_kernels.triton.levels import quantize
+        from quantkit_kernels.triton.matmul import multiply
+
+        return multiply(quantize(x, prepared.decoder.takes[0]), prepared)
+
+
+class W4A16(TritonKernel):
+    """Integers of up to 4 bits in groups, with or without zero points."""
+
+    name = "triton-w4a16"
+
+    def declines(self, query: KernelQuery) -> str | None:
+        """Anything but 2 to 4 bits in groups of 32, 64 or a multiple of 128, or with a scale a row."""
+        if (reason := _common(query, "int", (2, 3, 4))) is not None:
             return reason
         spec = query.spec
         strategy, size = spec.granularity.strategy, spec.granularity.size or 0
@@ -91,33 +152,26 @@ class W4A16:
             return "keeps scales beside zero points in 16 bits, which would round float32 ones"
         return None
 
-    def prepare(self, weight: QuantizedTensor) -> Packed:
-        """Codes in the tensor core's order."""
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """Fewer bits lie in four, symmetric ones around the same middle."""
         from quantkit_kernels.triton.w4a16 import pack
 
-        codes = codes_of(weight)
-        scale = codes.scale
+        scale, levels = codes.scale, codes.codes
         if scale.shape[0] == 1:
-            scale = scale.expand(weight.shape[0], -1)
-        zero = None if codes.zero is None else codes.zero.expand_as(scale)
-        return pack(codes.codes, scale, zero)
-
-    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.w4a16 import w4a16
-
-        return w4a16(x, prepared)
+            scale = scale.expand(levels.shape[0], -1)
+        if codes.zero is None:
+            return pack(levels + (8 - 2**(codes.spec.bits - 1)), scale, gated=gated)
+        return pack(levels, scale, codes.zero.expand_as(scale), gated=gated)
 
 
-class NF4:
+class NF4(TritonKernel):
     """NF4 weights in blocks of 64 that don't cross rows; nested scales are unfolded once."""
 
     name = "triton-nf4"
-    order = 50
 
     def declines(self, query: KernelQuery) -> str | None:
         """Anything but NF4 in blocks of 64, with rows of whole blocks."""
-        if (reason := _common(query, "nf", 4)) is not None:
+        if (reason := _common(query, "nf", (4,))) is not None:
             return reason
         if query.spec.granularity.size != NF4_BLOCK:
             return f"takes blocks of {NF4_BLOCK}, not {query.spec.granularity}"
@@ -125,18 +179,21 @@ class NF4:
             return f"needs in_features divisible by {NF4_BLOCK}, not {query.k}"
         return None
 
-    def prepare(self, weight: QuantizedTensor) -> Packed:
-        """Codes in the tensor core's order."""
+    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+        """See there."""
         from quantkit_kernels.triton.nf4 import pack
 
-        codes = codes_of(weight)
-        return pack(codes.codes, codes.scale)
-
-    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype."""
-        from quantkit_kernels.triton.nf4 import nf4
-
-        return nf4(x, prepared)
+        return pack(codes.codes, codes.scale, gated=gated)
 
 
-W8, W4, NF = W8A16(), W4A16(), NF4()
+def _signed(codes: Codes) -> torch.Tensor:
+    """int8 of 8-bit codes, whose middle is 128."""
+    return (codes.codes ^ 128).view(torch.int8)
+
+
+def _by_row(codes: Codes) -> torch.Tensor:
+    """float32 ``[n]``."""
+    return codes.scale.expand(codes.codes.shape[0], 1).reshape(-1)
+
+
+W8, W4, NF, FP, INT = W8A16(), W4A16(), NF4(), FP8(), W8A8()

@@ -29,13 +29,15 @@ def addresses(store: Store) -> dict[str, int]:
         *(f"{side}_{part}" for side in "kv" for part in PARTS))}
 
 
-def angles(config: ModelConfig, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every layer, cosines and sines of so many positions, float32 ``[size, D / 2]``."""
+def angles(config: ModelConfig, size: int,
+           device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every layer, cosines and sines of so many positions, float32 ``[size, D / 2]``; layers that turn
+    alike share them."""
     made: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
     for window in config.sliding_windows:
         if (rope := config.rope_of(window)) not in made:
             angle = torch.arange(size)[:, None].float() * inverse_frequencies(
                 rope, config.head_dim, torch.device("cpu"))
             cos, sin = (wave * rope.attention_factor for wave in (angle.cos(), angle.sin()))
-            made[rope] = cos.contiguous(), sin.contiguous()
+            made[rope] = cos.contiguous().to(device), sin.contiguous().to(device)
         yield made[rope]

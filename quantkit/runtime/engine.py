@@ -13,9 +13,10 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
-from quantkit.ops.dispatch import DECODE_ROWS
+from quantkit.kv.room import Room
+from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sampler import Sampling, choose
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
 from quantkit.spec import KVSpec
 
@@ -56,19 +57,26 @@ class Engine:
         kv: how keys and values are kept; by default as the model's checkpoint says.
         max_batch: sequences that decode side by side.
         max_queue: requests that may wait.
+        memory: bytes that the KV cache may take; all of it is taken at once, and a request waits until there
+            is room for it. By default the cache grows and shrinks, and on a GPU takes what is left there.
 
     Attributes:
         cache: the KV cache.
+        room: who has how much of it, if its size is fixed.
         timing: so far.
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, max_batch: int = 8,
-                 max_queue: int = 64) -> None:
+                 max_queue: int = 64, memory: int | None = None) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
         self.loaded, self._max_batch, self._max_queue = loaded, max_batch, max_queue
         self.cache = KVCache(loaded.config, kv or loaded.kv, loaded.dtype, loaded.model.device)
+        self.room = None
+        if (size := spare_bytes(loaded.model) if memory is None else memory) is not None:
+            self.room = Room(self.cache, size, max_batch, loaded.config.max_position_embeddings,
+                              PREFILL_CHUNK)
         self.timing = Timing()
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
@@ -95,11 +103,14 @@ class Engine:
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
         Raises:
-            UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError).
+            UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError, or the KV
+                cache's memory).
             EngineFull: too many wait.
             EngineClosed: it is draining or closed.
         """
         check_request(self.loaded, prompt, sampling)
+        if self.room is not None:
+            self.room.check(len(prompt), len(prompt) + sampling.max_tokens)
         with self._changed:
             if self._refusing:
                 raise EngineClosed("no more requests are taken", why="it is about to end")
@@ -129,8 +140,9 @@ class Engine:
         if self._running:
             running = list(self._running)
             # no more rows at once than what is independent of its neighbours
-            for start in range(0, len(running), DECODE_ROWS):
-                self._decode(running[start:start + DECODE_ROWS])
+            most = self.loaded.model.decode_rows
+            for start in range(0, len(running), most):
+                self._decode(running[start:start + most])
             worked = True
         self._retire()
         return worked
@@ -179,6 +191,8 @@ class Engine:
         return bool(self._waiting or self._prefilling or self._running)
 
     def _loop(self) -> None:
+        if self.loaded.model.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.model.device)  # a thread's own
         while not self._closed:
             try:
                 self._step()
@@ -203,7 +217,7 @@ class Engine:
                 self._waiting.remove(ticket)
         if self._prefilling is not None and self._prefilling.cancelled:
             gone.append(self._prefilling)
-            self.cache.free([self._prefilling.row])
+            self._free([self._prefilling])
             self._prefilling = None
         gone += [ticket for ticket in self._running if ticket.cancelled]
         for ticket in gone:
@@ -215,7 +229,12 @@ class Engine:
         with self._changed:
             if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
                 first = self._waiting[0]  # should it fail, the request still waits
-                first.row = self.cache.add(len(first.prompt) + first.sampling.max_tokens)
+                size = len(first.prompt), len(first.prompt) + first.sampling.max_tokens
+                if self.room is not None and not self.room.fits(*size):
+                    return
+                first.row = self.cache.add(size[1])
+                if self.room is not None:
+                    self.room.promise(first.row, *size)
                 self._prefilling = self._waiting.popleft()
 
     def _prefill(self) -> bool:
@@ -229,7 +248,7 @@ class Engine:
         batch = self.cache.batch([ticket.row], "prefill_end" if end else "prefill")
         try:
             ids = torch.tensor([chunk], device=self.loaded.model.device)
-            last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1], device=ids.device)
+            last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1])
             logits = self.loaded.model(ids, cache=batch, last=last)
             ticket.fed += len(chunk)
             if last is None:
@@ -238,8 +257,7 @@ class Engine:
             if end:
                 self._running.append(ticket)
                 self._prefilling = None
-                ticket.push(logits[0])
-                self._generated += 1
+                self._push([ticket], logits)
         except Exception as error:  # of one request; the others go on
             self._fail(ticket, error)
         self.timing.prefill_tokens += len(chunk)
@@ -261,14 +279,27 @@ class Engine:
             for ticket in rows:
                 self._fail(ticket, error)
             return
-        for ticket, row in zip(rows, logits, strict=True):
+        self._push(rows, logits)
+        self.timing.decode_tokens += len(rows)
+        self.timing.decode_s += time.perf_counter() - begin
+
+    def _push(self, tickets: list[Ticket], logits: torch.Tensor) -> None:
+        """The next token of each, from ``logits [n, vocab]``."""
+        try:
+            chosen = choose(logits, [ticket.sampler for ticket in tickets],
+                            [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
+        except Exception as error:  # the model has had its step: none of them can go on
+            for ticket in tickets:
+                self._fail(ticket, error)
+            return
+        for ticket, token, row in zip(tickets, chosen, logits, strict=True):
             try:
-                ticket.push(row)
+                if isinstance(token, QuantkitError):
+                    raise token
+                ticket.push(token, row)
                 self._generated += 1
             except Exception as error:
                 self._fail(ticket, error)
-        self.timing.decode_tokens += len(rows)
-        self.timing.decode_s += time.perf_counter() - begin
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """Forget a sequence, give back its pages and tell its listener."""
@@ -276,11 +307,18 @@ class Engine:
             self._prefilling = None
         if ticket in self._running:
             self._running.remove(ticket)
-        self.cache.free([ticket.row])
+        self._free([ticket])
         try:
             ticket.fail(error)
         except Exception as unheard:  # nobody listens, or the listener fails
             self._unheard.append(unheard)
+
+    def _free(self, tickets: Sequence[Ticket]) -> None:
+        """Their memory is others' now."""
+        self.cache.free([ticket.row for ticket in tickets])
+        if self.room is not None:
+            for ticket in tickets:
+                self.room.release(ticket.row)
 
     def _raise(self) -> None:
         if self._unheard:
@@ -290,5 +328,5 @@ class Engine:
     def _retire(self) -> None:
         done = [ticket for ticket in self._running if ticket.done]
         if done:
-            self.cache.free([ticket.row for ticket in done])
+            self._free(done)
             self._running = [ticket for ticket in self._running if not ticket.done]

@@ -7,7 +7,7 @@ a row the same bits whatever other rows are there: so a request's tokens depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +19,11 @@ from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.dispatch import Kernel, choose
+from quantkit.ops.dispatch import DECODE_ROWS, Kernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.buffers import MOST_ROWS, packed_of
-from quantkit.runtime.step import Piece, StepProgram
+from quantkit.runtime.pieces import joined, only, padded, picked, pieces_of
+from quantkit.runtime.step import StepProgram
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ class FusedModel:
 
     Attributes:
         config, dtype, device: the model's.
+        decode_rows: sequences that decode side by side.
     """
+
+    decode_rows = DECODE_ROWS
 
     def __init__(self, model: CausalLM, read: Callable[[], None] = lambda: None) -> None:
         if isinstance(model.head.weight, torch.Tensor):
@@ -138,19 +142,13 @@ class FusedModel:
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
-            _only(int(at), count) for at, count in zip(last, counts, strict=True)]
-        parts = []
-        for pieces in _pieces(counts, batch.most):
-            picked, row = [], 0
-            for piece in pieces:
-                picked += [row + at - piece.start for at in wanted[piece.sequence]
-                           if piece.start <= at < piece.start + piece.count]
-                row += piece.count
-            parts.append(program.step(batch, ids, pieces, picked))
+            only(int(at), count) for at, count in zip(last, counts, strict=True)]
+        parts = [program.step(batch, ids, pieces, picked(pieces, wanted))
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
         batch.finish(counts)
         batch.done(self, ids, positions)
-        rows = _joined(parts, self.config.vocab_size)
-        return rows if last is not None else _padded(rows, counts, ids.shape[1])
+        rows = joined(parts, self.config.vocab_size)
+        return rows if last is not None else padded(rows, counts, ids.shape[1])
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -160,15 +158,16 @@ class FusedModel:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
-        parts = [program.run(batch, ids, pieces).clone() for pieces in _pieces(counts, batch.most)]
+        parts = [program.run(batch, ids, pieces).clone()
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
         batch.finish(counts)
         batch.done(self, ids, positions)
-        return _padded(_joined(parts, self.config.hidden_size), counts, ids.shape[1])
+        return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
-        flat = _joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        flat = joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codecs: Codecs | None) -> StepProgram:
@@ -195,42 +194,3 @@ def codecs_of(cache: KVCache) -> Codecs:
     keys, values = ("bf16" if one.name == "none" else one.name for one in (
         cache.codings.keys, cache.codings.values))
     return Codecs(keys, values, cache.stores[0].waiting is not None)
-
-
-def _only(at: int, count: int) -> range:
-    """The one position of a row that is wanted."""
-    at += count if at < 0 else 0
-    if not 0 <= at < count:
-        raise ValueError(f"last is {at} in a row of {count} tokens")
-    return range(at, at + 1)
-
-
-def _pieces(counts: Sequence[int], most: int | None) -> Iterable[list[Piece]]:
-    """Sequences' tokens in portions that fit the program, of a sequence so many at once at most."""
-    now: list[Piece] = []
-    room = MOST_ROWS
-    for sequence, count in enumerate(counts):
-        start = 0
-        while start < count:
-            take = min(room, count - start, most or room)
-            now.append(Piece(sequence, start, take))
-            start, room = start + take, room - take
-            if not room or start < count:
-                yield now
-                now, room = [], MOST_ROWS
-    if now:
-        yield now
-
-
-def _joined(parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-    if not parts:
-        return torch.empty(0, size)
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _padded(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
-    """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, 0 behind their ends."""
-    if all(count == length for count in counts):
-        return rows.view(len(counts), length, rows.shape[1])
-    return torch.stack([torch.nn.functional.pad(one, (0, 0, 0, length - len(one)))
-                        for one in rows.split(counts)])

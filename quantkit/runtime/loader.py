@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.ops.cpu_linear import Packed
 from quantkit.runtime.fused import FusedModel, declines, pack
+from quantkit.runtime.gpu import memory
+from quantkit.runtime.gpu.model import GpuModel
+from quantkit.runtime.gpu.model import declines as gpu_declines
 from quantkit.runtime.memory import trim
 from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
@@ -33,6 +36,13 @@ TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
 DERIVED = (".rotary_emb.inv_freq",)
 """Ends of names that old checkpoints store and that follow from the config."""
+
+
+class Tensors(Protocol):
+    """Where plain tensors come from."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """By its full name."""
 
 
 @dataclass
@@ -120,7 +130,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
     needed = tensor_shapes(config)
     _strict(uri, needed, infos, config, SourceError)
     tokenizer = Tokenizer(source.side_files(), hf)
-    model, reason = _model(config, source, infos.__contains__, kind, {}, device)
+    model, reason = network(config, source, infos.__contains__, kind, {}, device, uri)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
     stored = {i.dtype for i in slots}
@@ -137,27 +147,32 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
     for slot in all_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
             # its dtype stays that of the file, whatever activations have: scales are stored in it
-            packed[slot.name] = found.to(device)
+            packed[slot.name] = found
     plain = {name: shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed}
     parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}
     _strict(uri, {*plain, *parts}, checkpoint.infos, config, CheckpointError)
     tokenizer = Tokenizer(checkpoint.side_files(), hf)
-    model, reason = _model(config, checkpoint, checkpoint.has, kind, packed, device)
+    model, reason = network(config, checkpoint, checkpoint.has, kind, packed, device, uri)
     resident = kind.itemsize * sum(map(math.prod, plain.values())) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, tokenizer, uri, label_of(checkpoint.layers), checkpoint.manifest,
                        checkpoint.file_bytes, checkpoint.bits_per_weight, resident, reason)
 
 
-def _model(config: ModelConfig, files: ModelSource | AnyCheckpoint, has: Callable[[str], bool],
-           kind: torch.dtype, packed: Mapping[str, QuantizedTensor],
-           device: torch.device) -> tuple[LanguageModel, str | None]:
+def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
+           kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
+           uri: str) -> tuple[LanguageModel, str | None]:
     """The network, as one program if this device and these weights have kernels for it; else why not."""
-    reason = declines(config, kind, device, packed)
-    if reason is not None:
-        return CausalLM(config, Weights(files.tensor, has, kind, packed.get, device)), reason
     release = getattr(files, "release", lambda: None)
+    on_gpu = gpu_declines(config, kind, device, packed)
+    memory.check(config, kind, packed, device, uri)
+    if on_gpu is None:  # weights are taken from the file's pages a layer at a time
+        return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
+    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
+    if reason is not None:
+        moved = {name: weight.to(device) for name, weight in packed.items()}
+        return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
 
     def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
+from quantkit.ops import gpu
 from quantkit.ops.sampling import greedy, one_thread
 
 MAX_TOKENS = 2**31
@@ -77,15 +78,27 @@ class Sampling:
 
 
 class Sampler:
-    """One sequence's sampler; its generator is its own, so a batch's other members don't matter."""
+    """One sequence's sampler; its random numbers are its own, so a batch's other members don't matter.
+
+    A seed draws other tokens on a GPU than on a CPU: each has its own way to draw.
+
+    Attributes:
+        sampling: the settings.
+        seed: of the random numbers, drawn if the settings name none.
+        drawn: tokens that were chosen so far.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+        self.sampling, self.drawn = sampling, 0
         self._generator = torch.Generator()
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
+        self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
+        if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the sequence so far plays a part, which no kernel knows."""
+        return self.sampling.repetition_penalty != 1
 
     def __call__(self, logits: torch.Tensor, history: Sequence[int]) -> int:
         """The next id.
@@ -99,9 +112,8 @@ class Sampler:
         """
         best = greedy(logits)
         if best is None:
-            raise QuantkitError("the model's output is not finite",
-                                why="its weights are damaged, or its activations outgrow its dtype",
-                                next="quantkit verify DIR, or --dtype float32")
+            raise not_finite()
+        self.drawn += 1
         if self.sampling.greedy and self.sampling.repetition_penalty == 1:
             return best
         with one_thread():
@@ -109,6 +121,61 @@ class Sampler:
             if self.sampling.greedy:
                 return int(scores.argmax())
             return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+
+def not_finite() -> QuantkitError:
+    """There is no token to choose."""
+    return QuantkitError("the model's output is not finite", next="quantkit verify DIR, or --dtype float32",
+                         why="its weights are damaged, or its activations outgrow its dtype")
+
+
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
+           histories: Sequence[Sequence[int]]) -> list[int | QuantkitError]:
+    """The next id of every row, or why there is none. A GPU is waited for once.
+
+    Args:
+        logits: ``[B, vocab]``, any float dtype and device.
+        samplers: the rows'.
+        histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
+    """
+    found: list[int | QuantkitError] = [0] * len(samplers)
+    here = [row for row, one in enumerate(samplers) if one.on_host or gpu.unavailable(
+        logits.device.type, logits.dtype) is not None]
+    there = [row for row in range(len(samplers)) if row not in here]
+    if there:
+        some = logits if len(there) == len(samplers) else logits[there]
+        for row, token in zip(there, _on_device(some, [samplers[row] for row in there])):
+            found[row] = not_finite() if token < 0 else token
+    for row in here:
+        try:
+            found[row] = samplers[row](logits[row], histories[row])
+        except QuantkitError as error:
+            found[row] = error
+    return found
+
+
+def _on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """Ids; −1 where logits aren't finite."""
+    if all(one.sampling.greedy for one in samplers):
+        from quantkit_kernels.triton.argmax import argmax
+
+        ids, finite = argmax(logits)
+    else:
+        from quantkit_kernels.triton.sampling import choose as draw
+
+        def of(values: list[float] | list[int]) -> torch.Tensor:
+            return torch.tensor(values, device=logits.device)
+
+        given = [one.sampling for one in samplers]
+        ids, finite = draw(logits, of([one.temperature for one in given]), of([one.seed for one in samplers]),
+                           of([one.drawn for one in samplers]),
+                           of([one.top_k for one in given]) if any(one.top_k for one in given) else None,
+                           of([one.top_p for one in given]) if any(one.top_p < 1 for one in given) else None,
+                           of([one.min_p for one in given]) if any(one.min_p for one in given) else None)
+    for one in samplers:
+        one.drawn += 1
+    tokens: list[int] = torch.where(finite != 0, ids, -1).tolist()
+    return tokens
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

@@ -77,6 +77,7 @@ class Ticket:
         id: number within the engine.
         result: grows while it runs.
         done: nothing more will come.
+        sampler: chooses its tokens.
     """
 
     def __init__(self, number: int, loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling,
@@ -91,7 +92,7 @@ class Ticket:
         self.row = -1  # its number in the KV cache
         self._logprobs = logprobs
         self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
-        self._sampler, self._stops = Sampler(sampling), StopStrings(sampling.stop)
+        self.sampler, self._stops = Sampler(sampling), StopStrings(sampling.stop)
         self._stream, self._eos = loaded.tokenizer.stream(), loaded.tokenizer.eos_ids
 
     @property
@@ -122,14 +123,14 @@ class Ticket:
                 if place < len(self.prompt):
                     scored.append(self._info(self.prompt[place], "", row))
 
-    def push(self, logits: torch.Tensor) -> None:
-        """Sample the next token from ``logits [vocab]`` and tell the listener.
+    @property
+    def history(self) -> list[int]:
+        """All ids so far."""
+        return self.prompt + self.result.token_ids
 
-        Raises:
-            QuantkitError: the logits are not finite.
-        """
+    def push(self, token: int, logits: torch.Tensor) -> None:
+        """Take the next token, that was chosen from ``logits [vocab]``, and tell the listener."""
         ids, result = self.result.token_ids, self.result
-        token = self._sampler(logits, self.prompt + ids if self.sampling.repetition_penalty != 1 else ids)
         ids.append(token)
         ended = False
         if token in self._eos and not self.sampling.ignore_eos:

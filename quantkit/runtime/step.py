@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
 from quantkit.runtime.arguments import addresses, angles
 from quantkit.runtime.buffers import MOST_ROWS, buffer, buffers, key_of, mlp_of, packed_of, stride_of
+from quantkit.runtime.pieces import Piece
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import Codecs
@@ -30,15 +30,6 @@ QUERIES = 48
 """Queries of a key head (rows times the heads that share it) in a unit of attention."""
 ANGLES = 512
 """Positions whose rotation is worked out at once, at least."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens ``[start, start + count)`` of a row of the batch."""
-
-    sequence: int
-    start: int
-    count: int
 
 
 class StepProgram:

@@ -1,0 +1,62 @@
+"""``quantkit bench tune``, and what ``quantkit bench kernels --aot`` says."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from quantkit.cli.progress import Progress
+from quantkit.errors import QuantkitError
+from quantkit.progress import Event
+
+
+@click.command("tune")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Where the file goes. (Where it is looked for first: QUANTKIT_TUNED, or the package.)")
+@click.option("--only", default="", metavar="TEXT", help="Only products whose name or shape contains TEXT.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
+              help="Stop after so many.")
+@click.option("--again", is_flag=True, help="Measure also what is there already.")
+@click.pass_context
+def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, again: bool) -> None:
+    """Measure launch parameters of the GPU's matrix products, and keep the fastest.
+
+    Writes one JSON file for this kind of GPU. Whatever runs models then uses it. What was measured is kept
+    when it is stopped (Ctrl-C), and the same command goes on from there.
+    """
+    _require_triton()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QuantkitError("there is no GPU that torch can use", why="launch parameters are measured on it",
+                            next="quantkit bench kernels --aot compiles and checks the kernels without one")
+    from quantkit_kernels.tune import main
+
+    code = main([*(["--folder", str(folder)] if folder else []), "--only", only, "--minutes", str(minutes),
+                 *(["--again"] if again else [])])
+    ctx.exit(code)
+
+
+def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
+    """Compile every Triton kernel for every target: all facts, and the table.
+
+    Raises QuantkitError without triton.
+    """
+    _require_triton()
+    from quantkit_kernels.aot import NOTE, compile_all, table
+
+    with Progress("compiling", quiet) as progress:
+        rows = compile_all(report=lambda done, total, name: progress(Event(done, total, name)))
+    bad = sum(bool(row.faults) for row in rows)
+    return ({"rows": [asdict(row) for row in rows], "faults": bad},
+            f"{table(rows)}\n\n{len(rows)} compiled, {bad} with faults. {NOTE}")
+
+
+def _require_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise QuantkitError("triton is not installed", why="GPU kernels are written in it",
+                            next="pip install triton, on Linux")

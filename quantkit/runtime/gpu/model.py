@@ -1,0 +1,225 @@
+"""A model on a GPU as kernels of our own; a step of decoding is one graph.
+
+Decoding, prompts and scoring go through the same products, which give a row the same bits whatever other rows
+are there: so a request's tokens depend on nothing but the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.kv import gpu as kv_gpu
+from quantkit.kv import watch
+from quantkit.kv.cache import Batch, KVCache
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import CausalLM, KVCacheProtocol
+from quantkit.models.linear import Linear
+from quantkit.ops import gpu
+from quantkit.runtime.gpu import products
+from quantkit.runtime.gpu.graphs import BATCHES, Graphs
+from quantkit.runtime.gpu.memory import MOST_ROWS
+from quantkit.runtime.gpu.program import GpuProgram
+from quantkit.runtime.gpu.tables import DeviceTables
+from quantkit.runtime.pieces import Piece, joined, only, padded, picked, pieces_of
+from quantkit.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.cache import Pages, Step
+
+def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+    """Why a model isn't run by these kernels there; ``None`` if it is.
+
+    Args:
+        config: its shape.
+        dtype: of activations and plain weights.
+        device: where it is to run.
+        quantized: its packed weights by name.
+    """
+    if (reason := gpu.unavailable(device.type, dtype)) is not None:
+        return reason
+    if device.type == "cuda" and dtype == torch.float32:
+        return "takes 16-bit models, not float32"
+    if (reason := other_maths(config)) is not None:
+        return reason
+    for name, weight in quantized.items():
+        if (reason := products.declines(weight, dtype, device)) is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def other_maths(config: ModelConfig) -> str | None:
+    """What a model does that no kernel computes; ``None`` if there is nothing."""
+    has = {"mixtures of experts": config.experts is not None,
+           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+           "a rotation of parts of a head": config.rope.partial != 1.0}
+    found = next((what for what, asked in has.items() if asked), None)
+    return None if found is None else f"has no kernel for {found}"
+
+
+class _Running:
+    """A cache that this model reads: its sequences on the device, and the graphs of its steps.
+
+    It doesn't keep the cache alive.
+    """
+
+    def __init__(self, program: GpuProgram, cache: KVCache) -> None:
+        self._program, self._cache = program, proxy(cache)
+        self.tables = DeviceTables(self._cache)
+        self._pages: list[Pages] = []
+        self._pages_now = -1
+        self._graphs = Graphs(program.device)
+
+    @property
+    def pages(self) -> list[Pages]:
+        if self._pages_now != self._cache.moves.count:
+            self._pages, self._pages_now = self._program.pages(self._cache), self._cache.moves.count
+        return self._pages
+
+    def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+        """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
+        rows = self.tables.place(batch, [1] * len(batch.sequences))
+        position = max(int(held.seen[-1]) for held in batch.sequences)
+        longest = 1 + (position if self._cache.keeps_all else max(
+            int(held.lengths.max()) for held in batch.sequences))
+        self._program.make_angles(position + 1)
+        valid = self._cache.moves.count, self.tables.moves, self._program.moves
+        logits = self._graphs(self._step, ids, rows, longest, valid)
+        self.tables.counted(batch)
+        return logits
+
+    def _step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        from quantkit_kernels.triton.advance import advance
+
+        tables = self.tables.tables
+        x = self._program.run(ids, step, tables, self.pages, self._cache)
+        advance(tables, step)
+        return self._program.logits(x)
+
+    def prefill(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Tokens of ``ids [B, T]`` → what the last layer leaves of them, ``[N, hidden]``."""
+        from quantkit_kernels.triton.cache import Step
+        from quantkit_kernels.triton.prefill_attention import tiles_of
+
+        part = batch.cache.batch([batch.numbers[piece.sequence] for piece in pieces], batch.phase)
+        counts = [piece.count for piece in pieces]
+        rows = self.tables.place(part, counts)
+        longest = max(int(held.lengths.max()) + count for held, count in zip(part.sequences, counts))
+        self._program.make_angles(max(int(held.seen[-1]) + count
+                                      for held, count in zip(part.sequences, counts)))
+        device = self._program.device
+        whose = torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
+                             dtype=torch.int32).to(device)
+        tiles = torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32).to(device)
+        flat = torch.cat([ids[piece.sequence, piece.start:piece.start + piece.count] for piece in pieces])
+        kept: list[torch.Tensor] = []
+        listens = any(held.asked is not None for held in part.sequences)
+        x = self._program.run(flat, Step(whose, longest), self.tables.tables, self.pages, self._cache, tiles,
+                              kept if listens else None)
+        for held, count in zip(part.sequences, counts):
+            self._cache.settle(held, count)
+        for layer, q in enumerate(kept):
+            if self._cache.policies[layer].listens(batch.phase):
+                for held, one in zip(part.sequences, q.split(counts)):
+                    watch.put(self._cache, layer, held.layers[layer], one.transpose(0, 1))
+        return x
+
+
+class GpuModel:
+    """The same calls as :class:`~quantkit.models.decoder.CausalLM`.
+
+    Args:
+        model: built on the CPU, its weights as their files have them; they are moved and let go of.
+        device: where it runs.
+        done: called when some weights are on the device.
+
+    Attributes:
+        config, dtype, device: the model's.
+        decode_rows: sequences that decode side by side, at most.
+    """
+
+    decode_rows = BATCHES[-1]
+
+    def __init__(self, model: CausalLM, device: torch.device,
+                 done: Callable[[], None] = lambda: None) -> None:
+        self.config, self.dtype, self.device = model.config, model.dtype, device
+        self._model = model
+        self._program = GpuProgram(model, device, done)
+        self._running: WeakKeyDictionary[KVCache, _Running] = WeakKeyDictionary()
+
+    def linears(self) -> dict[str, Linear]:
+        """As the model's: names, shapes, and which kernel multiplies them."""
+        return self._model.linears()
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        return self._program.step_bytes
+
+    def declines(self, batch: Batch) -> str | None:
+        """Why a step over these sequences can't be run."""
+        config = self.config
+        return kv_gpu.declines(batch.cache.codings, self.dtype, config.head_dim,
+                               config.num_heads // config.num_kv_heads, self.device.type)
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.__call__`."""
+        batch = self._batch(ids, cache)
+        counts = batch.counts(ids.shape, positions)
+        running = self._of(batch.cache)
+        if self._decodes(batch, counts):
+            rows = running.decode(batch, ids[:, 0])
+        else:
+            wanted = [range(count) for count in counts] if last is None else [
+                only(int(at), count) for at, count in zip(last, counts, strict=True)]
+            rows = joined([self._some(running.prefill(batch, ids, pieces), picked(pieces, wanted))
+                           for pieces in pieces_of(counts, MOST_ROWS, batch.most)], self.config.vocab_size)
+        batch.finish(counts)
+        batch.done(self, ids, positions)
+        return rows if last is not None else padded(rows, counts, ids.shape[1])
+
+    def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits of some rows."""
+        whole = len(rows) == len(x)
+        return self._program.logits(x if whole else x[torch.tensor(rows, dtype=torch.int64, device=x.device)])
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: KVCacheProtocol | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.hidden`."""
+        batch = self._batch(ids, cache)
+        counts = batch.counts(ids.shape, positions)
+        running = self._of(batch.cache)
+        parts = [running.prefill(batch, ids, pieces) for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
+        batch.finish(counts)
+        batch.done(self, ids, positions)
+        return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`CausalLM.logits`."""
+        rows = x.reshape(-1, x.shape[-1])
+        flat = joined([self._program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        return flat.reshape(*x.shape[:-1], self.config.vocab_size)
+
+    def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
+        """Whether this is a step for a graph: one token of each, and no query to keep."""
+        return (batch.phase == "decode" and len(counts) <= self.decode_rows and set(counts) == {1}
+                and all(held.asked is None for held in batch.sequences))
+
+    def _of(self, cache: KVCache) -> _Running:
+        if cache not in self._running:
+            self._running[cache] = _Running(self._program, cache)
+        return self._running[cache]
+
+    def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch:
+        """The sequences as rows of pages."""
+        if cache is None:
+            own = KVCache(self.config, KVSpec(), self.dtype, self.device)
+            return own.batch([own.add() for _ in range(ids.shape[0])])
+        assert isinstance(cache, Batch)
+        return cache

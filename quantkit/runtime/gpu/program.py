@@ -1,0 +1,186 @@
+"""A model's operations on a GPU, over rows of tokens of any sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.kv.cache import KVCache
+from quantkit.kv.gpu import pages_of
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import CausalLM, DecoderLayer
+from quantkit.models.layers import MLP, RMSNorm
+from quantkit.ops.activation import softcapped
+from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.embedding import Table, embed
+from quantkit.ops.placed import Placed
+from quantkit.ops.rotation import factors
+from quantkit.runtime.arguments import angles
+from quantkit.runtime.gpu.products import Joint, placed
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.cache import Pages, Step, Tables
+
+ANGLES = 4096
+"""Positions whose rotation is worked out at once, at least."""
+
+
+class _Layer:
+    """One layer's weights on the device."""
+
+    def __init__(self, layer: DecoderLayer, config: ModelConfig, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, MLP)
+        self.qkv = Joint(attention.inputs, dtype, device)
+        self.o = Joint([attention.o_proj], dtype, device)
+        self.gate_up = Joint(mlp.inputs, dtype, device, config.activation)
+        self.down = Joint([mlp.down_proj], dtype, device)
+        self.norms = {name: norm.weight.to(device) for name, norm in (
+            ("before_attention", layer.before_attention), ("q", attention.q_norm), ("k", attention.k_norm),
+            ("after_attention", layer.after_attention), ("before_mlp", layer.before_mlp),
+            ("after_mlp", layer.after_mlp)) if isinstance(norm, RMSNorm)}
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+class GpuProgram:
+    """A model's weights on a device, and what is done with them.
+
+    Args:
+        model: its weights anywhere; they are let go of one by one.
+        device: where it runs.
+        done: called when a layer's weights are on the device.
+
+    Attributes:
+        device: where it runs.
+        group: query heads that share a key head.
+        step_bytes: of weights that a decode step reads.
+        moves: how often the tables of angles came to lie elsewhere.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device, done: Callable[[], None]) -> None:
+        config = self._config = model.config
+        self._dtype, self.device, self._eps = model.dtype, device, config.rms_norm_eps
+        self.group = config.num_heads // config.num_kv_heads
+        self._layers: list[_Layer] = []
+        for layer in model.layers:
+            self._layers.append(_Layer(layer, config, model.dtype, device))
+            _let_go(layer, model.dtype, device)
+            done()
+        self._norm = model.norm.weight.to(device)
+        self._head = Joint([model.head], model.dtype, device)
+        self._table = None if config.tie_word_embeddings else _moved(model.embedding, device)
+        model.head.weight = placed(model.head, model.dtype, device)
+        model.embedding = model.head.weight if self._table is None else self._table
+        done()
+        self.step_bytes = self._head.nbytes + sum(j.nbytes for one in self._layers for j in one.joints)
+        signs, mix = factors(config.head_dim)
+        self._turning = signs.to(device), mix.to(device)
+        self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._angles_now = self.moves = 0
+
+    def pages(self, cache: KVCache) -> list[Pages]:
+        """Of all layers, as they lie now."""
+        return [pages_of(store, cache.codings, self._dtype) for store in cache.stores]
+
+    def make_angles(self, longest: int) -> None:
+        """Cosines and sines of so many positions, at least."""
+        if longest > self._angles_now:
+            size = max(ANGLES, 2 * self._angles_now, longest)
+            self._cos_sin = list(angles(self._config, size, self.device))
+            self._angles_now = size
+            self.moves += 1
+
+    def run(self, ids: torch.Tensor, step: Step, tables: Tables, pages: Sequence[Pages], cache: KVCache,
+            tiles: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Take tokens through all layers; their keys and values are in the pages then.
+
+        Args:
+            ids: int64 ``[N]``.
+            step: whose they are.
+            tables, pages: of all sequences.
+            cache: says how a query looks at them.
+            tiles: of a prompt's tokens, see
+                :func:`quantkit_kernels.triton.prefill_attention.prefill_attention`; ``None``: a token of
+                each sequence.
+            kept: gets each layer's queries ``[N, H, D]``, rotated.
+
+        Returns:
+            ``[N, hidden]``.
+        """
+        x = self._embed(ids)
+        for index, layer in enumerate(self._layers):
+            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, kept)
+            x = self._mlp(layer, x)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The last layer's ``[n, hidden]`` → ``[n, vocab]``: final norm and head."""
+        return softcapped(self._head(self._normed(x, self._norm)), self._config.logit_softcap)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        x = (self._head.look_up(ids) if self._table is None
+             else embed(ids, self._table, self._dtype))
+        if self._config.embedding_scale == 1.0:
+            return x
+        return x * torch.tensor(self._config.embedding_scale, dtype=x.dtype).item()
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        from quantkit_kernels.triton.rms_norm import rms_norm
+
+        return rms_norm(x, weight, self._eps)[0]
+
+    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: Step, tables: Tables, pages: Pages,
+                cache: KVCache, tiles: torch.Tensor | None, kept: list[torch.Tensor] | None) -> torch.Tensor:
+        from quantkit_kernels.triton.close_pages import close_pages
+        from quantkit_kernels.triton.decode_attention import decode_attention
+        from quantkit_kernels.triton.prefill_attention import prefill_attention
+        from quantkit_kernels.triton.rope_store import rope_store
+
+        config, norms = self._config, layer.norms
+        qkv = layer.qkv(self._normed(x, norms["before_attention"]))
+        cos, sin = self._cos_sin[index]
+        q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
+                       kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
+                       k_norm=norms.get("k"), eps=self._eps, rotation=self._turning)
+        if kept is not None:
+            kept.append(q)
+        limit, sinks = cache.policies[index].visible or (None, 0)
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        how: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
+               "sinks": sinks, "softcap": config.attention_softcap}
+        if pages.waits:
+            close_pages(pages, tables, step, index)
+        out = decode_attention(q, pages, tables, step, index, **how) if tiles is None else (
+            prefill_attention(q, pages, tables, step, index, tiles, **how))
+        if pages.v.coding.kind == "turned":
+            from quantkit_kernels.triton.hadamard import rotate
+
+            out = rotate(out.view(-1, config.head_dim), *self._turning, back=True).view(out.shape)
+        mixed = out.view(out.shape[0], -1)
+        if (weight := norms.get("after_attention")) is not None:
+            return x + self._normed(layer.o(mixed), weight)
+        return layer.o(mixed, residual=x)
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gated = layer.gate_up(self._normed(x, layer.norms["before_mlp"]))
+        if (weight := layer.norms.get("after_mlp")) is not None:
+            return x + self._normed(layer.down(gated), weight)
+        return layer.down(gated, residual=x)
+
+
+def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> None:
+    """Its weights are on the device; what is left of a Linear is its shape and who multiplies it."""
+    for linear in layer.linears().values():
+        linear.weight = placed(linear, dtype, device)
+
+
+def _moved(table: Table, device: torch.device) -> torch.Tensor | QuantizedTensor:
+    assert not isinstance(table, Packed | Placed)
+    return table.to(device)

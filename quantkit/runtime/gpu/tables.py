@@ -1,0 +1,153 @@
+"""Page tables, lengths and positions on the device, where they stay from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quantkit.kv.cache import Batch, KVCache
+from quantkit.kv.held import HeldSequence, Table
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.cache import Tables
+
+ROWS, WIDTH = 16, 16
+"""Sequences, and pages of a head, for which there is room at first."""
+AHEAD = 128
+"""Tokens that a decoding sequence gets pages for at a time."""
+
+
+@dataclass
+class _Row:
+    """A sequence on the device.
+
+    Attributes:
+        index: which of the R.
+        table: the page numbers that the device has.
+        seen: tokens that it has counted there.
+    """
+
+    index: int
+    table: Table | None = None
+    seen: int = -1
+
+
+class DeviceTables:
+    """What kernels are told of a cache's sequences.
+
+    The host's bookkeeping is the truth. A sequence whose pages changed is copied to the device again before
+    its next step, one that only got tokens in a way that the device hasn't counted has its lengths copied.
+
+    Args:
+        cache: whose sequences.
+
+    Attributes:
+        tables: as kernels take them.
+        moves: how often they came to lie elsewhere.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._rows: dict[int, _Row] = {}
+        self.moves = 0
+        self.tables = self._made(ROWS, WIDTH, WIDTH)
+
+    def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
+        """Before a step of so many tokens: pages for them, and the device's rows of the batch's sequences."""
+        for held, count in zip(batch.sequences, counts, strict=True):
+            if held.table is None or held.room < count or held.asked is not None:
+                self._cache.reserve(held, count)
+        if not all(number in self._rows and self._rows[number].table is held.table
+                   for number, held in zip(batch.numbers, batch.sequences)):
+            self._make_room(batch)
+        found = []
+        for number, held in zip(batch.numbers, batch.sequences):
+            row = self._rows[number]
+            if row.table is not held.table:
+                self._copy(row, held)
+            elif row.seen != held.seen[-1]:
+                self._count(row, held)
+            found.append(row.index)
+        return found
+
+    def counted(self, batch: Batch) -> None:
+        """The device has counted one more token of each sequence; so does the host now, and prepares for more
+        while the device computes."""
+        for number, held in zip(batch.numbers, batch.sequences):
+            self._rows[number].seen += 1
+            self._cache.settle(held, 1)
+            if held.table is None or held.room < 1:
+                more = min(AHEAD, held.extent - int(held.seen[-1]))
+                if more > 0:
+                    self._cache.reserve(held, more)
+
+    def _make_room(self, batch: Batch) -> None:
+        """Rows for new sequences, and room for the longest tables."""
+        tables = self.tables
+        missing = [number for number in batch.numbers if number not in self._rows]
+        rows, width, waits = tables.pages.shape[0], tables.pages.shape[3], 0
+        if missing:
+            alive = set(self._cache.numbers)
+            self._rows = {number: row for number, row in self._rows.items() if number in alive}
+            while len(self._rows) + len(missing) > rows:
+                rows *= 2
+            taken = {row.index for row in self._rows.values()}
+            free = iter(index for index in range(rows) if index not in taken)
+            self._rows |= {number: _Row(next(free)) for number in missing}
+        for held in batch.sequences:
+            assert held.table is not None and held.waiting is not None
+            width, waits = max(width, held.table.shape[2]), max(waits, held.waiting.shape[2])
+        before = 0 if tables.waiting is None else tables.waiting.shape[3]
+        if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or waits > before:
+            self.tables = self._made(rows, _power(width), _power(max(waits, before)))
+            self.moves += 1
+            for row in self._rows.values():
+                row.table = None
+
+    def _made(self, rows: int, width: int, waits: int) -> Tables:
+        """Of so many sequences, pages of codes and pages that wait."""
+        from quantkit_kernels.triton.cache import Tables
+
+        cache = self._cache
+        shape = (rows, len(cache.stores), cache.heads)
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=cache.device)
+
+        waiting = starts = None
+        if cache.stores[0].waiting is not None:
+            waiting, starts = zeros(*shape, max(waits, WIDTH)), zeros(*shape)
+        return Tables(zeros(*shape, width), zeros(*shape), zeros(rows), waiting, starts,
+                      cache.codings.recent, cache.codings.first)
+
+    def _copy(self, row: _Row, held: HeldSequence) -> None:
+        """All that the host knows."""
+        tables = self.tables
+        assert held.table is not None and held.waiting is not None
+        tables.pages[row.index, :, :, :held.table.shape[2]] = self._sent(held.table)
+        if tables.waiting is not None and tables.starts is not None:
+            tables.waiting[row.index, :, :, :held.waiting.shape[2]] = self._sent(held.waiting)
+            tables.starts[row.index] = self._sent(held.starts)
+        self._count(row, held)
+        row.table = held.table
+
+    def _count(self, row: _Row, held: HeldSequence) -> None:
+        """Lengths and positions."""
+        self.tables.lengths[row.index] = self._sent(held.lengths)
+        row.seen = int(held.seen[-1])
+        self.tables.seen[row.index] = row.seen
+
+    def _sent(self, values: np.ndarray) -> torch.Tensor:
+        """On its way to the device: a copy, as the host goes on counting."""
+        made = torch.tensor(values, dtype=torch.int32)
+        if self._cache.device.type != "cuda":
+            return made
+        return made.pin_memory().to(self._cache.device, non_blocking=True)
+
+
+def _power(size: int) -> int:
+    return max(WIDTH, 1 << (size - 1).bit_length())
