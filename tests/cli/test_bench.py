@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from quantkit.bench.kernels import SPECS
 from quantkit.ops import cpu_linear
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
+from quantkit_kernels.aot import Row
 from quantkit_kernels.cpu.isa import ALL
 from quantkit_kernels.cpu.kv_codecs import CODECS
 
@@ -137,3 +139,55 @@ def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
     result = cli("bench", "decode", tiny, *QUICK, "--no-fallback")
     assert result.exit_code == 2 and "llvmlite isn't installed" in result.stderr
     assert "bf16: " in cli("bench", "decode", tiny, *QUICK).stdout
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """``compiled(*rows)``: what compiling all GPU kernels is taken to give."""
+    from quantkit_kernels import aot
+
+    def put(*rows):
+        def compile_all(report):
+            for done, row in enumerate(rows):
+                report(done + 1, len(rows), row.kernel)
+            return list(rows)
+
+        monkeypatch.setattr(aot, "compile_all", compile_all)
+
+    return put
+
+
+def test_kernels_are_compiled_without_a_gpu(cli, cli_json, compiled, tmp_path):
+    good = Row("w4a16 g128", "sm_90", 128, 0, 65536, 128, True, 2.5, ())
+    compiled(good)
+    result = cli("bench", "kernels", "--aot", "--out", tmp_path / "aot.json")
+    assert result.exit_code == 0 and "1 compiled, 0 with faults" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80 and "compiling: 1 of 1" in result.stderr
+    assert json.loads((tmp_path / "aot.json").read_text())["rows"][0]["registers"] == 128
+    compiled(good, replace(good, spills=3, faults=("3 spills",)))
+    refused = cli("bench", "kernels", "--aot", "-q")
+    assert refused.exit_code == 1 and "! 3 spills" in refused.stdout and not refused.stderr
+    assert json.loads(cli("bench", "kernels", "--aot", "-q", "--json").stdout)["faults"] == 1
+
+
+@pytest.mark.parametrize("arguments", [("kernels", "--aot"), ("tune",)])
+def test_without_triton_it_says_what_is_missing(cli, monkeypatch, arguments):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = cli("bench", *arguments)
+    assert result.exit_code == 1 and "triton is not installed" in result.stderr
+
+
+def test_tuning_needs_a_gpu_and_passes_everything_on(cli, monkeypatch, tmp_path):
+    import torch
+
+    from quantkit_kernels import tune
+
+    if not torch.cuda.is_available():
+        result = cli("bench", "tune")
+        assert result.exit_code == 1 and "no GPU" in result.stderr and "--aot" in result.stderr
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "main", lambda arguments: given.append(arguments) or 130)
+    stopped = cli("bench", "tune", "--folder", tmp_path, "--only", "o m1", "--minutes", 2, "--again")
+    assert stopped.exit_code == 130
+    assert given == [["--folder", str(tmp_path), "--only", "o m1", "--minutes", "2.0", "--again"]]

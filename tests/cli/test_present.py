@@ -7,13 +7,6 @@ import pytest
 from quantkit.cli import present
 
 
-@pytest.mark.parametrize(("count", "text"), [
-    (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (9949, "9.9 kB"), (9950, "10 kB"), (1_700_000, "1.7 MB"),
-    (999_600, "1.0 MB"), (134_500_000, "134 MB"), (2.5e9, "2.5 GB"), (4e12, "4.0 TB"), (2e15, "2000.0 TB")])
-def test_human_bytes(count, text):
-    assert present.human_bytes(count) == text
-
-
 def test_a_table_is_aligned():
     text = present.table(["name", "n"], [["a", 1], ["longer", 22]], right=[1])
     assert text.splitlines() == ["name     n", "a        1", "longer  22"]

@@ -164,11 +164,22 @@ def test_with_a_key_others_may_reach_it(serving, tiny):
     (["--max-batch", "0"], 2, "--max-batch"),
     (["--name", ""], 2, "can't be called"), (["--api-key-file", "nowhere"], 1, "nowhere"),
     (["--dtype", "int8"], 2, "--dtype"), (["--max-queue", "0"], 2, "--max-queue"),
+    (["--kv-memory", "8"], 2, "8GB"),
 ])
 def test_what_cant_be_is_refused_before_the_model_is_loaded(cli, tiny, arguments, code, said):
     result = cli("serve-local", tiny, "--port", 0, *arguments)
     assert result.exit_code == code
     assert said in result.stderr and "Traceback" not in result.stderr and "loading" not in result.stderr
+
+
+def test_a_kv_cache_of_a_fixed_size(cli, serving, tiny):
+    result = cli("serve-local", tiny, "--port", 0, "--kv-memory", "1kB")
+    assert result.exit_code == 2 and "too few for the KV cache" in result.stderr
+    with serving(tiny, "--kv-memory", "1MB", "--max-batch", 2) as process:
+        assert process.ask(prompt="the cat", max_tokens=9).choices[0].finish_reason == "length"
+        process.child.send_signal(signal.SIGTERM)
+        code, said = process.ended()
+    assert code == 0 and "taken for 512 tokens of one text" in said
 
 
 def test_a_port_in_use(cli, tiny):

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-MODULES = ("fragment", "matmul", "w8a16", "w4a16", "nf4", "rms_norm", "rope_kv", "paged_attention")
+import quantkit_kernels.triton
+
 GPU = torch.cuda.is_available()
 FLOATS = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 if not GPU:
     assert "triton" not in sys.modules, "something imported triton before the interpreter was chosen"
     os.environ["TRITON_INTERPRET"] = "1"
-for name in MODULES:
-    importlib.import_module(f"quantkit_kernels.triton.{name}")
+for module in pkgutil.walk_packages(quantkit_kernels.triton.__path__, "quantkit_kernels.triton."):
+    importlib.import_module(module.name)
 os.environ.pop("TRITON_INTERPRET", None)  # what was decorated stays so; other tests don't inherit it
 
 
@@ -81,10 +87,25 @@ def randn() -> Callable[..., torch.Tensor]:
     return make
 
 
+@pytest.fixture(scope="session")
+def paged_cache() -> ModuleType:
+    """``paged_cache.py``; test modules can't import one another."""
+    spec = importlib.util.spec_from_file_location("paged_cache", Path(__file__).with_name("paged_cache.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def rows_stand_alone() -> Callable[..., None]:
-    """``rows_stand_alone(multiply, packed, x [16, k])``: each row's bits, alone and beside a spoiled one."""
-    def check(multiply: Callable[..., torch.Tensor], packed: object, x: torch.Tensor) -> None:
+    """``rows_stand_alone(packed, x [16, k])``: each row's bits, alone and beside a spoiled one."""
+    def check(packed: Any, x: torch.Tensor, rounded: Callable[..., Any] = lambda x: x) -> None:
+        from quantkit_kernels.triton import matmul
+
+        def multiply(x: torch.Tensor, packed: Any) -> torch.Tensor:
+            return matmul.multiply(rounded(x), packed)
+
         whole = multiply(x, packed)
         for row in (0, 7, 15):
             assert torch.equal(multiply(x[row:row + 1], packed)[0], whole[row])

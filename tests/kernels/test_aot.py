@@ -17,16 +17,26 @@ def run(*arguments):
     """In a process of its own: in this one kernels are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, "-m", "quantkit_kernels.aot", *arguments], env=environment,
-                          capture_output=True, text=True, timeout=900)
+                          capture_output=True, text=True, timeout=3600)
 
 
-def test_all_targets():
+@pytest.mark.parametrize("only", ["w4a16 g128 m16", "nf4 m64", "decode d64 int4", "rope int8 d128 n1",
+                                  "argmax peak fp16"])
+def test_some_kernels_on_all_targets(only):
+    done = run("--json", "--only", only)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert {row["target"] for row in json.loads(done.stdout)} == set(FAMILIES)
+
+
+@pytest.mark.slow
+def test_all_kernels_on_all_targets():
     done = run("--json")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout)
     assert len(rows) == sum(len(list(cases(target))) for target in FAMILIES) > 150
     assert all(row["spills"] == 0 and not row["faults"] for row in rows)
-    assert all(row["matrix"] and row["widest"] == 128 for row in rows if "a16" in row["kernel"])
+    assert all(row["matrix"] and row["widest"] == 128 for row in rows
+               if "a16" in row["kernel"] and "embed" not in row["kernel"])
 
 
 @pytest.mark.parametrize("target", FAMILIES)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from quantkit_kernels.triton.fragment import columns, family_of, lane_columns, shuffle
+from quantkit_kernels.triton.fragment import arrange, columns, family_of, lane_columns, rows, shuffle
 
 
 def places(bits, k, wide, adjacent):
@@ -62,3 +62,30 @@ def test_a_load_covers_the_whole_tile():
 def test_families():
     assert family_of(torch.device("cpu")) == "hopper"
     assert [lane_columns(f) for f in ("ampere", "hopper", "blackwell", "cdna")] == [4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+def test_plain_numbers_lie_as_the_instruction_wants_them(dtype):
+    """A lane's 16 bytes are its four registers: rows g and g + 8, then the same of the columns behind."""
+    e = 4 // dtype.itemsize
+    number = torch.arange(128 * 64).reshape(128, 64)
+    parts = [arrange((number >> 7 * at & 127).to(dtype), 64).flatten().tolist() for at in range(2)]
+    found = [int(low) + 128 * int(high) for low, high in zip(*parts)]
+    assert sorted(found) == list(range(128 * 64))
+    for at in range(0, len(found), 4 * e):
+        lane, warp = at // (4 * e) % 32, at // (4 * e) // 32 % 4
+        for register in range(4):
+            first = at + register * e
+            row, column = divmod(found[first], 64)
+            assert found[first:first + e] == [found[first] + i for i in range(e)]
+            assert row % 64 == warp * 16 + lane // 4 + register % 2 * 8
+            assert column % (8 * e) == lane % 4 * e + register // 2 * 4 * e
+
+
+def test_gates_and_what_they_open_take_turns():
+    laid = rows(torch.arange(1, 41)[:, None], gated=True)[:, 0]
+    assert laid.shape == (128,)
+    assert laid[:40].tolist() == [*range(1, 9), *range(21, 29), *range(9, 17), *range(29, 37), *range(17, 21),
+                                  *[0] * 4]
+    assert laid[40:44].tolist() == list(range(37, 41)) and (laid[44:] == 0).all()
+    assert torch.equal(rows(torch.ones(3, 2))[:4, 0], torch.tensor([1.0, 1, 1, 0]))

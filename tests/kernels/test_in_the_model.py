@@ -1,17 +1,32 @@
 """A whole model through our own kernels gives what torch's operators give."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from quantkit.evaluate.worker import kernels
+from quantkit.errors import QuantkitError
+from quantkit.kv import gpu as kv_gpu
+from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.ops import gpu
+from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.gpu.model import GpuModel, other_maths
 from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
 PROMPT, STEPS = 66, 3
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+         "dtype": "float32"}  # the interpreter takes milliseconds for every program of a grid
+KV = ["none", "int8", "fp8", "int4", "rotation(4)", "window(16, sinks=2)+int8", "window(70)+int4",
+      "snapkv(0.5, window=4)", "h2o(40)", "kvzip(0.5)+int4", "int8/int4"]
+FAMILIES = {"gemma2": {"sliding_window": 24, "num_hidden_layers": 2},
+            "gemma3_text": {"num_hidden_layers": 2}, "llama": {"tie_word_embeddings": False},
+            "mistral": {"sliding_window": 20}, "phi3": {}, "qwen2": {}, "qwen3": {}}
 
 
 @pytest.fixture
@@ -24,74 +39,146 @@ def simulated(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    # a layer and a head each: the interpreter takes milliseconds for every program of a grid
-    return tiny_model(tmp_path / "m", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                      head_dim=32, dtype="float32")
+    return tiny_model(tmp_path / "m", **SMALL)
 
 
-def logits(folder, kv, device="cpu", dtype="float32"):
+def logits(folder, kv="none", device="cpu", dtype="float32"):
+    """Of a prompt in two portions, then some tokens one by one."""
     model = load(str(folder), dtype=dtype, device=device)
     cache = KVCache(model.config, parse_kv(kv), model.dtype, model.model.device)
     ids = torch.randint(4, 300, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0)).to(device)
     row, found = cache.add(), []
-    batch = cache.batch([row], "prefill_end")
-    found.append(model.model(ids[:, :PROMPT], batch.next_positions(PROMPT), batch))
-    for at in range(PROMPT, PROMPT + STEPS):
-        batch = cache.batch([row], "decode")
-        found.append(model.model(ids[:, at:at + 1], batch.next_positions(), batch))
+    for start, end, phase in ((0, 40, "prefill"), (40, PROMPT, "prefill_end"),
+                              *((at, at + 1, "decode") for at in range(PROMPT, PROMPT + STEPS))):
+        found.append(model.model(ids[:, start:end], cache=cache.batch([row], phase)).clone())
     return torch.cat(found, 1), model
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "window(16, sinks=2)+int8", "snapkv(0.5, window=4)",
-                                "int4"])
+@pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
 def test_every_way_to_keep_the_cache(folder, simulated, kv):
     plain, _ = logits(folder, kv)
     simulated()
-    ours, _ = logits(folder, kv)
-    assert plain.std() > 0.1 and (ours - plain).abs().max() < 5e-5
+    ours, model = logits(folder, kv)
+    assert isinstance(model.model, GpuModel) and model.unfused is None
+    assert plain.std() > 0.1 and (ours - plain).abs().max() < 2e-4 * plain.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_every_family(tmp_path, simulated, family):
+    folder = tiny_model(tmp_path / "m", family, **SMALL | FAMILIES[family])
+    plain, _ = logits(folder)
+    simulated()
+    ours, model = logits(folder)
+    assert isinstance(model.model, GpuModel)
+    assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
 
 
 @pytest.mark.parametrize(("recipe", "kernel"), [("int8", "triton-w8a16"), ("int4-rtn", "triton-w4a16"),
-                                                ("nf4", "triton-nf4")])
+                                                ("nf4", "triton-nf4"), ("w8a8", "triton-w8a8"),
+                                                ("fp8", "triton-w8a8")])
 @torch.inference_mode()
 def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
     quantize(str(folder), recipe, tmp_path / "out")
-    plain, _ = logits(tmp_path / "out", "none")
+    plain, _ = logits(tmp_path / "out")
     simulated()
-    ours, model = logits(tmp_path / "out", "none")
-    assert all(kernel in names for names in kernels(model).values())
-    assert (ours - plain).abs().max() < 5e-4 * plain.abs().max()
+    ours, model = logits(tmp_path / "out")
+    names = {kernel_name(one.weight, model.dtype, model.model.device, "decode")
+             for one in model.model.linears().values()}
+    assert isinstance(model.model, GpuModel) and kernel in names
+    # a level of an activation may be the other of two neighbours
+    rounding = 0.02 if "a8" in kernel else 5e-5
+    assert (ours - plain).abs().max() < rounding * plain.abs().max()
+
+
+def tokens(loaded, kv, prompts, together):
+    """Greedy, and drawn, with a batch of all or one after another."""
+    engine = Engine(loaded, kv=parse_kv(kv), max_batch=len(prompts) if together else 1)
+    tickets = [engine.submit(prompt, Sampling(max_tokens=3, ignore_eos=True, temperature=0.8 * (at % 2),
+                                              top_p=0.9, seed=at)) for at, prompt in enumerate(prompts)]
+    while engine.step():
+        pass
+    return [ticket.result.token_ids for ticket in tickets]
+
+
+@pytest.mark.parametrize("kv", ["none", "int4"])
+def test_a_request_gives_the_same_tokens_alone_and_in_a_batch(folder, simulated, kv):
+    simulated()
+    loaded = load(str(folder), dtype="float16", device="cpu")
+    prompts = [[5, 9, 30], list(range(10, 76))]
+    alone = tokens(loaded, kv, prompts, together=False)
+    assert alone == tokens(loaded, kv, prompts, together=True)
+    assert all(len(one) == 3 for one in alone)
+
+
+def test_output_that_is_not_finite_ends_one_request(folder, simulated):
+    simulated()
+    loaded = load(str(folder), dtype="float16", device="cpu")
+    whole = loaded.model.__class__.__call__
+
+    class Broken(GpuModel):
+        def __call__(self, *given, **named):
+            found = whole(self, *given, **named)
+            found[..., 0, 3] = float("nan")
+            return found
+
+    loaded.model.__class__ = Broken
+    errors = []
+    Engine(loaded).submit([5, 6], Sampling(max_tokens=2), on_error=errors.append)
+    engine = Engine(loaded)
+    engine.submit([5, 6], Sampling(max_tokens=2), on_error=errors.append)
+    engine.step()
+    assert len(errors) == 1 and isinstance(errors[0], QuantkitError) and "finite" in errors[0].what
 
 
 def test_without_a_gpu_they_decline(folder):
     model = load(str(folder), dtype="float32", device="cpu")
+    codings = build_codings(parse_kv("none"))
     assert gpu.norm_declines("cpu", model.dtype, 64) == "runs on cuda, not cpu"
-    assert [one.kernel for one in gpu.choices("cpu", model.dtype, 64, 32, 2)] == ["torch"] * 4
+    found = list(kv_gpu.choices(codings, model.dtype, 64, 32, 2, "cpu"))
+    assert [one.kernel for one in found] == ["torch"] * 4 and {one.reason for one in found} == {
+        "runs on cuda, not cpu"}
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"dtype": torch.float64}, "float64"), ({"dtype": torch.float32}, "16-bit"),
-    ({"dim": 30}, "4 divides"), ({"dim": 512}, "256"),
-    ({"group": 32}, "16 query heads"), ({"codec": "int4"}, "not int4"),
-    ({"pages": torch.float16}, "float16")])
+    ({"dtype": torch.float64}, "float64"), ({"dim": 30}, "32 divides"), ({"dim": 512}, "256"),
+    ({"group": 32}, "16 query heads"), ({"kv": "bf16", "dtype": torch.float16}, "model's dtype")])
 def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
-    query = {"device": "cuda", "dtype": torch.bfloat16, "dim": 128, "group": 4, "codec": "int8",
-             "pages": torch.int8}
-    assert gpu.kv_declines(**query) is None
-    assert words in gpu.kv_declines(**query | change)
+    query = {"kv": "int4", "dtype": torch.bfloat16, "dim": 128, "group": 4, "device": "cuda"} | change
+    codings = build_codings(parse_kv(query.pop("kv")))
+    assert (kv_gpu.declines(codings, **query) or "") and words in kv_gpu.declines(codings, **query)
+
+
+def test_what_no_kernel_computes(tmp_path):
+    config = load(str(tiny_model(tmp_path / "m"))).config
+    assert other_maths(config) is None
+    assert "experts" in other_maths(load(str(tiny_model(tmp_path / "e", "mixtral"))).config)
+    long = dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="longrope"))
+    assert "length" in other_maths(long)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["int8", "int4-rtn", "nf4"])
-@pytest.mark.parametrize("kv", ["none", "int8", "window(16, sinks=2)+int8", "snapkv(0.5, window=4)"])
+@pytest.mark.parametrize("recipe", ["none", "int8", "int4-rtn", "nf4", "w8a8", "fp8"])
+@pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
-def test_on_a_gpu(folder, monkeypatch, tmp_path, recipe, kv):
+def test_on_a_gpu(folder, tmp_path, recipe, kv):
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    quantize(str(folder), recipe, tmp_path / "out")
-    ours, model = logits(tmp_path / "out", kv, "cuda", "bfloat16")
-    assert all("triton" in name for names in kernels(model).values() for name in names)
-    monkeypatch.setattr(gpu, "unavailable", lambda *query: "switched off")
-    plain, _ = logits(tmp_path / "out", kv, "cuda", "bfloat16")
-    assert (ours - plain).abs().max() < 0.05 * plain.abs().max()
+    if recipe != "none":
+        quantize(str(folder), recipe, tmp_path / "out")
+        folder = tmp_path / "out"
+    ours, model = logits(folder, kv, "cuda", "bfloat16")
+    assert isinstance(model.model, GpuModel)
+    plain, _ = logits(folder, kv, "cpu", "float32")
+    assert (ours.cpu().float() - plain).abs().max() < 0.1 * plain.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["none", "int8", "int4"])
+def test_alone_and_in_a_batch_on_a_gpu(folder, kv):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    loaded = load(str(folder), dtype="bfloat16", device="cuda")
+    prompts = [[5 + at, 9, 30, *range(4, 4 + 7 * at)] for at in range(20)]
+    assert tokens(loaded, kv, prompts, together=False) == tokens(loaded, kv, prompts, together=True)

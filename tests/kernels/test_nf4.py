@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantkit_kernels.reference import dequantize_nf4
-from quantkit_kernels.triton.nf4 import LEVELS, lookup_asm, nf4, pack
+from quantkit_kernels.triton.matmul import multiply
+from quantkit_kernels.triton.nf4 import LEVELS, ORDER, lookup_asm, pack, tables
 
 
 def weight(n, k, seed=0):
@@ -21,7 +22,7 @@ def weight(n, k, seed=0):
 def check(obeys_the_rule):
     """Ours against torch in the same precision and the exact product; returns ours."""
     def run(x, codes, absmax, *how):
-        got = nf4(x, pack(codes.to(x.device), absmax.to(x.device), *how))
+        got = multiply(x, pack(codes.to(x.device), absmax.to(x.device), *how))
         exact = dequantize_nf4(codes, absmax, LEVELS).to(x.device)
         obeys_the_rule(got, x @ exact.to(x.dtype).T, x.double() @ exact.T, x.double().abs() @ exact.abs().T)
         return got
@@ -50,7 +51,7 @@ def test_every_order_of_columns(on, randn, check, family):
 def test_every_level(on):
     codes = torch.arange(16, dtype=torch.uint8).repeat(16, 4)
     x = torch.eye(64, dtype=on[1], device=on[0])
-    got = nf4(x, pack(codes.to(on[0]), torch.ones(16, device=on[0])))
+    got = multiply(x, pack(codes.to(on[0]), torch.ones(16, device=on[0])))
     assert torch.equal(got.cpu(), torch.tensor(LEVELS).to(on[1]).repeat(4)[:, None].expand(64, 16))
 
 
@@ -64,7 +65,7 @@ def test_empty_blocks_and_outliers(on, randn, check):
 
 def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone):
     packed = pack(*(part.to(on[0]) for part in weight(20, 1088)))
-    rows_stand_alone(nf4, packed, randn(16, 1088, on=on))
+    rows_stand_alone(packed, randn(16, 1088, on=on))
 
 
 def test_refuses_blocks_that_cross_rows():
@@ -72,30 +73,35 @@ def test_refuses_blocks_that_cross_rows():
         pack(torch.zeros(2, 96, dtype=torch.uint8), torch.ones(3))
 
 
-def execute(text, word):
-    """The four results of a PTX block of ``and``, ``shr``, ``prmt`` and ``lop3`` (0xCA)."""
-    registers = {"$4": word}
+def execute(text, word, tables):
+    """The four results of a PTX block of ``xor``, ``shl``, ``shr``, ``prmt`` and ``lop3`` (0x96)."""
+    registers = {"$4": word} | {f"${5 + at}": value & 0xFFFFFFFF for at, value in enumerate(tables)}
 
     def value(name):
         return int(name, 0) if name[0].isdigit() else registers[name]
 
-    for line in re.findall(r"^\s*((?:and|shr|prmt|lop3)\.\S+ .*);$", text, re.MULTILINE):
+    def picked(both, pick):
+        byte = both[pick & 7]
+        return (255 if byte > 127 else 0) if pick & 8 else byte
+
+    for line in re.findall(r"^\s*((?:xor|shl|shr|prmt|lop3)\.\S+ .*);$", text, re.MULTILINE):
         kind, rest = line.split(" ", 1)
         to, *given = (part.strip() for part in rest.split(","))
         a, b, *more = map(value, given)
         match kind:
-            case "and.b32":
-                result = a & b
+            case "xor.b32":
+                result = a ^ b
+            case "shl.b32":
+                result = a << b & 0xFFFFFFFF
             case "shr.u32":
                 result = a >> b
             case "lop3.b32":
-                assert more[1] == 0xCA
-                result = (a & b) | (~a & more[0] & 0xFFFFFFFF)
+                assert more[1] == 0x96
+                result = a ^ b ^ more[0]
             case "prmt.b32":
                 both = (a | b << 32).to_bytes(8, "little")
-                picks = [more[0] >> 4 * at & 15 for at in range(4)]
-                assert all(pick < 8 for pick in picks), "bit 3 would replicate the sign"
-                result = int.from_bytes(bytes(both[pick] for pick in picks), "little")
+                chosen = bytes(picked(both, more[0] >> 4 * at & 15) for at in range(4))
+                result = int.from_bytes(chosen, "little")
             case _:
                 raise AssertionError(line)
         registers[to] = result
@@ -104,9 +110,11 @@ def execute(text, word):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_lookup_in_ptx(dtype):
-    bits = [value & 0xFFFF for value in torch.tensor(LEVELS).to(dtype).view(torch.int16).tolist()]
-    text = lookup_asm(dtype)
+    levels = torch.tensor([LEVELS[at] for at in ORDER]).to(dtype)
+    bits = [value & 0xFFFF for value in torch.where(levels == 0, -levels, levels).view(torch.int16).tolist()]
+    text, known = lookup_asm(dtype), tables(dtype)
     words = torch.randint(0, 2**32, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     for word in [*words, *(0x11111111 * code for code in range(16))]:
         codes = [word >> 4 * at & 15 for at in range(8)]
-        assert execute(text, word) == [bits[codes[2 * at]] | bits[codes[2 * at + 1]] << 16 for at in range(4)]
+        wanted = [bits[codes[2 * at]] | bits[codes[2 * at + 1]] << 16 for at in range(4)]
+        assert execute(text, word, known) == wanted

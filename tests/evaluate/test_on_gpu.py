@@ -1,0 +1,47 @@
+"""The check of a GPU's results, with the CPU in a GPU's place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantkit.resources import data_dir
+from quantkit.testing import tiny_model
+
+ARGUMENTS = ("--recipes", "none,int4-rtn", "--kv", "none,int8", "--window", "96", "--windows", "1")
+
+
+def run(model, *arguments):
+    script = str(data_dir("evals") / "on_gpu.py")
+    return subprocess.run([sys.executable, script, str(model), *ARGUMENTS, *arguments], capture_output=True,
+                          text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_every_way_is_compared_with_the_exact_one(model, tmp_path):
+    out = tmp_path / "found.json"
+    done = run(model, "--device", "cpu", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "0.02 is allowed" in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [(row["label"], row["kv"]) for row in rows] == [
+        (label, kv) for label in ("bf16", "rtn int4 g64 sym") for kv in ("none", "int8")]
+    for row in rows:
+        assert row["exact"]["kl_mean"] == 0 < row["portions"]["kl_mean"] < 0.02
+        assert row["one_by_one"]["kl_mean"] == pytest.approx(row["portions"]["kl_mean"], rel=0.2)
+        assert row["cpu"] == row["portions"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu(model, tmp_path):
+    done = run(model)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,380 @@
+"""What a step writes into pages: the same codes as the cache's own, in the same slots and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantkit.kv.base import Codings
+from quantkit.kv.batch import _turned
+from quantkit.kv.codecs.fp8 import Floats
+from quantkit.kv.codecs.int8 import Integers
+from quantkit.kv.codecs.kivi import Grid
+from quantkit.kv.codecs.plain import Vectors
+from quantkit.kv.codecs.rotation import Turned
+from quantkit.kv.held import HeldSequence
+from quantkit.kv.pages import Moves
+from quantkit.kv.store import Store
+from quantkit.ops import rotation
+from quantkit_kernels import reference
+from quantkit_kernels.triton import close_pages as close
+from quantkit_kernels.triton import rope_store as rope
+from quantkit_kernels.triton.advance import advance
+from quantkit_kernels.triton.cache import Coding, Pages, Side, Step, Tables
+from quantkit_kernels.triton.close_pages import close_pages
+from quantkit_kernels.triton.rope_store import rope_store
+
+H, HKV, EPS = 2, 2, 1e-6
+CODINGS = {"none": Vectors(None), "bf16": Vectors(torch.bfloat16), "int8": Integers(), "fp8": Floats(),
+           **{f"token{bits}": Grid(bits, False) for bits in (2, 3, 4)},
+           **{f"channel{bits}": Grid(bits, True) for bits in (2, 3, 4)},
+           **{f"turned{bits}": Turned(bits, False) for bits in (2, 3, 4)},
+           **{f"turned{bits}c": Turned(bits, True) for bits in (2, 3, 4)}}
+
+
+def kernel_coding(name):
+    """As kernels know it."""
+    if name in ("none", "bf16", "int8", "fp8"):
+        return Coding(name, 8) if name.endswith("8") else Coding("plain", 16)
+    return Coding(name.rstrip("c").rstrip("234"), int(name.rstrip("c")[-1]), name.endswith("c"))
+
+
+class Cache:
+    """Two layers of a cache, of which the kernels write the second; what is expected lies on the CPU, where
+    torch divides exactly."""
+
+    def __init__(self, on, keys, values, dim, recent=0, first=0, numbered=False, sequences=2):
+        self.on, self.dim, self.names = on, dim, (keys, values)
+        self.codings = Codings(CODINGS[keys], CODINGS[values], recent, first)
+        self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, Moves())
+                                     for device in (torch.device("cpu"), on[0]))
+        self.held = [[HeldSequence(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
+        self.turn = tuple(part.to(on[0]) for part in rotation.factors(dim))
+
+    def tables(self):
+        """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
+        held = self.held[1]
+        for one in held:
+            one.lay_out(None if self.store.waiting is None else self.codings.recent)
+
+        def joined(name):
+            parts = [getattr(one, name)[0] for one in held]
+            most = max(part.shape[1] for part in parts) + 1
+            found = torch.full((len(held), 2, HKV, most), 1 << 30, dtype=torch.int32)
+            for row, part in zip(found, parts):
+                row[1, :, :part.shape[1]] = torch.from_numpy(part)
+            return found.to(self.on[0])
+
+        def numbers(name):
+            rows = [torch.from_numpy(getattr(one, name)) for one in held]
+            return torch.stack([row.expand(2, -1) for row in rows]).to(torch.int32).to(self.on[0])
+
+        waits = self.store.waiting is not None
+        seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
+        return Tables(joined("table"), numbers("lengths"), seen, joined("waiting") if waits else None,
+                      numbers("starts") if waits else None, self.codings.recent, self.codings.first)
+
+    def pages(self):
+        """The second store's, as kernels are given them."""
+        parts, waits = self.store.pages.parts, self.store.waiting
+        sides = []
+        for side, name in zip("kv", self.names):
+            own = {key[2:]: part for key, part in parts.items() if key.startswith(f"{side}.")}
+            sides.append(Side(kernel_coding(name), own.get("codes", own.get("values")), own.get("scale"),
+                              own.get("low", own.get("mean")),
+                              None if waits is None else waits.parts[f"{side}.values"]))
+        return Pages(*sides, parts.get("positions"), None if waits is None else waits.parts.get("positions"))
+
+    def step(self, counts, qkv, angles, rows=None, run=True, **about):
+        """Tokens of each sequence: the torch path into one store, the kernels into the other → both q."""
+        before = [one.lengths.copy() for one in self.held[1]]
+        placed = [(row, place) for row, count in enumerate(counts) for place in range(count)]
+        order = range(len(placed)) if rows is None else rows
+        starts = [int(one.seen[0]) for one in self.held[0]]
+        positions = torch.tensor([starts[row] + place for row, place in placed], device=self.on[0])
+        q, k, v = parts(qkv, self.dim)
+        cos, sin = (t[positions].repeat(1, 2) for t in angles)
+        turned = self.codings.keys.turned, self.codings.values.turned
+        if about.get("q_norm") is not None:
+            q, k = (normed(x, about[f"{name}_norm"]) for name, x in (("q", q), ("k", k)))
+        q, k = (reference.rotate(x.float(), cos, sin).to(self.on[1]) for x in (q, k))
+        if turned[0]:
+            q, k = rotation.rotate(q), _turned(k)
+        if turned[1]:
+            v = _turned(v)
+        at = 0
+        for row, count in enumerate(counts):
+            own = slice(at, at + count)
+            at += count
+            held = self.held[0][row].layers[0]
+            slots = self.expected.allocate(held, count)
+            spread = positions[own].repeat(HKV).cpu()
+            both = (x[own].transpose(0, 1).reshape(-1, self.dim).cpu() for x in (k, v))
+            self.expected.write(slots, *both, spread)
+            self.expected.close(held)
+            self.store.allocate(self.held[1][row].layers[0], count)
+        if not run:
+            return None
+        tables = self.tables()
+        lengths = torch.stack([torch.from_numpy(one).expand(2, -1) for one in before]).contiguous()
+        seen = torch.tensor(starts, dtype=torch.int32, device=self.on[0])
+        tables = replace(tables, lengths=lengths.to(self.on[0]), seen=seen)
+        where = torch.tensor([placed[at] for at in order], dtype=torch.int32, device=self.on[0]).view(-1, 2)
+        step, given = Step(where, 1 << 20), qkv[list(order)]
+        out = rope_store(given, *angles, self.pages(), tables, step, 1, heads=H, kv_heads=HKV, dim=self.dim,
+                         eps=EPS, rotation=self.turn, **about)
+        if self.store.waiting is not None:
+            close_pages(self.pages(), tables, step, 1)
+        return out, q[list(order)]
+
+    def fill(self, counts, randn, angles):
+        """So many tokens are in both stores, settled, without any kernel."""
+        self.step(counts, fused(randn, sum(counts), self.dim, self.on, seed=7), angles, run=False)
+        for mine, other in zip(self.store.all, self.expected.all):
+            mine.parts.update({name: part.clone().to(self.on[0]) for name, part in other.parts.items()})
+        self.settle()
+
+    def settle(self):
+        """Both stores give back what is encoded."""
+        for store, held in zip((self.expected, self.store), self.held):
+            for one in held:
+                store.settle(one.layers[0])
+
+    def same(self):
+        """Every byte of both stores."""
+        for mine, other in zip(self.store.all, self.expected.all):
+            for name, part in other.parts.items():
+                assert torch.equal(mine.parts[name].cpu(), part), name
+
+
+def parts(qkv, dim):
+    return (x.unflatten(1, (-1, dim)) for x in qkv.split((H * dim, HKV * dim, HKV * dim), 1))
+
+
+def normed(x, weight):
+    """As in the models: rounded before a weight of the same dtype."""
+    normal = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, EPS)
+    if weight.dtype == x.dtype:
+        return normal.to(x.dtype) * weight
+    return (normal * weight).to(x.dtype)
+
+
+def angles(rows, width, device):
+    turn = torch.rand(rows, width // 2, generator=torch.Generator().manual_seed(9)) * 6.3
+    return turn.cos().to(device), turn.sin().to(device)
+
+
+def fused(randn, n, dim, on, seed=0):
+    return randn(n, (H + 2 * HKV) * dim, seed=seed, on=on)
+
+
+@pytest.mark.parametrize(("keys", "values", "dim"), [
+    ("none", "none", 64), ("int8", "int8", 128), ("fp8", "fp8", 32), ("int8", "token4", 96),
+    ("none", "token3", 64), ("fp8", "token2", 32), ("int8", "none", 20)])
+def test_vectors_by_themselves(on, randn, keys, values, dim):
+    """A prompt of one sequence beside one token of another, then one token of each."""
+    cache = Cache(on, keys, values, dim, numbered=dim == 64)
+    turns = angles(90, dim, on[0])
+    for counts in ((18, 1), (1, 1)):
+        out, q = cache.step(counts, fused(randn, sum(counts), dim, on), turns)
+        assert torch.equal(out, q) and out.is_contiguous()
+    cache.same()
+
+
+@pytest.mark.parametrize(("keys", "values", "dim", "recent", "first", "count"), [
+    ("channel4", "token4", 64, 64, 64, 20), ("channel3", "token3", 96, 0, 0, 20),
+    ("channel2", "token2", 32, 10, 0, 70), ("int8", "fp8", 32, 0, 64, 20),
+    ("channel4", "none", 32, 64, 0, 20)])
+def test_vectors_that_wait(on, randn, monkeypatch, keys, values, dim, recent, first, count):
+    """A page ends in the middle of a prompt's piece, another with a decoded token: the cache's own bytes."""
+    monkeypatch.setattr(close, "FEW", 8)
+    cache = Cache(on, keys, values, dim, recent, first, numbered=True)
+    turns = angles(400, dim, on[0])
+    begin = first + recent + 64 - 1
+    cache.fill((begin - 20, begin - 5), randn, turns)
+    for at, counts in enumerate(((20, count), (1, 1), (0, 1))):
+        shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(at)).tolist()
+        out, q = cache.step(counts, fused(randn, sum(counts), dim, on, seed=at), turns, rows=shuffled)
+        assert torch.equal(out, q)
+        cache.same()
+        if at:  # pages may also stay for a step more
+            cache.settle()
+    assert cache.store.pages.used >= 2 * HKV
+
+
+@pytest.mark.parametrize(("keys", "values", "dim", "recent"), [
+    ("turned4c", "turned4", 64, 64), ("turned3c", "turned3", 96, 0), ("turned2c", "token2", 32, 0),
+    ("int8", "turned3", 64, 0)])
+def test_rotated_vectors(on, randn, monkeypatch, keys, values, dim, recent):
+    """Vectors that wait have the cache's bits; codes differ where sums of another order do."""
+    monkeypatch.setattr(rope, "FEW", 4)
+    cache = Cache(on, keys, values, dim, recent)
+    turns, count = angles(300, dim, on[0]), recent + 58
+    cache.fill((count, count - 8), randn, turns)
+    out, q = cache.step((7, 4), fused(randn, 11, dim, on), turns)
+    assert torch.equal(out, q)
+    for side, name in zip("kv", (keys, values)):
+        mine, other = ({key[2:]: part.cpu() for key, part in one.pages.parts.items()
+                        if key.startswith(f"{side}.")} for one in (cache.store, cache.expected))
+        a, b = (CODINGS[name].decode(parts).double() for parts in (mine, other))
+        assert torch.isfinite(a).all() and (a - b).norm() <= 1e-3 * b.norm() and b.norm() > 0
+        assert (mine["codes"] != other["codes"]).double().mean() < 1e-3
+    if cache.store.waiting is not None:
+        for name, part in cache.expected.waiting.parts.items():
+            assert torch.equal(cache.store.waiting.parts[name].cpu(), part)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_of_heads(on, randn, obeys_the_rule, wide):
+    """Weights of the model's dtype, or float32."""
+    dim, n = 32, 20
+    cache, turns = Cache(on, "none", "none", dim), angles(40, dim, on[0])
+    weights = {f"{name}_norm": randn(dim, seed=at, on=(on[0], torch.float32 if wide else on[1])) + 1
+               for at, name in enumerate("qk")}
+    qkv = fused(randn, n, dim, on)
+    out, q = cache.step((n, 0), qkv, turns, **weights)
+    x, k, v = parts(qkv, dim)
+    where = torch.arange(n, device=on[0])
+    cos, sin = (t[where].repeat(1, 2).double() for t in turns)
+    exact = reference.rotate(reference.rms_norm(x, weights["q_norm"], EPS), cos, sin)
+    obeys_the_rule(out, q, exact)
+    pages = cache.held[1][0].layers[0].pages
+    stored, plain = (store.pages.parts["k.values"][[own[0] for own in pages], :n].transpose(0, 1)
+                     for store in (cache.store, cache.expected))
+    exact = reference.rotate(reference.rms_norm(k, weights["k_norm"], EPS), cos, sin)
+    obeys_the_rule(stored, plain.to(on[0]), exact)
+    held = cache.store.pages.parts["v.values"][[own[0] for own in pages], :n].transpose(0, 1)
+    assert torch.equal(held, v)
+
+
+def write(cache, qkv, turns, rows, **about):
+    """Tokens of a cache's first pages, in layer 1; the pages behind are other sequences'."""
+    for one in cache.held[1]:
+        cache.store.reserve(one.layers[0], 64)
+    where = torch.tensor(rows, dtype=torch.int32, device=cache.on[0]).view(-1, 2)
+    return rope_store(qkv, *turns, cache.pages(), cache.tables(), Step(where, 64), 1, heads=H, kv_heads=HKV,
+                      dim=cache.dim, rotation=cache.turn, **about)
+
+
+def test_three_tensors_and_a_part_that_is_not_rotated(on, randn):
+    """Rows that lie apart, dimensions behind R as they are, and a result of the caller's own."""
+    n, dim, width = 18, 32, 8
+    a, b = (Cache(on, "int8", "none", dim) for _ in range(2))
+    qkv, turns = fused(randn, n, dim, on), angles(20, width, on[0])
+    rows = [(1, at) for at in range(n)]
+    out = torch.empty(n, H, dim, dtype=on[1], device=on[0])
+    one = write(a, qkv, turns, rows, out=out)
+    apart = tuple(torch.cat((x.flatten(1), x.flatten(1)[:, :3]), 1)[:, :-3] for x in parts(qkv, dim))
+    assert one is out and apart[0].stride(0) == H * dim + 3
+    assert torch.equal(one, write(b, apart, turns, rows))
+    for name, part in a.store.pages.parts.items():
+        assert torch.equal(part, b.store.pages.parts[name])
+    q = next(parts(qkv, dim))
+    assert torch.equal(one[..., width:], q[..., width:])
+    cos, sin = (t[:n].repeat(1, 2) for t in turns)
+    assert torch.equal(one[..., :width], reference.rotate(q[..., :width].float(), cos, sin).to(on[1]))
+
+
+@pytest.mark.parametrize("values", ["turned4", "token3", "none"])
+def test_a_row_does_not_depend_on_the_others(on, randn, values):
+    """Nor on nobody's: those are zeros, store nothing, and may be anything before."""
+    n, dim, rows = 17, 32, [(0, at) if at % 2 == 0 else (-1, 5) for at in range(17)]
+    qkv, turns = fused(randn, n, dim, on), angles(40, dim, on[0])
+    spoiled = qkv.clone()
+    spoiled[1::2] = float("nan")
+    many, few = (Cache(on, "int8", values, dim, sequences=1) for _ in range(2))
+    out = write(many, spoiled, turns, rows)
+    assert (out[1::2] == 0).all()
+    for at in (0, 4, 16):
+        assert torch.equal(write(few, qkv[at:at + 1], turns, rows[at:at + 1])[0], out[at])
+    for name, part in few.store.pages.parts.items():
+        held = [own[0] for own in few.held[1][0].layers[0].pages]
+        mine, other = part[held], many.store.pages.parts[name][held]
+        assert torch.equal(mine[:, [0, 4, 16]], other[:, [0, 4, 16]])
+        assert not mine[:, 1:4].bool().any() and not other[:, 1].bool().any()
+
+
+@pytest.mark.parametrize("values", ["int8", "fp8", "token4", "token3", "turned2", "bf16"])
+def test_extremes(on, monkeypatch, values):
+    """Zeros, an outlier, ties, the smallest and the largest numbers: finite, and the cache's own codes."""
+    monkeypatch.setattr(rope, "FEW", 4)
+    dim, dtype = 32, on[1]
+    if values == "bf16" and on[0].type == "cpu":
+        pytest.skip("Triton's interpreter doesn't round to bfloat16")
+    most, lines = torch.finfo(dtype).max, torch.zeros(8, 32)
+    lines[1, 3], lines[2], lines[3] = -most, torch.finfo(dtype).tiny, torch.arange(32) + 0.5
+    lines[4], lines[5, ::2], lines[6], lines[7] = 1.0, -1.0, most, torch.linspace(-most / 2, most / 2, 32)
+    qkv = lines.to(dtype).to(on[0]).repeat(1, H + 2 * HKV)
+    cache = Cache(on, "none", values, dim)
+    out, q = cache.step((8, 0), qkv, angles(8, dim, on[0]))
+    assert torch.isfinite(out).all()
+    finite = torch.isfinite(q)  # where torch's is not
+    assert torch.equal(out[finite], q[finite])
+    own = {name[2:]: part for name, part in cache.store.pages.parts.items() if name.startswith("v.")}
+    assert torch.isfinite(CODINGS[values].decode(own)).all()
+    for name, part in cache.expected.pages.parts.items():
+        if values != "turned2" and name.startswith("v."):
+            assert torch.equal(cache.store.pages.parts[name].cpu(), part), name
+
+
+def test_decoding_needs_nothing_from_the_host(on, randn):
+    """Token after token over a page's end, by kernels alone; captured once where there are graphs."""
+    dim, steps = 32, 6
+    cache, turns = Cache(on, "channel4", "token4", dim, sequences=1), angles(80, dim, on[0])
+    cache.fill((60,), randn, turns)
+    cache.store.reserve(cache.held[1][0].layers[0], steps)
+    tables, pages = cache.tables(), cache.pages()
+    tokens, given = fused(randn, steps, dim, on), fused(randn, 1, dim, on)
+    step = Step(torch.zeros(1, 2, dtype=torch.int32, device=on[0]), 80)
+
+    def decode():
+        rope_store(given, *turns, pages, tables, step, 1, heads=H, kv_heads=HKV, dim=dim)
+        close_pages(pages, tables, step, 1)
+        advance(tables, step)
+
+    run = decode
+    if on[0].type == "cuda":
+        before = tables.lengths.clone(), tables.seen.clone()
+        decode()  # compiles
+        tables.lengths.copy_(before[0])
+        tables.seen.copy_(before[1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            decode()
+        run = graph.replay
+    for token in tokens:
+        given.copy_(token)
+        run()
+    for token in tokens:
+        cache.step((1,), token[None], turns, run=False)
+    assert tables.lengths.unique().tolist() == [66] and tables.seen.tolist() == [66]
+    cache.same()
+
+
+def test_what_it_refuses(randn):
+    on = (torch.device("cpu"), torch.float32)
+    cache, turns = Cache(on, "int8", "int8", 32), angles(4, 32, "cpu")
+    qkv = fused(randn, 2, 32, on)
+    rows = [(0, 0), (1, 0)]
+    assert write(cache, qkv[:0], turns, []).shape == (0, H, 32)
+    for given, message in (({"qkv": qkv[:, 1:]}, "split"), ({"turns": (turns[0].double(), turns[1])}, "fit"),
+                           ({"rows": [(0, 0)]}, "fit"), ({"out": qkv}, "must go"),
+                           ({"q_norm": qkv[0, :32]}, "norms"),
+                           ({"q_norm": qkv[0], "k_norm": qkv[0]}, "norms")):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            write(**{"cache": cache, "qkv": qkv, "turns": turns, "rows": rows} | given)
+    waits = Cache(on, "channel4", "token4", 32)
+    step, tables, pages = Step(torch.tensor(rows, dtype=torch.int32), 64), waits.tables(), waits.pages()
+    about = {"heads": H, "kv_heads": HKV, "dim": 32}
+    with pytest.raises(ValueError, match="tables"):
+        rope_store(qkv, *turns, pages, replace(tables, starts=None), step, 1, **about)
+    with pytest.raises(ValueError, match="wait for each other"):
+        rope_store(qkv, *turns, Pages(replace(pages.k, waiting=None), replace(pages.v, waiting=None)), tables,
+                   step, 1, **about)
+    with pytest.raises(ValueError, match="only vectors that wait"):
+        close_pages(cache.pages(), cache.tables(), step, 1)
+    turned = Cache(on, "int8", "turned4", 32)
+    with pytest.raises(ValueError, match="rotation"):
+        rope_store(qkv, *turns, turned.pages(), turned.tables(), step, 1, **about)

@@ -1,0 +1,84 @@
+"""A cache of a fixed size: what was promised is there when it is taken, and nothing moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.errors import UsageError
+from quantkit.kv.cache import KVCache
+from quantkit.kv.room import Room
+from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import parse_config
+
+CHUNK = 64
+
+
+@pytest.fixture
+def config():
+    return parse_config({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "head_dim": 32,
+                         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+                         "max_position_embeddings": 1024, "tie_word_embeddings": True})
+
+
+def grow(cache, row, prompt, tokens):
+    """Take a sequence through its prompt and its answer, without a model."""
+    held = cache.sequence(row)
+    steps = [min(CHUNK, prompt - at) for at in range(0, prompt, CHUNK)] + [1] * (tokens - prompt)
+    for count in steps:
+        cache.reserve(held, count)
+        cache.settle(held, count)
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "int4"])
+def test_what_fits_never_moves_a_page(config, kv):
+    cache = KVCache(config, parse_kv(kv), torch.float32)
+    one = KVCache(config, parse_kv(kv), torch.float32)
+    grow(one, one.add(), 300, 1000)
+    size = (4 if kv == "int4" else 2) * one.allocated_bytes  # there most are vectors that wait
+    room = Room(cache, size, 4, 1024, CHUNK)
+    before, moves, rows = cache.allocated_bytes, cache.moves.count, []
+    assert before <= size
+    while len(rows) < 4 and room.fits(200, 500):
+        rows.append(cache.add(500))
+        room.promise(rows[-1], 200, 500)
+    assert len(rows) >= 2
+    for row in rows:
+        grow(cache, row, 200, 500)
+    assert cache.allocated_bytes == before and cache.moves.count == moves
+    cache.free(rows[:1])
+    room.release(rows[0])
+    assert room.fits(200, 500) and cache.moves.count == moves and cache.allocated_bytes == before
+
+
+def test_all_that_can_ever_be_needed_is_enough(config):
+    cache = KVCache(config, parse_kv("none"), torch.float32)
+    Room(cache, 10**12, 2, 1024, CHUNK)
+    assert cache.allocated_bytes == 2 * 1024 * cache.bytes_per_token
+
+
+def test_layers_with_a_window_have_theirs_whole(config):
+    config = dataclasses.replace(config, num_layers=2, sliding_windows=(None, 64))
+    cache = KVCache(config, parse_kv("none"), torch.float32)
+    size = 800 * cache.bytes_per_token
+    room = Room(cache, size, 2, 1024, CHUNK)
+    full, window = (store.pages for store in cache.stores)
+    assert full.allocated_bytes + window.allocated_bytes <= size
+    tokens = full.allocated_bytes // (full.page_bytes * cache.heads) * 64
+    assert 512 < tokens < 1024 and room.tokens == tokens
+    assert window.allocated_bytes > full.page_bytes * cache.heads * (64 + 256) // 64
+
+
+def test_what_does_not_fit_says_how_much_would(config):
+    cache = KVCache(config, parse_kv("none"), torch.float32)
+    room = Room(cache, 512 * cache.bytes_per_token, 4, 1024, CHUNK)
+    assert room.tokens == 512
+    room.check(500, 512)
+    with pytest.raises(UsageError, match="513 tokens don't fit") as caught:
+        room.check(500, 513)
+    assert "512" in caught.value.why
+    with pytest.raises(UsageError, match="too few"):
+        Room(KVCache(config, parse_kv("int4"), torch.float32), 1000, 4, 1024, CHUNK)

@@ -1,0 +1,58 @@
+"""An engine whose KV cache has a fixed size: requests wait for room, and what never fits is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.errors import UsageError
+from quantkit.kvspec import parse_kv
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.sampler import Sampling
+
+pytestmark = pytest.mark.usefixtures("short_chunks")
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+
+
+def tokens(engine, submit):
+    tickets = [submit(engine, 230, LONG, seed)[0] for seed in range(3)]
+    most = 0
+    while engine.step():
+        most = max(most, engine.stats()["running"])
+    return [ticket.result.token_ids for ticket in tickets], most
+
+
+@pytest.mark.parametrize("kv", ["none", "window(64)+int8"])
+def test_requests_wait_for_room_and_give_the_same_tokens(small, submit, kv):
+    free = Engine(small, kv=parse_kv(kv))
+    whole, together = tokens(free, submit)
+    one = Engine(small, kv=parse_kv(kv), max_batch=1, memory=10**12)
+    size = one.cache.allocated_bytes if kv != "none" else 640 * one.cache.bytes_per_token
+    tight = Engine(small, kv=parse_kv(kv), max_batch=3 if kv == "none" else 1, memory=size)
+    before, moves = tight.cache.allocated_bytes, tight.cache.moves.count
+    found, most = tokens(tight, submit)
+    assert found == whole and together == 3 and most == (2 if kv == "none" else 1)
+    assert tight.cache.allocated_bytes == before <= size and tight.cache.moves.count == moves
+    assert tight.cache.used_bytes == 0
+
+
+def test_what_never_fits_is_refused_when_it_is_submitted(small, submit):
+    engine = Engine(small, max_batch=1, memory=256 * Engine(small).cache.bytes_per_token)
+    with pytest.raises(UsageError, match="260 tokens don't fit") as caught:
+        submit(engine, 230, LONG)
+    assert "256 tokens" in caught.value.why and not engine.step()
+    ticket, ends = submit(engine, 200, LONG)
+    while engine.step():
+        pass
+    assert ends == ["length"] and ticket.done
+
+
+def test_those_that_end_early_give_their_room_back(small, submit):
+    engine = Engine(small, max_batch=4, memory=256 * Engine(small).cache.bytes_per_token)
+    first, ends = submit(engine, 150, LONG)
+    second, _ = submit(engine, 150, LONG)
+    engine.step()
+    assert engine.stats()["running"] == 1 and engine.stats()["waiting"] == 1
+    first.cancel()
+    engine.step()
+    assert ends == ["cancelled"] and engine.stats()["waiting"] == 0 and not second.done
+    engine.close()
