@@ -1,0 +1,114 @@
+"""Whether a GPU computes what the CPU does, with real weights: ``python evals/on_gpu.py MODEL``.
+
+For every kind of weights and of KV cache a model is scored four ways: exactly (on the CPU, in float32, by
+torch's operators on the dequantized weights), by the GPU in portions as a prompt is read, by the GPU a token
+at a time as an answer is written, and by the CPU's kernels. Each way's KL from the exact one is printed; the
+GPU's should be about that of the dtype alone. A model of 64 MB is enough; one in parts is joined by
+``cat PART… > FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench.machine import machine
+from quantkit.evaluate.feed import prefill
+from quantkit.evaluate.forced import Forced, split_settings
+from quantkit.evaluate.quality import compare, windows_of
+from quantkit.evaluate.text import load_text
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import LoadedModel, load
+
+PLAIN = "none"
+MOST = 0.02
+"""KL in nats that a GPU may be farther from the exact result than 16-bit arithmetic on the CPU is."""
+
+
+class Portions(Forced):
+    """As a prompt is read; results on the CPU."""
+
+    def logits(self, window: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Forced.logits`."""
+        return super().logits(window).cpu()
+
+
+class OneByOne(Forced):
+    """As an answer is written: a token a step."""
+
+    def logits(self, window: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Forced.logits`."""
+        ids: list[int] = window.tolist()
+        model = self.loaded.model
+        cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, model.device)
+        row, found = cache.add(len(ids)), []
+        prefill(self.loaded, cache, row, ids[:self._prompt])
+        for token in ids[self._prompt:]:
+            batch = cache.batch([row], "decode")
+            found.append(model(torch.tensor([[token]], device=model.device), cache=batch)[0].cpu().clone())
+        return torch.cat(found)
+
+
+def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ...]) -> dict[str, Any]:
+    """Perplexity and KL of each way."""
+    exact, gpu, cpu = models
+    prompt, spec = tokens.shape[1] // 2, parse_kv(kv)
+    ways = [Portions(exact, spec, prompt), Portions(gpu, spec, prompt), OneByOne(gpu, spec, prompt),
+            Portions(cpu, spec, prompt)]
+    names = ("exact", "portions", "one_by_one", "cpu")
+    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused,
+            **{name: {key: one.value for key, one in found.items()}
+               for name, found in zip(names, compare(ways, tokens, prompt=prompt))}}
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
+    parser.add_argument("model")
+    parser.add_argument("--recipes", default=f"{PLAIN},int8,int4-rtn,nf4", help="of weights, by commas")
+    parser.add_argument("--kv", default="none,int8,fp8,int4,rotation(4)", help="KV settings, by commas")
+    parser.add_argument("--text", help="a file, or what `quantkit eval --text` takes")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", help="of the GPU's side and the CPU's kernels")
+    parser.add_argument("--out", type=Path, help="JSON, written after every case")
+    given = parser.parse_args()
+    text = load_text(given.text) if given.text else load_text()
+    rows: list[dict[str, Any]] = []
+    print(f"KL from exact, nats\n{'weights':<24} {'kv':<12} {'portions':>9} {'one by one':>10} {'cpu':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in given.recipes.split(","):
+            uri = given.model
+            if recipe != PLAIN:
+                uri = str(Path(folder) / recipe)
+                quantize(given.model, recipe, Path(uri))
+            exact = load(uri, dtype="float32", device="cpu")
+            gpu = load(uri, dtype=given.dtype, device=given.device)
+            cpu = load(uri, dtype=given.dtype, device="cpu")
+            tokens = windows_of(exact, text.content, given.window, given.windows)
+            for kv in split_settings(given.kv):
+                rows.append(row := check(uri, kv, tokens, (exact, gpu, cpu)))
+                found = [row[way]["kl_mean"] for way in ("portions", "one_by_one", "cpu")]
+                print(f"{row['label']:<24} {kv:<12} {found[0]:>9.5f} {found[1]:>10.5f} {found[2]:>9.5f}",
+                      flush=True)
+                if given.out is not None:
+                    given.out.write_text(json.dumps(
+                        {"machine": machine(gpu.model.device), "text": text.name, "window": given.window,
+                         "windows": given.windows, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    worst = max(row[way]["kl_mean"] - row["cpu"]["kl_mean"]
+                for row in rows for way in ("portions", "one_by_one"))
+    print(f"at most {worst:.5f} farther from it than the CPU's kernels are; {MOST} is allowed")
+    return 0 if worst <= MOST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
