@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -112,6 +112,13 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def verdict(rows: Sequence[Row]) -> str:
+    """How many are as they should be, and what is wrong with the others: the end of a long log says all."""
+    bad = [row for row in rows if row.faults]
+    lines = [f"{row.kernel} on {row.target}: {'; '.join(row.faults)}" for row in bad]
+    return "\n".join([f"{len(rows)} compiled, {len(bad)} with faults. {NOTE}", *lines])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m quantkit_kernels.aot",
@@ -121,13 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="by default all; may be repeated")
     chosen = parser.parse_args(arguments)
     rows = compile_all(chosen.target or TARGETS, chosen.only)
-    bad = sum(bool(row.faults) for row in rows)
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         print(table(rows))
-        print(f"{len(rows)} compiled, {bad} with faults. {NOTE}")
-    return 1 if bad or not rows else 0
+        print(verdict(rows))
+    return 1 if any(row.faults for row in rows) or not rows else 0
 
 
 if __name__ == "__main__":

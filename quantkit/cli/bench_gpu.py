@@ -47,13 +47,13 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
     Raises QuantkitError without triton.
     """
     _require_triton()
-    from quantkit_kernels.aot import NOTE, compile_all, table
+    from quantkit_kernels.aot import compile_all, table, verdict
 
     with Progress("compiling", quiet) as progress:
         rows = compile_all(report=lambda done, total, name: progress(Event(done, total, name)))
     bad = sum(bool(row.faults) for row in rows)
     return ({"rows": [asdict(row) for row in rows], "faults": bad},
-            f"{table(rows)}\n\n{len(rows)} compiled, {bad} with faults. {NOTE}")
+            f"{table(rows)}\n\n{verdict(rows)}")
 
 
 def _require_triton() -> None:

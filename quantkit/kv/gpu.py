@@ -67,6 +67,12 @@ def declines(codings: Codings, dtype: torch.dtype, dim: int, group: int, device:
             return f"has no kernel for the KV coding {one.name!r}"
         if one.name == "bf16" and dtype != torch.bfloat16:
             return f"takes pages of the model's dtype, not {one.name}"
+    return heads_decline(dim, group)
+
+
+def heads_decline(dim: int, group: int) -> str | None:
+    """Why no kernel attends with such heads, however they are kept; ``None`` if they do. As for
+    :func:`declines`."""
     if dim % 32 or dim > MAX_HEAD:
         return f"takes head dimensions up to {MAX_HEAD} that 32 divides, not {dim}"
     if group > MAX_GROUP:

@@ -134,10 +134,13 @@ class Footprint:
         found = 0
         for kind in self.kinds if count else ():
             sizes = zip(kind.pages(count), kind.page_bytes)
-            pages = sum(most_pages(self.heads * n) * size for n, size in sizes)
-            watched = (count - 1) * kind.decoding.watched + kind.most.watched
-            found += kind.layers * (pages + self.heads * watched)
-        return found
+            found += kind.layers * sum(most_pages(self.heads * n) * size for n, size in sizes)
+        return found + self.watched_bytes(count)
+
+    def watched_bytes(self, count: int) -> int:
+        """What policies watch of so many sequences, at most."""
+        return self.heads * sum(kind.layers * ((count - 1) * kind.decoding.watched + kind.most.watched)
+                                for kind in self.kinds if count)
 
     def moving_bytes(self, count: int) -> int:
         """What is there twice while a layer's block grows or shrinks."""

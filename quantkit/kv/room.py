@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from quantkit.errors import UsageError
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
-from quantkit.kv.predict import Footprint, Kind, footprint
+from quantkit.kv.predict import Footprint, Kind, Most, footprint
+from quantkit.kv.replay import LEAD
 from quantkit.units import human_bytes
+
+AHEAD = 128
+"""Tokens that a decoding sequence may be given pages for at a time."""
 
 
 class Room:
@@ -31,10 +35,13 @@ class Room:
     """
 
     def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int) -> None:
-        self._cache, self._chunk = cache, chunk
-        self._needs = functools.lru_cache(maxsize=1024)(self._footprint)
-        whole = functools.reduce(_either, (self._needs(prompt, context)
-                                           for prompt in (context - 1, context // 2, 1)))
+        self._cache = cache
+        whole = functools.reduce(_either, (
+            footprint(cache.config, cache.spec, cache.dtype, context, prompt, chunk)
+            for prompt in (context - 1, context // 2, 1)))
+        whole = dataclasses.replace(whole, kinds=tuple(
+            _ahead(kind, -(-context // PAGE)) for kind in whole.kinds))
+        self._whole = [(kind.most.codes, kind.decoding.codes) for kind in whole.kinds]
         self._kinds = [self._kind_of(whole, layer) for layer in range(len(cache.stores))]
         self._room = _pages(whole, size, sequences)
         for store, kind in zip(cache.stores, self._kinds):
@@ -42,39 +49,45 @@ class Room:
             if store.waiting is not None:
                 store.waiting.keep(whole.kinds[kind].pages(sequences)[1] * cache.heads)
         self._promised: dict[int, Sequence[int]] = {}
+        self._later: dict[int, Sequence[int]] = {}
         self.tokens = self._most(context)
 
-    def fits(self, prompt: int, tokens: int) -> bool:
-        """Whether there is room for a sequence of so many tokens, of which some are its prompt."""
+    def fits(self, tokens: int) -> bool:
+        """Whether there is room for a sequence of so many tokens, its prompt's included."""
         return all(sum(one[kind] for one in self._promised.values()) + need <= room
-                   for kind, (need, room) in enumerate(zip(self._codes(prompt, tokens), self._room)))
+                   for kind, (need, room) in enumerate(zip(self._needs(tokens)[0], self._room)))
 
-    def promise(self, number: int, prompt: int, tokens: int) -> None:
+    def promise(self, number: int, tokens: int) -> None:
         """Its pages are for no other sequence from now on, until :meth:`release`."""
-        self._promised[number] = self._codes(prompt, tokens)
+        self._promised[number], self._later[number] = self._needs(tokens)
+
+    def settle(self, number: int) -> None:
+        """Its prompt has ended: it needs no more than what it decodes with."""
+        self._promised[number] = self._later[number]
 
     def release(self, number: int) -> None:
         """A sequence has ended."""
-        del self._promised[number]
+        del self._promised[number], self._later[number]
 
-    def check(self, prompt: int, tokens: int) -> None:
+    def check(self, tokens: int) -> None:
         """Raises UsageError: even alone such a sequence doesn't fit."""
-        if any(need > room for need, room in zip(self._codes(prompt, tokens), self._room)):
+        if tokens > self.tokens:
             held = human_bytes(self._cache.allocated_bytes)
             raise UsageError(f"{tokens:,} tokens don't fit into the KV cache",
                              why=f"its {held} hold a sequence of {self.tokens:,} tokens",
                              next="ask for fewer tokens, or give --kv int4")
 
-    def _codes(self, prompt: int, tokens: int) -> Sequence[int]:
-        """Pages of codes in a head, by kind of layer; lengths are rounded up, so that few are worked out."""
-        limit = self._cache.config.max_position_embeddings
-        up = min(limit, -(-tokens // PAGE) * PAGE)
-        found = self._needs(min(up - 1, -(-prompt // PAGE) * PAGE), up)
-        return [kind.most.codes for kind in found.kinds]
+    def _needs(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Pages of codes in a head, by kind of layer: at any time, and while it decodes.
 
-    def _footprint(self, prompt: int, tokens: int) -> Footprint:
-        cache = self._cache
-        return footprint(cache.config, cache.spec, cache.dtype, tokens, prompt, self._chunk)
+        No policy holds more slots than there were tokens, nor more than it does of the longest text. One that
+        has the prompt come again holds a piece of that twice meanwhile, on pages of its own.
+        """
+        piece = self._cache.policy.replays
+        pages = -(-tokens // PAGE)
+        filling = pages if piece is None else -(-(tokens + min(tokens, piece + LEAD)) // PAGE) + 1
+        return ([min(most, filling) for most, _ in self._whole],
+                [min(decoding, pages) for _, decoding in self._whole])
 
     def _kind_of(self, whole: Footprint, layer: int) -> int:
         cache = self._cache
@@ -87,11 +100,21 @@ class Room:
         low, high = 0, context
         while low < high:
             middle = (low + high + 1) // 2
-            if all(need <= room for need, room in zip(self._codes(middle - 1, middle), self._room)):
+            if all(need <= room for need, room in zip(self._needs(middle)[0], self._room)):
                 low = middle
             else:
                 high = middle - 1
         return low
+
+
+def _ahead(kind: Kind, pages: int) -> Kind:
+    """With pages for :data:`AHEAD` tokens more, which it may be given before it needs them; all ``pages`` of
+    the longest text are enough."""
+    def more(one: Most) -> Most:
+        return dataclasses.replace(one, codes=max(one.codes, min(one.codes + AHEAD // PAGE, pages)),
+                                   waiting=one.waiting + (AHEAD // PAGE if one.waiting else 0))
+
+    return dataclasses.replace(kind, filling=more(kind.filling), decoding=more(kind.decoding))
 
 
 def _either(one: Footprint, other: Footprint) -> Footprint:
@@ -103,13 +126,14 @@ def _either(one: Footprint, other: Footprint) -> Footprint:
 
 def _pages(whole: Footprint, size: int, sequences: int) -> list[int]:
     """Pages of codes for a head, by kind of layer: all that so many sequences ever take, or as many as the
-    memory has for those layers that grow with the text."""
+    memory has for those layers that grow with the text. What a policy watches comes first."""
     def bytes_of(kind: Kind, pages: tuple[int, int]) -> int:
         return whole.heads * kind.layers * sum(n * each for n, each in zip(pages, kind.page_bytes))
 
     wanted = [kind.pages(sequences) for kind in whole.kinds]
-    fixed = sum(bytes_of(kind, (codes if kind.own else 0, waits))
-                for kind, (codes, waits) in zip(whole.kinds, wanted))
+    fixed = whole.acting_bytes + whole.watched_bytes(sequences)
+    fixed += sum(bytes_of(kind, (codes if kind.own else 0, waits))
+                 for kind, (codes, waits) in zip(whole.kinds, wanted))
     growing = sum(bytes_of(kind, (codes, 0)) for kind, (codes, _) in zip(whole.kinds, wanted) if not kind.own)
     share = min(1.0, (size - fixed) / growing) if growing else 1.0
     found = [codes if kind.own else int(codes * share) for kind, (codes, _) in zip(whole.kinds, wanted)]

@@ -110,7 +110,8 @@ class LanguageModel(Protocol):
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`."""
+        """See :meth:`CausalLM.__call__`. What comes back may be the model's own memory, which its next call
+        writes."""
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:

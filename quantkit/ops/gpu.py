@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -11,7 +12,6 @@ SIMULATE = False
 triton was imported. For tests: it is slow, and wrong in bfloat16."""
 MAX_ROW = 32768
 """Numbers of a row that is normalized."""
-
 
 
 def unavailable(device: str, dtype: torch.dtype) -> str | None:
@@ -25,6 +25,16 @@ def unavailable(device: str, dtype: torch.dtype) -> str | None:
     if SIMULATE and device == "cpu" and dtype == torch.bfloat16:
         return "triton's interpreter is wrong in bfloat16"
     return None
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched there meanwhile: Triton's go to the current GPU, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On its way to the device; nobody waits for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def norm_declines(device: str, dtype: torch.dtype, size: int) -> str | None:

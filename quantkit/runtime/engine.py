@@ -15,6 +15,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kv.room import Room
 from quantkit.runtime.gpu.memory import spare_bytes
+from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling, choose
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
@@ -74,9 +75,12 @@ class Engine:
         self.loaded, self._max_batch, self._max_queue = loaded, max_batch, max_queue
         self.cache = KVCache(loaded.config, kv or loaded.kv, loaded.dtype, loaded.model.device)
         self.room = None
-        if (size := spare_bytes(loaded.model) if memory is None else memory) is not None:
+        if isinstance(loaded.model, GpuModel):
+            loaded.model.check(self.cache)
+        size = spare_bytes(loaded.model, self.cache, max_batch) if memory is None else memory
+        if size is not None:
             self.room = Room(self.cache, size, max_batch, loaded.config.max_position_embeddings,
-                              PREFILL_CHUNK)
+                             PREFILL_CHUNK)
         self.timing = Timing()
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
@@ -110,7 +114,7 @@ class Engine:
         """
         check_request(self.loaded, prompt, sampling)
         if self.room is not None:
-            self.room.check(len(prompt), len(prompt) + sampling.max_tokens)
+            self.room.check(len(prompt) + sampling.max_tokens)
         with self._changed:
             if self._refusing:
                 raise EngineClosed("no more requests are taken", why="it is about to end")
@@ -229,12 +233,12 @@ class Engine:
         with self._changed:
             if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
                 first = self._waiting[0]  # should it fail, the request still waits
-                size = len(first.prompt), len(first.prompt) + first.sampling.max_tokens
-                if self.room is not None and not self.room.fits(*size):
+                size = len(first.prompt) + first.sampling.max_tokens
+                if self.room is not None and not self.room.fits(size):
                     return
-                first.row = self.cache.add(size[1])
+                first.row = self.cache.add(size)
                 if self.room is not None:
-                    self.room.promise(first.row, *size)
+                    self.room.promise(first.row, size)
                 self._prefilling = self._waiting.popleft()
 
     def _prefill(self) -> bool:
@@ -255,6 +259,8 @@ class Engine:
                 ticket.see_prompt(logits[0])
                 logits = logits[:, -1]
             if end:
+                if self.room is not None:
+                    self.room.settle(ticket.row)
                 self._running.append(ticket)
                 self._prefilling = None
                 self._push([ticket], logits)

@@ -166,7 +166,7 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
     """The network, as one program if this device and these weights have kernels for it; else why not."""
     release = getattr(files, "release", lambda: None)
     on_gpu = gpu_declines(config, kind, device, packed)
-    memory.check(config, kind, packed, device, uri)
+    memory.check(config, kind, packed, device, uri, on_gpu is None)
     if on_gpu is None:  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
     reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)

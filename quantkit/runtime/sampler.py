@@ -156,26 +156,33 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
 
 def _on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """Ids; −1 where logits aren't finite."""
-    if all(one.sampling.greedy for one in samplers):
-        from quantkit_kernels.triton.argmax import argmax
-
-        ids, finite = argmax(logits)
-    else:
-        from quantkit_kernels.triton.sampling import choose as draw
-
-        def of(values: list[float] | list[int]) -> torch.Tensor:
-            return torch.tensor(values, device=logits.device)
-
-        given = [one.sampling for one in samplers]
-        ids, finite = draw(logits, of([one.temperature for one in given]), of([one.seed for one in samplers]),
-                           of([one.drawn for one in samplers]),
-                           of([one.top_k for one in given]) if any(one.top_k for one in given) else None,
-                           of([one.top_p for one in given]) if any(one.top_p < 1 for one in given) else None,
-                           of([one.min_p for one in given]) if any(one.min_p for one in given) else None)
+    with gpu.current(logits.device):
+        ids, finite = _drawn(logits, samplers)
     for one in samplers:
         one.drawn += 1
     tokens: list[int] = torch.where(finite != 0, ids, -1).tolist()
     return tokens
+
+
+def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids ``[B]``, and whether a row's logits are finite."""
+    if all(one.sampling.greedy for one in samplers):
+        from quantkit_kernels.triton.argmax import argmax
+
+        return argmax(logits)
+    from quantkit_kernels.triton.sampling import choose as draw
+
+    given = [one.sampling for one in samplers]
+    whole = torch.tensor([[one.seed for one in samplers], [one.drawn for one in samplers],
+                          [one.top_k for one in given]])
+    real = torch.tensor([[one.temperature for one in given], [one.top_p for one in given],
+                         [one.min_p for one in given]], dtype=torch.float64)
+    there = gpu.sent(torch.cat((whole, real.view(torch.int64))), logits.device)  # all in one copy
+    seed, step, top_k = there[:3]
+    temperature, top_p, min_p = there[3:].view(torch.float64).float()
+    return draw(logits, temperature, seed, step, top_k if any(one.top_k for one in given) else None,
+                top_p if any(one.top_p < 1 for one in given) else None,
+                min_p if any(one.min_p for one in given) else None)
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

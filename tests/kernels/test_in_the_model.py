@@ -1,20 +1,24 @@
 """A whole model through our own kernels gives what torch's operators give."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import tensor_shapes
 from quantkit.ops import gpu
 from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.gpu.model import GpuModel, other_maths
+from quantkit.runtime.gpu import memory
+from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
@@ -92,6 +96,38 @@ def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
     assert (ours - plain).abs().max() < rounding * plain.abs().max()
 
 
+THREE = """
+name: three
+description: three bits
+rules: [{match: "*", method: rtn, spec: {bits: 3, symmetric: false, granularity: {strategy: group, size: 64}}}]
+"""
+
+
+@pytest.mark.parametrize("recipe", ["none", "int8", THREE, "int4-rtn", "nf4", "nf4-nested", "w8a8"],
+                         ids=lambda recipe: recipe.split("\n")[0] or "three")
+def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
+    folder = tiny_model(tmp_path / "m", **SMALL | {
+        "hidden_size": 256, "head_dim": 128, "intermediate_size": 256, "dtype": "float16"})
+    held = {}
+    if recipe != "none":
+        if recipe == THREE:
+            (tmp_path / "three.yaml").write_text(THREE)
+            recipe = str(tmp_path / "three.yaml")
+        quantize(str(folder), recipe, tmp_path / "out")
+        folder = tmp_path / "out"
+        checkpoint = Checkpoint.open(folder)
+        held = {row.name: checkpoint.quantized(row.name) for row in checkpoint.layers if row.spec is not None}
+    simulated()
+    model = load(str(folder), dtype="float16", device="cpu")
+    program = model.model._program
+    packed = [part.weight.nbytes for joint in (program._head, *(one for layer in program._layers
+                                                                for one in layer.joints))
+              for part, _, _ in joint._parts]
+    norms = sum(torch.Size(shape).numel() * 2 for shape in tensor_shapes(model.config).values()
+                if len(shape) == 1)
+    assert memory.weight_bytes(model.config, torch.float16, held, torch.device("cpu")) == sum(packed) + norms
+
+
 def tokens(loaded, kv, prompts, together):
     """Greedy, and drawn, with a batch of all or one after another."""
     engine = Engine(loaded, kv=parse_kv(kv), max_batch=len(prompts) if together else 1)
@@ -148,6 +184,57 @@ def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
     query = {"kv": "int4", "dtype": torch.bfloat16, "dim": 128, "group": 4, "device": "cuda"} | change
     codings = build_codings(parse_kv(query.pop("kv")))
     assert (kv_gpu.declines(codings, **query) or "") and words in kv_gpu.declines(codings, **query)
+
+
+def test_heads_that_no_kernel_takes_are_refused_before_a_weight_is_moved(tmp_path, simulated):
+    config = load(str(tiny_model(tmp_path / "m", **SMALL | {"head_dim": 48}))).config
+    simulated()
+    assert "32 divides" in declines(config, torch.float16, torch.device("cpu"), {})
+    config = dataclasses.replace(config, head_dim=32, num_heads=32, num_kv_heads=1)
+    assert "16 query heads" in declines(config, torch.float16, torch.device("cpu"), {})
+
+
+def test_a_cache_that_no_kernel_reads_is_refused_at_once(folder, simulated):
+    simulated()
+    loaded = load(str(folder), dtype="float16", device="cpu")
+    with pytest.raises(UsageError, match="bf16") as caught:
+        Engine(loaded, kv=parse_kv("bf16"))
+    assert "model's dtype" in caught.value.why
+
+
+@torch.inference_mode()
+def test_a_model_keeps_no_cache_alive(folder, simulated):
+    simulated()
+    loaded = load(str(folder), dtype="float16", device="cpu")
+    cache = KVCache(loaded.config, parse_kv("int8"), torch.float16)
+    row = cache.add()
+    for phase in ("prefill_end", "decode"):
+        loaded.model(torch.tensor([[5]]), cache=cache.batch([row], phase))
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None and not loaded.model._running
+
+
+@pytest.mark.parametrize("kv", ["none", "int4", "rotation(4)", "window(70)+int4", "h2o(40)"])
+@torch.inference_mode()
+def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
+    """Pages for tokens that are yet to come included."""
+    simulated()
+    loaded = load(str(folder), dtype="float16", device="cpu")
+    free = Engine(loaded, kv=parse_kv(kv), max_batch=2)
+    engine = Engine(loaded, kv=parse_kv(kv), max_batch=2, memory=1 << 22)
+    found = []
+    for one in (free, engine):
+        before, moves = one.cache.allocated_bytes, one.cache.moves.count
+        tickets = [one.submit(list(range(5, 5 + size)), Sampling(max_tokens=140, ignore_eos=True))
+                   for size in (60, 9)]
+        for _ in range(6):
+            one.step()
+        if one.room is not None:
+            assert one.cache.moves.count == moves and one.cache.allocated_bytes >= before
+        found.append([ticket.result.token_ids for ticket in tickets])
+        one.close()
+    assert found[0] == found[1] and all(found[0])
 
 
 def test_what_no_kernel_computes(tmp_path):

@@ -166,7 +166,7 @@ def options(family: str, k: Coding, v: Coding, d: int) -> dict[str, int]:
     if family == "cdna":  # a warp has 64 lanes
         return {"STAGES": 1, "num_warps": 2}
     # a page's number is loaded before the page: of 5 stages 2 are loads that are under way, of 7 they are 3
-    wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == TURNED and k.bits == 2)
+    wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == TURNED and k.bits < 4)
     return {"STAGES": 7 if k.bits < 8 and v.bits < 8 else 5, "num_warps": 4 if wide else 2}
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 ROWS = 128
 """Rows of a tile. Packed weights are padded to whole tiles."""
@@ -111,6 +112,12 @@ def rows(t: torch.Tensor, gated: bool = False) -> torch.Tensor:
     whole = -(-half // (ROWS // 2)) * (ROWS // 2)
     both = torch.stack([_padded(part, whole) for part in t.split(half)])
     return both.reshape(2, whole // 8, 8, *t.shape[1:]).transpose(0, 1).reshape(2 * whole, *t.shape[1:])
+
+
+def whole_tiles(t: torch.Tensor, k: int, gated: bool = False) -> torch.Tensor:
+    """:func:`rows` of ``[n, k_all]``, and columns padded to multiples of ``k``; not copied if it fits."""
+    t = rows(t, gated)
+    return t if t.shape[1] % k == 0 else pad(t, (0, -t.shape[1] % k))
 
 
 def _padded(t: torch.Tensor, n: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quantkit_kernels.triton.fragment import (
     MAGIC,
+    ROWS,
     family_of,
     lane_columns,
     nibbles,
@@ -211,5 +212,7 @@ def pack(codes: torch.Tensor, absmax: torch.Tensor, family: str | None = None, m
     mode = mode or ("prmt" if codes.is_cuda and family != "cdna" else "select")
     scale = rows(absmax.float().reshape(n, k // BLOCK), gated).T.contiguous()
     stored = torch.tensor([ORDER.index(at) for at in range(16)], dtype=torch.uint8, device=codes.device)
-    words = shuffle(rows(stored[codes.int()], gated), 4, BLOCK, lane_columns(family), mode == "prmt")
+    # an index takes eight bytes: not all at once
+    kept = torch.cat([stored[part.int()] for part in codes.split(ROWS)])
+    words = shuffle(rows(kept, gated), 4, BLOCK, lane_columns(family), mode == "prmt")
     return Packed(words, scale, n, k, BLOCK, BLOCK, mode, family, NF4, gated)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import pad
 
-from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, rows
+from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, whole_tiles
 from quantkit_kernels.triton.packed import FLOATS, Decoder, Packed
 
 BK = 64
@@ -50,5 +49,5 @@ def pack(weight: torch.Tensor, family: str | None = None, gated: bool = False) -
     if weight.dtype not in FLOATS:
         raise ValueError(f"weights must be bfloat16, float16 or float32, not {weight.dtype}")
     n, k = weight.shape
-    words = arrange(pad(rows(weight, gated), (0, -k % BK)), BK)
+    words = arrange(whole_tiles(weight, BK, gated), BK)
     return Packed(words, None, n, k, BK, 0, "plain", family or family_of(weight.device), PLAIN, gated)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import pad
 
 from quantkit_kernels.triton.fragment import (
     by_word,
@@ -26,6 +25,7 @@ from quantkit_kernels.triton.fragment import (
     rows,
     shuffle,
     tile,
+    whole_tiles,
 )
 from quantkit_kernels.triton.packed import Decoder, Packed
 
@@ -107,7 +107,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
     if zero is not None:
         scales, mode = _with_zeros(scales, rows(zero.to(torch.int32), gated).T)
     family = family or family_of(codes.device)
-    words = shuffle(pad(rows(codes, gated), (0, -k % bk)), 4, bk, lane_columns(family))
+    words = shuffle(whole_tiles(codes, bk, gated), 4, bk, lane_columns(family))
     return Packed(words, scales, n, k, bk, group, mode, family, INT4, gated)
 
 

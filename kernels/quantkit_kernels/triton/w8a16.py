@@ -9,9 +9,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import pad
 
-from quantkit_kernels.triton.fragment import family_of, int8_pair, lane_columns, place, rows, shuffle, tile
+from quantkit_kernels.triton.fragment import (
+    family_of,
+    int8_pair,
+    lane_columns,
+    place,
+    rows,
+    shuffle,
+    tile,
+    whole_tiles,
+)
 from quantkit_kernels.triton.packed import Decoder, Packed
 
 BK = 64
@@ -51,6 +59,6 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
     """
     n, k = codes.shape
     family = family or family_of(codes.device)
-    padded = pad(rows(codes.view(torch.uint8), gated), (0, -k % BK))
+    padded = whole_tiles(codes.view(torch.uint8), BK, gated)
     words = shuffle(padded, 8, BK, lane_columns(family))
     return Packed(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, INT8, gated)

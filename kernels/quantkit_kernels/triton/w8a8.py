@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import pad
 
 from quantkit_kernels.triton import fp8
-from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, rows
+from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, rows, whole_tiles
 from quantkit_kernels.triton.packed import Decoder, Packed
 
 BK = 128
@@ -65,7 +64,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mo
         native = codes.is_cuda and family in ("hopper", "blackwell")
         if (mode or ("e4m3" if native else "float16")) == "float16":
             return fp8.pack(codes, scale, family, gated, HALF)
-    whole = pad(rows(codes.view(torch.int8), gated), (0, -k % BK))
+    whole = whole_tiles(codes.view(torch.int8), BK, gated)
     decoder = INT8 if codes.dtype == torch.int8 else NATIVE
     return Packed(arrange(whole, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
                   "int8" if decoder is INT8 else "e4m3", family, decoder, gated)

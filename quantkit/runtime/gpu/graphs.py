@@ -8,37 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.ops import gpu
+
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import Step
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Sequences of a graph; a step has the next larger one's, and what is missing are nobody's."""
+SMALL = 16
+"""Up to so many sequences the logits' memory isn't that of the largest graph."""
 SLOTS = 1024
 """Of a head, at least; more in powers of two."""
-Run = Callable[["torch.Tensor", "Step"], "torch.Tensor"]
-"""``ids [N]`` and whose they are → logits ``[N, vocab]``."""
+Run = Callable[["torch.Tensor", "Step", "torch.Tensor"], None]
+"""``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
 
 
 @dataclass
 class _Graph:
-    """A captured step, the memory that it reads and writes, and whose tokens it took last."""
+    """A captured step, the memory that it reads, and whose tokens it took last."""
 
     ids: torch.Tensor
     step: Step
-    logits: torch.Tensor
     replay: Callable[[], None] | None
     rows: Sequence[int] = ()
 
 
 class Graphs:
-    """Captured steps, as long as everything that they point to lies where it was.
+    """Captured steps, as long as everything that they point to lies where it was. All write their logits to
+    the same memory.
 
     Args:
         device: where; without graphs, on a CPU, the step itself is called.
+        vocab: numbers of a token's logits.
+        dtype: of logits.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype) -> None:
         self._device = device
+        self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None
         self._pool: Any = None
@@ -60,19 +67,24 @@ class Graphs:
         if valid != self._valid:
             self._graphs, self._valid, self._pool = {}, valid, None
         size = next(size for size in BATCHES if size >= len(rows))
+        if size > len(self._logits):
+            self._graphs, self._pool = {}, None
+            self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
+                                       dtype=self._logits.dtype, device=self._device)
         key = size, max(SLOTS, 1 << (longest - 1).bit_length())
         if key not in self._graphs:
             self._graphs[key] = self._captured(run, *key)
         graph = self._graphs[key]
         if rows != graph.rows:
             whose = torch.tensor([*rows, *[-1] * (size - len(rows))], dtype=torch.int32)
-            graph.step.rows[:, 0].copy_(_sent(whose, self._device), non_blocking=True)
+            graph.step.rows[:, 0].copy_(gpu.sent(whose, self._device))
             graph.rows = rows
         graph.ids[:len(rows)].copy_(ids)
         if graph.replay is None:
-            return run(graph.ids, graph.step)[:len(rows)]
-        graph.replay()
-        return graph.logits[:len(rows)]
+            run(graph.ids, graph.step, self._logits[:size])
+        else:
+            graph.replay()
+        return self._logits[:len(rows)]
 
     def _captured(self, run: Run, size: int, longest: int) -> _Graph:
         from quantkit_kernels.triton.cache import Step
@@ -81,16 +93,14 @@ class Graphs:
         rows = torch.zeros(size, 2, dtype=torch.int32, device=self._device)
         rows[:, 0] = -1
         step = Step(rows, longest)
-        logits = run(ids, step)  # compiles what isn't yet, and does nothing: the rows are nobody's
+        out = self._logits[:size]
+        run(ids, step, out)  # compiles what isn't yet, and does nothing: the rows are nobody's
         if self._device.type != "cuda":
-            return _Graph(ids, step, logits, None)
+            return _Graph(ids, step, None)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = run(ids, step)
+            run(ids, step, out)
         self._pool = graph.pool()
-        return _Graph(ids, step, logits, graph.replay)
+        return _Graph(ids, step, graph.replay)
 
-
-def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

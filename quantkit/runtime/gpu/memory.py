@@ -9,9 +9,12 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.base import QuantizedTensor
-from quantkit.models.architecture import tensor_shapes
+from quantkit.kv.cache import KVCache
+from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import LanguageModel
+from quantkit.runtime.gpu import products
+from quantkit.runtime.gpu.tables import table_bytes
 from quantkit.units import human_bytes
 
 MOST_ROWS = 2048
@@ -22,19 +25,37 @@ PIECE = 512
 """Slots over which attention is summed up by itself."""
 LEFT = 1 << 29
 """Bytes for what is not counted: the driver's own, compiled kernels, graphs."""
+PACKING = 6
+"""Bytes of a weight while it is laid out anew: as it is stored, its codes, a copy of them, the result."""
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor]) -> int:
-    """What all weights take on the device, as they are stored or in ``dtype``; rows are tiles of 128."""
-    plain = tensor_shapes(config)
-    found = 0
-    for name, shape in plain.items():
-        if name.removesuffix(".weight") in quantized:
-            continue
-        rows = -(-shape[0] // 128) * 128 if len(shape) > 1 else shape[0]
-        found += rows * math.prod(shape[1:]) * dtype.itemsize
-    return found + sum(-(-one.shape[0] // 128) * 128 * one.nbytes // one.shape[0]
-                       for one in quantized.values())
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
+                 device: torch.device) -> int:
+    """What all weights take on the device in the kernels' order."""
+    found = sum(products.packed_bytes(one, dtype, device) for one in quantized.values())
+    for name, shape in tensor_shapes(config).items():
+        if name.removesuffix(".weight") not in quantized:
+            rows = -(-shape[0] // products.ROWS) * products.ROWS if len(shape) > 1 else shape[0]
+            found += rows * math.prod(shape[1:]) * dtype.itemsize
+    return found
+
+
+def stored_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor]) -> int:
+    """What they take as they are stored, or in ``dtype``."""
+    return sum(one.nbytes for one in quantized.values()) + sum(
+        math.prod(shape) * dtype.itemsize for name, shape in tensor_shapes(config).items()
+        if name.removesuffix(".weight") not in quantized)
+
+
+def packing_bytes(config: ModelConfig) -> int:
+    """What is there beside the weights while some are laid out: all of a layer that see one input, or the
+    head."""
+    sizes: dict[object, int] = {}
+    slots = all_slots(config) if config.tie_word_embeddings else linear_slots(config)
+    for slot in slots:
+        key = slot.layer, slot.shares
+        sizes[key] = sizes.get(key, 0) + slot.out_features * slot.in_features
+    return PACKING * max(sizes.values())
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -48,25 +69,49 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def check(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
-          device: torch.device, uri: str) -> None:
-    """Before anything is loaded. Raises QuantkitError: the GPU's free memory isn't enough."""
+          device: torch.device, uri: str, ours: bool) -> None:
+    """Before anything is loaded.
+
+    Args:
+        config, dtype, quantized: of the model.
+        device: where it is to run.
+        uri: what it is called.
+        ours: whether kernels of ours will run it, which lay weights out anew.
+
+    Raises:
+        QuantkitError: the GPU's free memory isn't enough.
+    """
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    weights, step = weight_bytes(config, dtype, quantized), step_bytes(config, dtype)
+    step = step_bytes(config, dtype)
+    if ours:
+        weights, step = weight_bytes(config, dtype, quantized, device), max(step, packing_bytes(config))
+    else:
+        weights = stored_bytes(config, dtype, quantized)
     if weights + step + LEFT > free:
         raise QuantkitError(
             f"{uri} doesn't fit on {device}",
-            why=f"its weights take {human_bytes(weights)}, a step {human_bytes(step + LEFT)}; "
+            why=f"its weights take {human_bytes(weights)}, a step or loading {human_bytes(step + LEFT)}; "
                 f"{human_bytes(free)} of {human_bytes(total)} are free",
             next=f"quantkit plan {uri} --memory {free // 10**9}GB, or --device cpu")
 
 
-def spare_bytes(model: LanguageModel) -> int | None:
+def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int) -> int | None:
     """What is left for pages of a cache, now that the model is loaded; ``None`` on a CPU, where nothing is
-    planned."""
+    planned.
+
+    Args:
+        model: that is loaded.
+        cache: of so many sequences side by side, at most.
+        sequences: as many.
+    """
     if model.device.type != "cuda":
         return None
+    config = model.config
     free, _ = torch.cuda.mem_get_info(model.device)
     cached = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return max(0, free + cached - step_bytes(model.config, model.dtype) - LEFT)
+    kept = MOST_ROWS * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
+    return max(0, free + cached - step_bytes(config, model.dtype) - LEFT
+               - table_bytes(cache, sequences, config.max_position_embeddings)
+               - (kept if cache.policy.queries else 0))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, proxy
 
 import torch
 
+from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv import watch
@@ -45,7 +46,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return reason
     if device.type == "cuda" and dtype == torch.float32:
         return "takes 16-bit models, not float32"
-    if (reason := other_maths(config)) is not None:
+    if (reason := other_maths(config) or kv_gpu.heads_decline(
+            config.head_dim, config.num_heads // config.num_kv_heads)) is not None:
         return reason
     for name, weight in quantized.items():
         if (reason := products.declines(weight, dtype, device)) is not None:
@@ -73,7 +75,7 @@ class _Running:
         self.tables = DeviceTables(self._cache)
         self._pages: list[Pages] = []
         self._pages_now = -1
-        self._graphs = Graphs(program.device)
+        self._graphs = Graphs(program.device, program.vocab, program.dtype)
 
     @property
     def pages(self) -> list[Pages]:
@@ -93,13 +95,13 @@ class _Running:
         self.tables.counted(batch)
         return logits
 
-    def _step(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+    def _step(self, ids: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         from quantkit_kernels.triton.advance import advance
 
         tables = self.tables.tables
         x = self._program.run(ids, step, tables, self.pages, self._cache)
         advance(tables, step)
-        return self._program.logits(x)
+        self._program.logits(x, out)
 
     def prefill(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
         """Tokens of ``ids [B, T]`` → what the last layer leaves of them, ``[N, hidden]``."""
@@ -149,7 +151,8 @@ class GpuModel:
                  done: Callable[[], None] = lambda: None) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, device
         self._model = model
-        self._program = GpuProgram(model, device, done)
+        with gpu.current(device):
+            self._program = GpuProgram(model, device, done)
         self._running: WeakKeyDictionary[KVCache, _Running] = WeakKeyDictionary()
 
     def linears(self) -> dict[str, Linear]:
@@ -163,13 +166,29 @@ class GpuModel:
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences can't be run."""
+        return self._declines(batch.cache)
+
+    def check(self, cache: KVCache) -> None:
+        """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which
+        lie in the kernels' order."""
+        if (reason := self._declines(cache)) is not None:
+            raise UsageError(f"the KV setting {cache.spec} isn't run on {self.device}",
+                             why=f"the GPU runtime {reason}",
+                             next="give --kv int8, or run the model with --device cpu")
+
+    def _declines(self, cache: KVCache) -> str | None:
         config = self.config
-        return kv_gpu.declines(batch.cache.codings, self.dtype, config.head_dim,
+        return kv_gpu.declines(cache.codings, self.dtype, config.head_dim,
                                config.num_heads // config.num_kv_heads, self.device.type)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`."""
+        """See :meth:`CausalLM.__call__`. A decode step's logits are the next one's memory."""
+        with gpu.current(self.device):
+            return self._logits(ids, positions, cache, last)
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor | None, cache: KVCacheProtocol | None,
+                last: torch.Tensor | None) -> torch.Tensor:
         batch = self._batch(ids, cache)
         counts = batch.counts(ids.shape, positions)
         running = self._of(batch.cache)
@@ -192,18 +211,22 @@ class GpuModel:
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """See :meth:`CausalLM.hidden`."""
-        batch = self._batch(ids, cache)
-        counts = batch.counts(ids.shape, positions)
-        running = self._of(batch.cache)
-        parts = [running.prefill(batch, ids, pieces) for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
-        batch.finish(counts)
-        batch.done(self, ids, positions)
-        return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
+        with gpu.current(self.device):
+            batch = self._batch(ids, cache)
+            counts = batch.counts(ids.shape, positions)
+            running = self._of(batch.cache)
+            parts = [running.prefill(batch, ids, pieces)
+                     for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
+            batch.finish(counts)
+            batch.done(self, ids, positions)
+            return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
-        flat = joined([self._program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        with gpu.current(self.device):
+            flat = joined([self._program.logits(some) for some in rows.split(MOST_ROWS)],
+                          self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
@@ -213,6 +236,7 @@ class GpuModel:
 
     def _of(self, cache: KVCache) -> _Running:
         if cache not in self._running:
+            self.check(cache)
             self._running[cache] = _Running(self._program, cache)
         return self._running[cache]
 

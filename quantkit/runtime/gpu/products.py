@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,14 @@ from quantkit.ops.linear import query_for
 from quantkit.ops.placed import Placed
 from quantkit.ops.rotation import factors
 from quantkit.ops.triton_linear import TritonKernel
+from quantkit.spec import QuantSpec
 
 if TYPE_CHECKING:
+    from quantkit_kernels.triton.levels import Levels
     from quantkit_kernels.triton.packed import Packed
 
+ROWS = 128
+"""Rows of a tile: a weight's are filled up to whole ones."""
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
@@ -27,6 +32,21 @@ def declines(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) 
     """Why no kernel of ours multiplies it there; ``None`` if one does."""
     kernel = choose(query_for(weight, dtype, device, "decode")).kernel
     return None if isinstance(kernel, TritonKernel) else f"is multiplied by {kernel.name}"
+
+
+def packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> int:
+    """What a weight takes there in a kernel's order: as 128 rows of nothing do."""
+    kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+    assert isinstance(kernel, TritonKernel)
+    rows, k = weight.shape
+    return -(-rows // ROWS) * _tile_bytes(kernel, weight.spec, k)
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
+    scale = torch.ones(spec.scale_shape((ROWS, k)))
+    zero = torch.zeros(scale.shape, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
+    return kernel.pack(Codes(spec, torch.zeros(ROWS, k, dtype=torch.uint8), scale, zero)).nbytes
 
 
 @dataclass(frozen=True)
@@ -43,13 +63,20 @@ class Product:
     bias: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Levels, **how: Any) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]``; ``how``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
         from quantkit_kernels.triton.matmul import multiply
 
-        return multiply(self._prepared(x), self.weight, bias=self.bias, **how)
+        ready = self._prepared(x) if isinstance(x, torch.Tensor) else x
+        return multiply(ready, self.weight, bias=self.bias, **how)
 
-    def _prepared(self, x: torch.Tensor) -> Any:
+    @property
+    def takes(self) -> torch.dtype | None:
+        """Levels that whoever makes x may round it to; ``None``: x as it is."""
+        decoder = self.weight.decoder
+        return decoder.takes[0] if decoder.levels and self.rotation is None else None
+
+    def _prepared(self, x: torch.Tensor) -> torch.Tensor | Levels:
         if self.rotation is not None:
             from quantkit_kernels.triton.hadamard import rotate
 
@@ -74,6 +101,7 @@ class Joint:
             ``activation(gate) · up``.
 
     Attributes:
+        takes: levels that x may be rounded to before; ``None``: x as it is.
         width: numbers in a row of the result.
         nbytes: read by one call.
     """
@@ -89,6 +117,7 @@ class Joint:
             size = sum(one.shape[0] for one in group)
             self._parts.append((_product(group, dtype, device, self._gated), start, start + size))
             start += size
+        self.takes = self._parts[0][0].takes if len(groups) == 1 else None
         self.width = start if activation is None else start // 2
         self._whole, self._dtype = start, dtype
 
@@ -102,14 +131,16 @@ class Joint:
 
         return embed(ids, self._parts[0][0].weight, self._dtype)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one."""
+    def __call__(self, x: torch.Tensor | Levels, residual: torch.Tensor | None = None,
+                 out: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one; of a single weight, ``out``."""
         if len(self._parts) == 1:
             product = self._parts[0][0]
             if self._gated:
                 return product(x, gated=self._activation)
-            out = product(x, residual=residual)
+            out = product(x, residual=residual, out=out)
         else:
+            assert isinstance(x, torch.Tensor)
             out = x.new_empty(x.shape[0], self._whole)
             for product, start, end in self._parts:
                 product(x, out=out[:, start:end])

@@ -23,6 +23,7 @@ from quantkit.runtime.gpu.products import Joint, placed
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import Pages, Step, Tables
+    from quantkit_kernels.triton.levels import Levels
 
 ANGLES = 4096
 """Positions whose rotation is worked out at once, at least."""
@@ -58,7 +59,8 @@ class GpuProgram:
         done: called when a layer's weights are on the device.
 
     Attributes:
-        device: where it runs.
+        device, dtype: where it runs; of activations and logits.
+        vocab: numbers of a token's logits.
         group: query heads that share a key head.
         step_bytes: of weights that a decode step reads.
         moves: how often the tables of angles came to lie elsewhere.
@@ -66,7 +68,8 @@ class GpuProgram:
 
     def __init__(self, model: CausalLM, device: torch.device, done: Callable[[], None]) -> None:
         config = self._config = model.config
-        self._dtype, self.device, self._eps = model.dtype, device, config.rms_norm_eps
+        self.dtype, self.device, self._eps = model.dtype, device, config.rms_norm_eps
+        self.vocab = config.vocab_size
         self.group = config.num_heads // config.num_kv_heads
         self._layers: list[_Layer] = []
         for layer in model.layers:
@@ -87,7 +90,7 @@ class GpuProgram:
 
     def pages(self, cache: KVCache) -> list[Pages]:
         """Of all layers, as they lie now."""
-        return [pages_of(store, cache.codings, self._dtype) for store in cache.stores]
+        return [pages_of(store, cache.codings, self.dtype) for store in cache.stores]
 
     def make_angles(self, longest: int) -> None:
         """Cosines and sines of so many positions, at least."""
@@ -120,13 +123,16 @@ class GpuProgram:
             x = self._mlp(layer, x)
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The last layer's ``[n, hidden]`` → ``[n, vocab]``: final norm and head."""
-        return softcapped(self._head(self._normed(x, self._norm)), self._config.logit_softcap)
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The last layer's ``[n, hidden]`` → ``[n, vocab]``, written to ``out``: final norm and head."""
+        found = self._head(self._normed_for(self._head, x, self._norm), out=out)
+        if (cap := self._config.logit_softcap) is None:
+            return found
+        return found.copy_(softcapped(found, cap))
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         x = (self._head.look_up(ids) if self._table is None
-             else embed(ids, self._table, self._dtype))
+             else embed(ids, self._table, self.dtype))
         if self._config.embedding_scale == 1.0:
             return x
         return x * torch.tensor(self._config.embedding_scale, dtype=x.dtype).item()
@@ -136,6 +142,14 @@ class GpuProgram:
 
         return rms_norm(x, weight, self._eps)[0]
 
+    def _normed_for(self, joint: Joint, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Levels:
+        """Rounded to 8 bits on the way, if that is what they multiply."""
+        from quantkit_kernels.triton.rms_norm import rms_norm_levels
+
+        if joint.takes is None:
+            return self._normed(x, weight)
+        return rms_norm_levels(x, weight, self._eps, joint.takes)[0]
+
     def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: Step, tables: Tables, pages: Pages,
                 cache: KVCache, tiles: torch.Tensor | None, kept: list[torch.Tensor] | None) -> torch.Tensor:
         from quantkit_kernels.triton.close_pages import close_pages
@@ -144,7 +158,7 @@ class GpuProgram:
         from quantkit_kernels.triton.rope_store import rope_store
 
         config, norms = self._config, layer.norms
-        qkv = layer.qkv(self._normed(x, norms["before_attention"]))
+        qkv = layer.qkv(self._normed_for(layer.qkv, x, norms["before_attention"]))
         cos, sin = self._cos_sin[index]
         q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
                        kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
@@ -169,7 +183,7 @@ class GpuProgram:
         return layer.o(mixed, residual=x)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gated = layer.gate_up(self._normed(x, layer.norms["before_mlp"]))
+        gated = layer.gate_up(self._normed_for(layer.gate_up, x, layer.norms["before_mlp"]))
         if (weight := layer.norms.get("after_mlp")) is not None:
             return x + self._normed(layer.down(gated), weight)
         return layer.down(gated, residual=x)

@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quantkit.kv.base import PAGE
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.kv.held import HeldSequence, Table
+from quantkit.kv.room import AHEAD
+from quantkit.ops import gpu
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import Tables
 
 ROWS, WIDTH = 16, 16
 """Sequences, and pages of a head, for which there is room at first."""
-AHEAD = 128
-"""Tokens that a decoding sequence gets pages for at a time."""
+
+
+def table_bytes(cache: KVCache, sequences: int, context: int) -> int:
+    """What :class:`DeviceTables` of so many sequences take, one of them of ``context`` tokens; half of it
+    once more while they grow."""
+    rows, entries = _power(sequences), _power(-(-context // PAGE)) + 2 * WIDTH + 2
+    return 4 * rows * len(cache.stores) * cache.heads * entries * 3 // 2
 
 
 @dataclass
@@ -143,10 +151,7 @@ class DeviceTables:
 
     def _sent(self, values: np.ndarray) -> torch.Tensor:
         """On its way to the device: a copy, as the host goes on counting."""
-        made = torch.tensor(values, dtype=torch.int32)
-        if self._cache.device.type != "cuda":
-            return made
-        return made.pin_memory().to(self._cache.device, non_blocking=True)
+        return gpu.sent(torch.tensor(values, dtype=torch.int32), self._cache.device)
 
 
 def _power(size: int) -> int:
