@@ -57,8 +57,8 @@ def compile_one(name: str, target: str) -> Row:
     try:
         facts = read(triton.compile(source, target=where, options=dict(case.options)))
     except Exception as error:  # whatever the compiler raises is this row's result
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Row(name, target, None, None, None, None, None, None, (f"{type(error).__name__}: {first}",))
+        said = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]  # above it is the source
+        return Row(name, target, None, None, None, None, None, None, (f"{type(error).__name__}: {said}",))
     per_weight = facts.loop / case.weights if facts.loop and case.weights else None
     faults = []
     if facts.spills:

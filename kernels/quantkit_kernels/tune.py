@@ -108,10 +108,11 @@ def cuts(k: int) -> list[Parameters]:
 
 
 def programs(m: int) -> Iterator[Parameters]:
-    """For m rows: rows of a program by warps, then how far ahead it loads."""
+    """For m rows: rows of a program by warps, how far ahead it loads, whether it begins early."""
     most = min(max(16, 1 << (m - 1).bit_length()), 128)
     yield from ({"bm": bm, "warps": warps} for bm in tuned.ALLOWED["bm"] if bm <= most for warps in WARPS)
     yield from ({"stages": stages} for stages in STAGES)
+    yield {"pdl": 1}
 
 
 def tune(cases: Iterable[Case], table: dict[tuned.Key, tuned.Entry], timer: Timer, spills: Callable[[], int],

@@ -99,7 +99,10 @@ def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
 THREE = """
 name: three
 description: three bits
-rules: [{match: "*", method: rtn, spec: {bits: 3, symmetric: false, granularity: {strategy: group, size: 64}}}]
+rules:
+  - match: "*"
+    method: rtn
+    spec: {bits: 3, symmetric: false, granularity: {strategy: group, size: 64}}
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 
 from quantkit_kernels.aot_cases.case import Case, made, threads
-from quantkit_kernels.triton import attention_weights, decode_attention, prefill_attention
+from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
 from quantkit_kernels.triton.attention_arguments import constants, declines
 from quantkit_kernels.triton.cache import CHANNEL, FP8, INT8, PLAIN, TOKEN, TURNED, Coding
 
@@ -49,7 +49,7 @@ def cases(family: str) -> Iterator[Case]:
                 **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
                 **dict.fromkeys(("layer", "layers", "y_step", "pieces"), "i32")},
                {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": 128, "DP": 128, "COUNT": decode_attention.PIECE,
-                "JOIN": decode_attention.JOIN}, multiples=("y_step",))
+                "JOIN": decode_attention.JOIN, "EARLY": family in dependent.FAMILIES}, multiples=("y_step",))
 
 
 def _common(d: int, coding: str, family: str, limited: bool, placed: bool,

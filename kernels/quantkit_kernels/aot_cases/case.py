@@ -13,7 +13,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
             torch.int64: "*i64", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
             torch.float8_e4m3fn: "*fp8e4nv"}
-OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion", "matrix_instr_nonkdim")
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion", "matrix_instr_nonkdim", "launch_pdl")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from quantkit_kernels import tuned
 from quantkit_kernels.aot_cases.case import POINTERS, Case, made, threads
-from quantkit_kernels.triton import embedding, fp8, matmul, nf4, w4a16, w8a8, w8a16, w16a16
+from quantkit_kernels.triton import dependent, embedding, fp8, matmul, nf4, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.fragment import MAGIC, ROWS
 from quantkit_kernels.triton.packed import Decoder, Packed
 
@@ -56,7 +58,8 @@ def kinds(family: str) -> dict[str, Kind]:
              Kind("fp8a8", w8a8.NATIVE, 8, w8a8.BK, mode="e4m3", words=E4M3, x=E4M3) if native else
              Kind("fp8a8", w8a8.HALF, 8, fp8.BK, mode="row", x=FP16)]
     for group in w4a16.GROUPS:
-        limits = {128: (2.6, 3.1)}.get(group, (None, None))
+        # 3.9 is what a 4-bit weight may take where bytes are time; scales and zero points of few columns more
+        limits = {128: (2.6, 3.1), 64: (2.6, 3.3), 32: (3.4, 4.4)}[group]
         every += [Kind(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
                   Kind(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                        most=limits[1])]
@@ -84,6 +87,11 @@ def cases(family: str) -> Iterator[Case]:
     for kind, gated, full in ((known["w4a16 g128"], None, False), (known["w8a16"], None, True),
                               (known["w8a16"], "silu", False), (known["w8a8"], "gelu_tanh", True)):
         yield _segments(kind, gated, full)
+    if family in dependent.FAMILIES:
+        for kind in known.values():
+            yield _product(kind, 16, family, early=True)
+        yield _product(known["w4a16 g128"], 16, family, n=28672, gated="silu", early=True)
+        yield _segments(known["w4a16 g128"], None, False, early=True)
     for kind in known.values():
         yield _lookup(kind, family)
 
@@ -109,28 +117,30 @@ def _epilogue(kind: Kind, full: bool, scale: bool) -> tuple[dict[str, str], dict
     return given, {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in given}
 
 
-def _segments(kind: Kind, gated: str | None, full: bool) -> Case:
+def _segments(kind: Kind, gated: str | None, full: bool, early: bool = False) -> Case:
     given, absent = _epilogue(kind, full, not kind.group)
-    name = f"add segments{' rows' * (not kind.group)}{' gated' * bool(gated)}{' all' * full}"
-    return made(name, matmul.add_segments_kernel,
+    label = " rows" * (not kind.group) + " gated" * bool(gated) + " all" * full + " early" * early
+    return made(f"add segments{label}", matmul.add_segments_kernel,
                 {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **given, "y_ptr": "*bf16",
                  **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
-                {**absent, "NPAD": 4096, "SEGMENTS": 8, "GATED": gated, "BLOCK": matmul.BLOCK,
-                 "num_warps": 4}, multiples=("n", "r_row", "y_row"))
+                {**absent, "NPAD": 4096, "SEGMENTS": 8, "GATED": gated, "BLOCK": matmul.BLOCK, "PDL": early,
+                 "num_warps": 4, **({"launch_pdl": True} if early else {})},
+                multiples=("n", "r_row", "y_row"))
 
 
 def _product(kind: Kind, m: int, family: str, dtype: torch.dtype | None = None, n: int = 4096,
-             k: int = 4096, gated: str | None = None, full: bool = False) -> Case:
+             k: int = 4096, gated: str | None = None, full: bool = False, early: bool = False) -> Case:
     """``full``: with bias and residual."""
     x = dtype or kind.x
     words = x if kind.words == BF16 else kind.words
-    plan, constants = matmul.arguments(kind.packed(n, k, family, gated is not None), m)
+    with tuned.trial({"pdl": 1}) if early else nullcontext():
+        plan, constants = matmul.arguments(kind.packed(n, k, family, gated is not None), m)
     given, absent = _epilogue(kind, full and not plan.split, True)
     if plan.split and given.pop("t_ptr", ""):
         absent["t_ptr"] = None
     each = threads(plan.options, family)
     turn = ROWS * kind.bk * plan.unroll
-    label = " fp16" * (dtype == FP16) + " gated" * bool(gated) + " all" * full
+    label = " fp16" * (dtype == FP16) + " gated" * bool(gated) + " all" * full + " early" * early
     shape = "" if n in (4096, 28672) else f" {n}x{k}"
     result = POINTERS[BF16 if kind.decoder.levels else x]
     if plan.split:

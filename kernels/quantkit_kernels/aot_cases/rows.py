@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit_kernels.aot_cases.case import Case, made
-from quantkit_kernels.triton import levels, rms_norm
+from quantkit_kernels.triton import dependent, levels, rms_norm
 
 
 def cases(family: str) -> Iterator[Case]:
     """Norms and levels."""
     kinds = {"int8": "*i8", "e4m3": "*fp8e4nv" if family in ("hopper", "blackwell") else "*fp16"}
     for n in (4096, levels.LONGEST):
-        constants = levels.constants(n)
+        constants = levels.constants(n, family in dependent.FAMILIES)
         for add in (False, True):
             for kind in ("", *kinds):
                 given = {"y_ptr": kinds.get(kind, "*bf16"), **({"t_ptr": "*fp32"} if kind else {}),

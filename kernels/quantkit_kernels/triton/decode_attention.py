@@ -21,6 +21,7 @@ import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
 from quantkit_kernels.triton.cache import PLAIN, TURNED, Coding, Pages, Step, Tables, border
+from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,
@@ -131,8 +132,10 @@ def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_s
 def join_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
                 rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
                 y_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr) -> None:
+                DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One query head of one token: y ``[N, HKV * G, D]``; the rest as in :func:`piece_kernel`."""
+    if EARLY:
+        let_next_begin()
     token, head, g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     sequence, place = tl.load(rows_ptr + 2 * token).to(tl.int64), tl.load(rows_ptr + 2 * token + 1)
     rj, rd = tl.arange(0, JOIN), tl.arange(0, DP)
@@ -242,5 +245,5 @@ def decode_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, 
     join_kernel[(n, hkv, h // hkv)](
         pieces.o, pieces.m, pieces.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
         out.stride(0), pieces.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
-        COUNT=PIECE, JOIN=JOIN)
+        COUNT=PIECE, JOIN=JOIN, EARLY=starts(q.device))
     return out

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.dependent import let_next_begin, starts
+
 LONGEST = 32768
 """Numbers in a row: a row is one program's, in registers."""
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float16)
@@ -59,8 +61,10 @@ def to_levels(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def quantize_kernel(x_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor, x_row: tl.tensor, N: tl.constexpr,
-                    BLOCK: tl.constexpr) -> None:
+                    BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One row: x ``[m, N]``, rows x_row apart; levels ``[m, N]``, scales float32 ``[m]``."""
+    if EARLY:
+        let_next_begin()
     row = tl.program_id(0).to(tl.int64)
     rn = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + rn, mask=rn < N, other=0.0).to(tl.float32)
@@ -69,10 +73,11 @@ def quantize_kernel(x_ptr: tl.tensor, l_ptr: tl.tensor, t_ptr: tl.tensor, x_row:
     tl.store(t_ptr + row, scale)
 
 
-def constants(n: int) -> dict[str, int]:
-    """Compile-time arguments and options for rows of n numbers."""
+def constants(n: int, early: bool) -> dict[str, int]:
+    """Compile-time arguments and options for rows of n numbers; ``early``: see
+    :func:`~quantkit_kernels.triton.dependent.starts`."""
     block = triton.next_power_of_2(n)
-    return {"N": n, "BLOCK": block, "num_warps": min(16, max(1, block // 1024))}
+    return {"N": n, "BLOCK": block, "EARLY": early, "num_warps": min(16, max(1, block // 1024))}
 
 
 def empty(x: torch.Tensor, kind: torch.dtype) -> Levels:
@@ -93,5 +98,6 @@ def quantize(x: torch.Tensor, kind: torch.dtype) -> Levels:
     found = empty(x, kind)
     if x.shape[0]:
         x = x if x.stride(1) == 1 else x.contiguous()
-        quantize_kernel[(x.shape[0],)](x, found.values, found.scale, x.stride(0), **constants(x.shape[1]))
+        quantize_kernel[(x.shape[0],)](x, found.values, found.scale, x.stride(0),
+                                       **constants(x.shape[1], starts(x.device)))
     return found

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels import tuned
+from quantkit_kernels.triton import dependent
+from quantkit_kernels.triton.dependent import fetch, let_next_begin, wait
 from quantkit_kernels.triton.epilogue import finish
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
 from quantkit_kernels.triton.levels import Levels
@@ -42,7 +44,7 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
                   BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
                   SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
                   MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-                  UNROLL: tl.constexpr) -> None:
+                  UNROLL: tl.constexpr, PDL: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
@@ -59,6 +61,11 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
     APART: tl.constexpr = not SPLIT and TILES > PER and SUM.is_floating()
     x_here = x_ptr + rm.to(tl.int64)[None, :] * x_row
     w_here = w_ptr + tl.program_id(0).to(tl.int64) * (TILES * WORDS) + tl.arange(0, WORDS)
+    if PDL:
+        let_next_begin()
+        start = w_ptr + (tl.program_id(0).to(tl.int64) * TILES + first) * WORDS
+        fetch(start, (last - first) * WORDS)
+        wait()
     total = tl.zeros([128, BM], SUM)
     acc = tl.zeros([128, BM], SUM)
     # tensor cores that multiply fp8 drop bits of long sums: they add up one tile
@@ -72,7 +79,7 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
             scale, a = DECODE(w, s, magic, x.dtype, BK, MODE, WIDE)
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
         else:
-            _, a = DECODE(w, None, magic, x.dtype, BK, MODE, WIDE)
+            _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
             if x.dtype.is_fp8():
                 acc += tl.dot(a, x)
             else:
@@ -95,8 +102,11 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
 def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor, b_ptr: tl.tensor,
                         r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor,
                         y_row: tl.tensor, NPAD: tl.constexpr, SEGMENTS: tl.constexpr, GATED: tl.constexpr,
-                        BLOCK: tl.constexpr) -> None:
+                        BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     """y from ``part [SEGMENTS, m, NPAD]``, float32 or int32, added in order, and what follows the sum."""
+    if PDL:
+        let_next_begin()
+        wait()
     first = tl.program_id(0) * BLOCK
     rn = first + tl.arange(0, BLOCK)
     rm = tl.program_id(1) + tl.arange(0, 1)
@@ -110,7 +120,8 @@ def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
 @dataclass(frozen=True)
 class Plan:
     """How a multiply is launched. ``per`` tiles are a segment, ``unroll`` a turn of the loop; of ``stages``
-    turns all but one are loaded ahead. ``per`` and ``segments`` don't depend on the number of rows."""
+    turns all but one are loaded ahead. ``per`` and ``segments`` don't depend on the number of rows.
+    ``early``: see :mod:`~quantkit_kernels.triton.dependent`."""
 
     bm: int
     split: bool
@@ -118,6 +129,7 @@ class Plan:
     segments: int
     unroll: int
     stages: int
+    early: bool
     options: dict[str, int]
 
 
@@ -142,14 +154,17 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     warps = measured.get("warps", 4 if bm <= 32 or bk == 32 else 8)
     if family == "cdna":  # a warp has 64 lanes; the instruction is the same for any number of rows
         warps = measured.get("warps", 2 if bk == 32 else 8 if bm == 128 else 4)
-        return Plan(bm, split, per, segments, unroll, measured.get("stages", 2),
+        return Plan(bm, split, per, segments, unroll, measured.get("stages", 2), False,
                     {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
         options["maxnreg"] = 255
     unroll = unroll if bm <= 32 else 1
     stages = measured.get("stages", 4 if unroll == 1 else 3)
-    return Plan(bm, split, per, segments, unroll, stages, options)
+    early = bool(measured.get("pdl", 0)) and family in dependent.FAMILIES
+    if early:
+        options["launch_pdl"] = True
+    return Plan(bm, split, per, segments, unroll, stages, early, options)
 
 
 def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
@@ -162,7 +177,7 @@ def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
     return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
-               "UNROLL": p.unroll}
+               "UNROLL": p.unroll, "PDL": p.early}
 
 
 def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = None,
@@ -215,7 +230,8 @@ def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = 
                         GATED=None, **constants, **p.options)
     add_segments_kernel[(-(-padded // BLOCK), m)](
         part, t, None if w.group else w.scale, bias, residual, y, m, n, r_row, y.stride(0), NPAD=padded,
-        SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK)
+        SEGMENTS=p.segments, GATED=gated, BLOCK=BLOCK, PDL=p.early,
+        **({"launch_pdl": True} if p.early else {}))
     return y
 
 

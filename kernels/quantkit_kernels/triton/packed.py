@@ -16,8 +16,8 @@ class Decoder:
 
     Attributes:
         tile: jitted ``(w, s, magic, D, K, MODE, WIDE)``: words and scales of a tile → float32 scales
-            ``[128]`` and numbers ``[128, K]`` of dtype D. Weights without groups are given no scales and
-            return none.
+            ``[128]`` and numbers ``[128, K]`` of dtype D. Weights without groups are given anything for
+            scales, and nobody looks at those that they return.
         number: jitted ``(tile, s, row, col, K, MODE, WIDE)``: pointers to tiles → float32 numbers, scaled.
         takes: dtypes of the activations.
         levels: activations are :class:`~quantkit_kernels.triton.levels.Levels` of these dtypes.

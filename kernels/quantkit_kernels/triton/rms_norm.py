@@ -7,16 +7,20 @@ import torch
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.levels import LONGEST, Levels, constants, empty, to_levels
 
 
 @triton.jit
 def rms_norm_kernel(x_ptr: tl.tensor, r_ptr: tl.tensor, w_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor,
-                    t_ptr: tl.tensor, eps: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr) -> None:
+                    t_ptr: tl.tensor, eps: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr,
+                    EARLY: tl.constexpr) -> None:
     """One row: x, y ``[m, N]``, w ``[N]``; residual r and sum h like x, or both ``None``.
 
     With float32 ``t [m]`` y are levels and t their scales.
     """
+    if EARLY:
+        let_next_begin()
     at = tl.program_id(0).to(tl.int64)
     row = at * N
     rn = tl.arange(0, BLOCK)
@@ -91,5 +95,5 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     if x.numel():
         rms_norm_kernel[(x.numel() // x.shape[-1],)](
             x, other, weight.contiguous(), y, None if residual is None else h, scale, eps,
-            **constants(x.shape[-1]))
+            **constants(x.shape[-1], starts(x.device)))
     return h

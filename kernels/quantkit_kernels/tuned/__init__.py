@@ -23,7 +23,8 @@ import torch
 
 BUCKETS = (16, 32, 64, 128, 256, 2048)
 """Numbers of rows that are measured; others go by the next above, or the last."""
-ALLOWED = {"bm": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 11))}
+ALLOWED = {"bm": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 11)),
+           "pdl": (0, 1)}
 MOST_SEGMENTS = 256
 VARIABLE = "QUANTKIT_TUNED"
 
@@ -40,8 +41,9 @@ class Key:
 
 @dataclass
 class Entry:
-    """What was measured of a product: segments of K, and by bucket of rows some of ``bm``, ``warps`` and
-    ``stages``. Where the asker's own rules were the fastest there is nothing."""
+    """What was measured of a product: segments of K, and by bucket of rows some of ``bm``, ``warps``,
+    ``stages`` and ``pdl`` (whether kernels begin early). Where the asker's own rules were the fastest there
+    is nothing."""
 
     segments: int | None = None
     rows: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -67,7 +69,8 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
         m: rows of activations.
 
     Returns:
-        ``segments`` of K, ``bm`` rows of a program, ``warps``, ``stages``: those of them that were measured.
+        ``segments`` of K, ``bm`` rows of a program, ``warps``, ``stages``, ``pdl``: those of them that were
+        measured.
         ``None`` if nothing is known.
 
     Raises:
