@@ -12,7 +12,7 @@ import torch
 
 from quantkit.bench.ceilings import bandwidth
 from quantkit.bench.machine import machine
-from quantkit.errors import UsageError
+from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.text import load_text
 from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.cache import KVCache
@@ -24,7 +24,7 @@ from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampler, Sampling, choose
+from quantkit.runtime.sampler import Sampler, Sampling, choose, draw, draws
 from quantkit.spec import KVSpec
 from quantkit.units import human_bytes
 
@@ -103,6 +103,14 @@ def step_bytes(loaded: LoadedModel) -> int:
     if isinstance(loaded.model, FusedModel | GpuModel):
         return loaded.model.step_bytes
     return loaded.weight_bytes
+
+
+def _finite(found: list[int | QuantkitError]) -> list[int]:
+    """Tokens. Raises QuantkitError: there is none."""
+    for one in found:
+        if isinstance(one, QuantkitError):
+            raise one
+    return [one for one in found if isinstance(one, int)]
 
 
 def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
@@ -193,20 +201,26 @@ class _Runner:
 
     def _steps(self, cache: KVCache, rows: list[int], tokens: list[int]) -> float:
         """Seconds for the timed tokens, after some that warm up."""
-        begin = time.perf_counter()
+        begin, samplers, flying = time.perf_counter(), [self._greedy] * len(rows), None
         for step in range(self._settings.tokens + WARM_UP):
             if step == WARM_UP:
                 begin = time.perf_counter()
             batch = cache.batch(rows, "decode")
-            ids = torch.tensor([[token] for token in tokens], device=self._device)
-            tokens = self._best(self._loaded.model(ids, cache=batch)[:, -1])
+            ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
+            logits = self._loaded.model(ids.to(self._device), cache=batch)[:, -1]
+            if not draws(logits, samplers):
+                tokens = self._best(logits)
+                continue
+            flying, before = draw(logits, samplers), flying  # as the engine does: nobody waits for a step
+            if before is not None:
+                _finite(before.tokens())
+        if flying is not None:
+            _finite(flying.tokens())
         return time.perf_counter() - begin
 
     def _best(self, logits: torch.Tensor) -> list[int]:
         """The most likely token of every row."""
-        found = choose(logits, [self._greedy] * len(logits), [[]] * len(logits))
-        assert all(isinstance(one, int) for one in found), "the model's output is not finite"
-        return [one for one in found if isinstance(one, int)]
+        return _finite(choose(logits, [self._greedy] * len(logits), [[]] * len(logits)))
 
     def _tell(self, label: str) -> None:
         self._done += 1

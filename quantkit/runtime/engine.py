@@ -14,10 +14,11 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kv.room import Room
+from quantkit.ops import gpu
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampling, choose
+from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
 from quantkit.spec import KVSpec
 
@@ -41,6 +42,14 @@ class Timing:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step whose tokens nobody has looked at."""
+
+    rows: list[Ticket]
+    drawn: Drawn
 
 
 class Engine:
@@ -85,6 +94,7 @@ class Engine:
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
         self._running: list[Ticket] = []
+        self._flight: _Flight | None = None
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._refusing = self._closed = False
@@ -146,7 +156,7 @@ class Engine:
             # no more rows at once than what is independent of its neighbours
             most = self.loaded.model.decode_rows
             for start in range(0, len(running), most):
-                self._decode(running[start:start + most])
+                self._decode(running[start:start + most], len(running) <= most)
             worked = True
         self._retire()
         return worked
@@ -251,7 +261,7 @@ class Engine:
         end = ticket.fed + len(chunk) == len(ticket.prompt)
         batch = self.cache.batch([ticket.row], "prefill_end" if end else "prefill")
         try:
-            ids = torch.tensor([chunk], device=self.loaded.model.device)
+            ids = gpu.sent(torch.tensor([chunk]), self.loaded.model.device)
             last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1])
             logits = self.loaded.model(ids, cache=batch, last=last)
             ticket.fed += len(chunk)
@@ -270,42 +280,80 @@ class Engine:
         self.timing.prefill_s += time.perf_counter() - begin
         return True
 
-    def _decode(self, rows: list[Ticket]) -> None:
-        """One token of each of these sequences."""
-        rows = [ticket for ticket in rows if not ticket.done]
-        if not rows:
-            return
+    def _decode(self, rows: list[Ticket], alone: bool) -> None:
+        """One token of each of these sequences.
+
+        A GPU that chooses tokens itself is given its next step before they are looked at: what the host does
+        takes as long as a step of a small model. A sequence that turns out to have ended had a step too many.
+
+        Args:
+            rows: the sequences.
+            alone: there are no others.
+        """
         begin = time.perf_counter()
+        flight, self._flight = self._flight, None
+        failed = None
+        if flight is not None and alone and flight.rows == rows and not any(one.last for one in rows):
+            try:
+                self._flight = self._launched(rows, flight.drawn.ids[:, None])
+            except Exception as error:  # the tokens before are good
+                failed = error
+        if flight is not None:
+            self._arrive(flight)
+        rows = [ticket for ticket in rows if not ticket.done]
         try:
-            batch = self.cache.batch([ticket.row for ticket in rows], "decode")
-            ids = torch.tensor([[ticket.result.token_ids[-1]] for ticket in rows],
-                               device=self.loaded.model.device)
-            logits = self.loaded.model(ids, cache=batch)[:, -1]
+            if failed is not None:
+                raise failed
+            if rows and self._flight is None:
+                device = self.loaded.model.device
+                ids = gpu.sent(torch.tensor([[ticket.result.token_ids[-1]] for ticket in rows]), device)
+                if alone and self._flies(rows):
+                    self._flight = self._launched(rows, ids)
+                else:
+                    self._push(rows, self._logits(rows, ids))
+                    self.timing.decode_tokens += len(rows)
         except Exception as error:
             for ticket in rows:
                 self._fail(ticket, error)
-            return
-        self._push(rows, logits)
-        self.timing.decode_tokens += len(rows)
         self.timing.decode_s += time.perf_counter() - begin
+
+    def _logits(self, rows: Sequence[Ticket], ids: torch.Tensor) -> torch.Tensor:
+        batch = self.cache.batch([ticket.row for ticket in rows], "decode")
+        return self.loaded.model(ids, cache=batch)[:, -1]
+
+    def _flies(self, rows: Sequence[Ticket]) -> bool:
+        """Whether the host needn't see a step's result before the next."""
+        model = self.loaded.model
+        return isinstance(model, GpuModel) and not any(ticket.wants_logits or ticket.sampler.on_host
+                                                       for ticket in rows)
+
+    def _launched(self, rows: list[Ticket], ids: torch.Tensor) -> _Flight:
+        """A step of tokens ``ids [n, 1]``, and the choice of the next."""
+        return _Flight(rows, draw(self._logits(rows, ids), [ticket.sampler for ticket in rows]))
+
+    def _arrive(self, flight: _Flight) -> None:
+        """Tokens of those that wait for one."""
+        for ticket, token in zip(flight.rows, flight.drawn.tokens()):
+            if not ticket.done:
+                self._give(ticket, token, None)
+                self.timing.decode_tokens += 1
 
     def _push(self, tickets: list[Ticket], logits: torch.Tensor) -> None:
         """The next token of each, from ``logits [n, vocab]``."""
-        try:
-            chosen = choose(logits, [ticket.sampler for ticket in tickets],
-                            [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
-        except Exception as error:  # the model has had its step: none of them can go on
-            for ticket in tickets:
-                self._fail(ticket, error)
-            return
+        chosen = choose(logits, [ticket.sampler for ticket in tickets],
+                        [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
         for ticket, token, row in zip(tickets, chosen, logits, strict=True):
-            try:
-                if isinstance(token, QuantkitError):
-                    raise token
-                ticket.push(token, row)
-                self._generated += 1
-            except Exception as error:
-                self._fail(ticket, error)
+            self._give(ticket, token, row)
+
+    def _give(self, ticket: Ticket, token: int | QuantkitError, row: torch.Tensor | None) -> None:
+        """A token, or why there is none."""
+        try:
+            if isinstance(token, QuantkitError):
+                raise token
+            ticket.push(token, row)
+            self._generated += 1
+        except Exception as error:
+            self._fail(ticket, error)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """Forget a sequence, give back its pages and tell its listener."""
@@ -336,3 +384,5 @@ class Engine:
         if done:
             self._free(done)
             self._running = [ticket for ticket in self._running if not ticket.done]
+        if not self._running:
+            self._flight = None

@@ -139,13 +139,12 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
     found: list[int | QuantkitError] = [0] * len(samplers)
-    here = [row for row, one in enumerate(samplers) if one.on_host or gpu.unavailable(
-        logits.device.type, logits.dtype) is not None]
+    here = [row for row, one in enumerate(samplers) if not draws(logits, [one])]
     there = [row for row in range(len(samplers)) if row not in here]
     if there:
         some = logits if len(there) == len(samplers) else logits[there]
-        for row, token in zip(there, _on_device(some, [samplers[row] for row in there])):
-            found[row] = not_finite() if token < 0 else token
+        for row, token in zip(there, draw(some, [samplers[row] for row in there]).tokens()):
+            found[row] = token
     for row in here:
         try:
             found[row] = samplers[row](logits[row], histories[row])
@@ -154,14 +153,45 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
     return found
 
 
-def _on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """Ids; −1 where logits aren't finite."""
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens that a GPU chooses; nobody has waited for them yet.
+
+    Attributes:
+        ids: int64 ``[B]``, there: what the next step takes; 0 where there is none.
+    """
+
+    ids: torch.Tensor
+    _here: torch.Tensor
+    _ready: torch.cuda.Event | None
+
+    def tokens(self) -> list[int | QuantkitError]:
+        """Wait for them: ids, or why there is none."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [not_finite() if token < 0 else token for token in self._here.tolist()]
+
+
+def draws(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
+    """Whether all these rows' tokens can be chosen where the logits are."""
+    return gpu.unavailable(logits.device.type, logits.dtype) is None and not any(
+        one.on_host for one in samplers)
+
+
+def draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> Drawn:
+    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`draws` says so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
-    for one in samplers:
-        one.drawn += 1
-    tokens: list[int] = torch.where(finite != 0, ids, -1).tolist()
-    return tokens
+        for one in samplers:
+            one.drawn += 1
+        known = torch.where(finite != 0, ids, -1)
+        if logits.device.type != "cuda":
+            return Drawn(known.clamp(min=0), known, None)
+        here = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
+        here.copy_(known, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Drawn(known.clamp(min=0), here, ready)
 
 
 def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +200,7 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
         from quantkit_kernels.triton.argmax import argmax
 
         return argmax(logits)
-    from quantkit_kernels.triton.sampling import choose as draw
+    from quantkit_kernels.triton.sampling import choose as chosen
 
     given = [one.sampling for one in samplers]
     whole = torch.tensor([[one.seed for one in samplers], [one.drawn for one in samplers],
@@ -180,9 +210,9 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
     there = gpu.sent(torch.cat((whole, real.view(torch.int64))), logits.device)  # all in one copy
     seed, step, top_k = there[:3]
     temperature, top_p, min_p = there[3:].view(torch.float64).float()
-    return draw(logits, temperature, seed, step, top_k if any(one.top_k for one in given) else None,
-                top_p if any(one.top_p < 1 for one in given) else None,
-                min_p if any(one.min_p for one in given) else None)
+    return chosen(logits, temperature, seed, step, top_k if any(one.top_k for one in given) else None,
+                  top_p if any(one.top_p < 1 for one in given) else None,
+                  min_p if any(one.min_p for one in given) else None)
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

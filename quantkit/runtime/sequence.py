@@ -128,8 +128,23 @@ class Ticket:
         """All ids so far."""
         return self.prompt + self.result.token_ids
 
-    def push(self, token: int, logits: torch.Tensor) -> None:
-        """Take the next token, that was chosen from ``logits [vocab]``, and tell the listener."""
+    @property
+    def wants_logits(self) -> bool:
+        """Whether those that a token was chosen from are needed."""
+        return self._logprobs is not None
+
+    @property
+    def last(self) -> bool:
+        """Whether the next token is the last one that was asked for."""
+        return len(self.result.token_ids) + 1 >= self.sampling.max_tokens
+
+    def push(self, token: int, logits: torch.Tensor | None) -> None:
+        """Take the next token, and tell the listener.
+
+        Args:
+            token: its id.
+            logits: ``[vocab]`` that it was chosen from; may be missing unless :attr:`wants_logits`.
+        """
         ids, result = self.result.token_ids, self.result
         ids.append(token)
         ended = False
@@ -146,7 +161,10 @@ class Ticket:
             text += self._stops.finish()
         result.text += text
         if self._on_token is not None:
-            row = logits.float().log_softmax(-1) if self._logprobs is not None else None
+            row = None
+            if self.wants_logits:
+                assert logits is not None
+                row = logits.float().log_softmax(-1)
             self._on_token(self._info(token, text, row))
         if ended:
             self.finish()

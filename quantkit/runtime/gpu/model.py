@@ -115,9 +115,9 @@ class _Running:
         self._program.make_angles(max(int(held.seen[-1]) + count
                                       for held, count in zip(part.sequences, counts)))
         device = self._program.device
-        whose = torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
-                             dtype=torch.int32).to(device)
-        tiles = torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32).to(device)
+        whose = gpu.sent(torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
+                                      dtype=torch.int32), device)
+        tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
         flat = torch.cat([ids[piece.sequence, piece.start:piece.start + piece.count] for piece in pieces])
         kept: list[torch.Tensor] = []
         listens = any(held.asked is not None for held in part.sequences)
@@ -206,7 +206,9 @@ class GpuModel:
     def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits of some rows."""
         whole = len(rows) == len(x)
-        return self._program.logits(x if whole else x[torch.tensor(rows, dtype=torch.int64, device=x.device)])
+        if not whole:
+            x = x[gpu.sent(torch.tensor(rows, dtype=torch.int64), x.device)]
+        return self._program.logits(x)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:

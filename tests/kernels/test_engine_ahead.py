@@ -1,0 +1,154 @@
+"""The engine gives a GPU its next step before it has looked at the last one's tokens; nobody can tell."""
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.ops import gpu
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.gpu.model import GpuModel
+from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
+from quantkit.testing import tiny_model
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+         "dtype": "float32"}
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    """A tiny model through the kernels, in the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the kernels run on it instead")
+    monkeypatch.setattr(gpu, "SIMULATE", True)
+    return load(str(tiny_model(tmp_path / "m", **SMALL)), dtype="float16", device="cpu")
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """An engine that looks at every token at once, to compare with."""
+    def switch():
+        monkeypatch.setattr(Engine, "_flies", lambda self, rows: False)
+
+    return switch
+
+
+def several(loaded, **more):
+    """Requests that begin and end at different steps, greedy and drawn: their tokens, and the steps' rows."""
+    engine, tickets, held = Engine(loaded, max_batch=3), [], []
+    for at, count in enumerate((4, 1, 6, 3)):
+        sampling = Sampling(max_tokens=count, ignore_eos=True, temperature=30.0 * (at % 2), seed=at, **more)
+        tickets.append(engine.submit(list(range(5, 9 + at)), sampling))
+        engine.step()
+    while engine.step():
+        held.append(len(engine._running))
+    assert engine.cache.used_bytes == 0 and engine._flight is None
+    return [ticket.result.token_ids for ticket in tickets], held
+
+
+def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
+    found, _ = several(loaded)
+    assert [len(one) for one in found] == [4, 1, 6, 3]
+    waiting()
+    assert several(loaded)[0] == found
+
+
+def test_a_step_is_launched_before_the_last_ones_tokens_are_read(loaded, monkeypatch):
+    seen, model = [], loaded.model
+
+    class Watched(GpuModel):
+        def __call__(self, *given, **named):
+            seen.append(len(ticket.result.token_ids))
+            return super().__call__(*given, **named)
+
+    model.__class__ = Watched
+    engine = Engine(loaded)
+    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
+    while engine.step():
+        pass
+    # the prompt; a step; the next ones while one token is on its way; none after the last
+    assert seen == [0, 1, 1, 2, 3] and len(ticket.result.token_ids) == 5
+
+
+def test_what_ends_in_the_middle_ends_there(loaded, waiting):
+    free = Engine(loaded)
+    ticket = free.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=4))
+    while free.step():
+        pass
+    tokens = ticket.result.token_ids
+    loaded.tokenizer.eos_ids = frozenset({tokens[2]})
+    assert tokens[2] not in tokens[:2]
+    engine = Engine(loaded)
+    other = engine.submit(list(range(5, 30)), Sampling(max_tokens=8, ignore_eos=True))
+    short = engine.submit([5, 6, 7], Sampling(max_tokens=6, temperature=30.0, seed=4))
+    while engine.step():
+        pass
+    assert short.result.token_ids == tokens[:3] and short.result.finish_reason == "stop"
+    assert len(other.result.token_ids) == 8 and engine.cache.used_bytes == 0
+    waiting()
+    alone = Engine(loaded)
+    again = alone.submit(list(range(5, 30)), Sampling(max_tokens=8, ignore_eos=True))
+    while alone.step():
+        pass
+    assert again.result.token_ids == other.result.token_ids
+
+
+def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
+    engine = Engine(loaded)
+    first, second = (engine.submit([5, 6, at], Sampling(max_tokens=6, ignore_eos=True)) for at in (7, 8))
+    for _ in range(4):
+        engine.step()
+    before = list(first.result.token_ids)
+    first.cancel()
+    while engine.step():
+        pass
+    assert first.result.finish_reason == "cancelled" and first.result.token_ids == before
+    assert len(second.result.token_ids) == 6 and engine.cache.used_bytes == 0
+
+
+def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):
+    infos = []
+    engine = Engine(loaded)
+    engine.submit([5, 6, 7], Sampling(max_tokens=4, ignore_eos=True), logprobs=2, on_token=infos.append)
+    while engine.step():
+        pass
+    assert len(infos) == 4 and all(one.top[0] == (one.id, one.logprob) for one in infos)
+
+
+def test_a_step_that_fails_keeps_the_tokens_before(loaded, monkeypatch):
+    calls, errors = [], []
+
+    class Broken(GpuModel):
+        def __call__(self, *given, **named):
+            calls.append(1)
+            if len(calls) == 4:
+                raise RuntimeError("out of memory")
+            return super().__call__(*given, **named)
+
+    loaded.model.__class__ = Broken
+    engine = Engine(loaded)
+    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True), on_error=errors.append)
+    while engine.step():
+        pass
+    assert [str(one) for one in errors] == ["out of memory"] and len(ticket.result.token_ids) == 3
+    assert engine.cache.used_bytes == 0
+
+
+def test_output_that_is_not_finite_ends_its_own_request(loaded):
+    errors, whole = [], GpuModel.__call__
+
+    class Broken(GpuModel):
+        def __call__(self, ids, *given, **named):
+            found = whole(self, ids, *given, **named)
+            if ids.shape == (2, 1):
+                found[1, 0, 3] = float("nan")
+            return found
+
+    loaded.model.__class__ = Broken
+    engine = Engine(loaded)
+    good = engine.submit([5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
+    bad = engine.submit([5, 6, 8], Sampling(max_tokens=5, ignore_eos=True), on_error=errors.append)
+    while engine.step():
+        pass
+    assert len(good.result.token_ids) == 5 and bad.done and len(errors) == 1
+    assert isinstance(errors[0], QuantkitError) and "finite" in errors[0].what
