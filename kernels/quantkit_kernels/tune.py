@@ -109,7 +109,7 @@ def cuts(k: int) -> list[Parameters]:
 
 def programs(m: int) -> Iterator[Parameters]:
     """For m rows: rows of a program by warps, how far ahead it loads, whether it begins early."""
-    most = min(max(16, 1 << (m - 1).bit_length()), 128)
+    most = min(max(16, 1 << (m - 1).bit_length()), tuned.ALLOWED["bm"][-1])
     yield from ({"bm": bm, "warps": warps} for bm in tuned.ALLOWED["bm"] if bm <= most for warps in WARPS)
     yield from ({"stages": stages} for stages in STAGES)
     yield {"pdl": 1}
