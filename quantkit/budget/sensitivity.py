@@ -42,7 +42,7 @@ from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Candidate, Recipe
 from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, tensor_alone
-from quantkit_kernels.cpu.compiled import cache_folder
+from quantkit_kernels.kept import cache_folder
 
 VERSION = 2
 """Of what is measured: another one finds nothing of what was kept."""

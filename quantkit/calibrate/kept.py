@@ -26,7 +26,7 @@ from quantkit.sources.base import ModelSource
 from quantkit.sources.local import sha256_file
 from quantkit.spec import TransformSpec
 from quantkit.transforms.apply import resolve
-from quantkit_kernels.cpu.compiled import cache_folder
+from quantkit_kernels.kept import cache_folder
 
 LEAST = 1 << 20
 """Numbers: fewer are found again as quickly as they are looked for."""

@@ -15,13 +15,18 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
          "dtype": "float32"}
 
 
-@pytest.fixture
-def loaded(tmp_path, monkeypatch):
-    """A tiny model through the kernels, in the interpreter."""
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def loaded(request, tmp_path, monkeypatch):
+    """A tiny model through the kernels."""
+    folder = str(tiny_model(tmp_path / "m", **SMALL))
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU")
+        return load(folder, dtype="bfloat16", device="cuda")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the kernels run on it instead")
     monkeypatch.setattr(gpu, "SIMULATE", True)
-    return load(str(tiny_model(tmp_path / "m", **SMALL)), dtype="float16", device="cpu")
+    return load(folder, dtype="float16", device="cpu")
 
 
 @pytest.fixture

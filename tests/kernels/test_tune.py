@@ -145,7 +145,7 @@ def test_it_stops_in_time_and_keeps_what_is_whole():
 def test_candidates():
     assert tune.cuts(300) == [{"segments": 1}] and {"segments": 16} in tune.cuts(4096)
     assert {one["bm"] for one in tune.programs(1) if "bm" in one} == {16}
-    assert {one["bm"] for one in tune.programs(2048) if "bm" in one} == {16, 32, 64, 128}
+    assert {one["bm"] for one in tune.programs(2048) if "bm" in one} == {16, 32, 64, 128, 256}
     for one in (*tune.programs(2048), *tune.cuts(1 << 20)):
         tuned._product(GOOD | one if "segments" in one else GOOD | {"rows": {"16": one}})
 

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,26 +16,13 @@ from typing import Any
 from llvmlite import ir
 
 from quantkit_kernels.cpu.isa import Isa, host_features
+from quantkit_kernels.kept import cache_folder
 
 DIGEST = 32
 _loaded: dict[str, tuple[int, Any]] = {}
 """Addresses in this process, and the libraries that they are in."""
 _lock = threading.Lock()
 _numbers = itertools.count()
-
-
-def cache_folder() -> Path | None:
-    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder; ``None`` without one."""
-    if named := os.environ.get("QUANTKIT_CACHE"):
-        return Path(named) / "cpu"
-    try:
-        if sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
-        return None
-    return base / "quantkit" / "cpu"
 
 
 def address(name: str, isa: Isa, emit: Callable[[ir.Module], None]) -> int:

@@ -1,0 +1,21 @@
+"""Where what took long to make is kept on a user's machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def cache_folder() -> Path | None:
+    """Where machine code is kept: ``QUANTKIT_CACHE``, else the user's cache folder; ``None`` without one."""
+    if named := os.environ.get("QUANTKIT_CACHE"):
+        return Path(named) / "cpu"
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return None
+    return base / "quantkit" / "cpu"
