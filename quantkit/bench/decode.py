@@ -181,7 +181,7 @@ class _Runner:
     def _too_large(self, kv: KVSpec, batch: int, context: int) -> str | None:
         """Why these sequences don't fit beside the model on a GPU. One more is the one that all are copies
         of, and blocks of pages are there twice while they grow."""
-        if (room := spare_bytes(self._loaded.model, self._cache(kv), batch + 1)) is None:
+        if (room := spare_bytes(self._loaded.model, self._cache(kv), batch + 1, PREFILL_CHUNK)) is None:
             return None
         end = context + self._settings.tokens + WARM_UP
         found = footprint(self._loaded.config, kv, self._loaded.dtype, end, max(1, context), PREFILL_CHUNK)
@@ -204,6 +204,8 @@ class _Runner:
         begin, samplers, flying = time.perf_counter(), [self._greedy] * len(rows), None
         for step in range(self._settings.tokens + WARM_UP):
             if step == WARM_UP:
+                if flying is not None:
+                    flying.tokens()
                 begin = time.perf_counter()
             batch = cache.batch(rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]

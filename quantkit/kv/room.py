@@ -22,7 +22,7 @@ class Room:
 
     Args:
         cache: with no sequence yet.
-        size: bytes for all pages, at most.
+        size: bytes for all pages and what the policy watches, at most.
         sequences: that are to be there side by side, at most.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
@@ -49,7 +49,7 @@ class Room:
             if store.waiting is not None:
                 store.waiting.keep(whole.kinds[kind].pages(sequences)[1] * cache.heads)
         self._promised: dict[int, Sequence[int]] = {}
-        self._later: dict[int, Sequence[int]] = {}
+        self._tokens: dict[int, int] = {}
         self.tokens = self._most(context)
 
     def fits(self, tokens: int) -> bool:
@@ -59,15 +59,20 @@ class Room:
 
     def promise(self, number: int, tokens: int) -> None:
         """Its pages are for no other sequence from now on, until :meth:`release`."""
-        self._promised[number], self._later[number] = self._needs(tokens)
+        self._promised[number], self._tokens[number] = self._needs(tokens)[0], tokens
 
     def settle(self, number: int) -> None:
-        """Its prompt has ended: it needs no more than what it decodes with."""
-        self._promised[number] = self._later[number]
+        """Its prompt has ended: it needs no more than what is left of that and its answer take."""
+        held, tokens = self._cache.sequence(number), self._tokens[number]
+        ends = -(-(held.lengths + (tokens - int(held.seen[-1]))) // PAGE)  # [layers, heads]
+        left = [0] * len(self._whole)
+        for kind, pages in zip(self._kinds, ends.sum(1).tolist()):
+            left[kind] = max(left[kind], -(-pages // self._cache.heads))
+        self._promised[number] = [min(most, now) for most, now in zip(self._needs(tokens)[1], left)]
 
     def release(self, number: int) -> None:
         """A sequence has ended."""
-        del self._promised[number], self._later[number]
+        del self._promised[number], self._tokens[number]
 
     def check(self, tokens: int) -> None:
         """Raises UsageError: even alone such a sequence doesn't fit."""

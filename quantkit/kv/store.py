@@ -144,12 +144,17 @@ class Store:
         if self.waiting is None:
             values = self._encoded(k, v)
         else:
-            pages = self.waiting
-            most = torch.finfo(pages.parts["k.values"].dtype).max
-            values = {name: x.clamp(-most, most) for name, x in values.items()}
+            pages, values = self.waiting, {name: self._waitable(x) for name, x in values.items()}
         if self._numbered:
             values["positions"] = positions.to(torch.int32)
         pages.write(where, values)
+
+    def _waitable(self, x: torch.Tensor) -> torch.Tensor:
+        """As a page of vectors holds it: nothing is infinite."""
+        assert self.waiting is not None
+        dtype = self.waiting.parts["k.values"].dtype
+        most = torch.finfo(dtype).max
+        return x.clamp(-most, most).to(dtype)
 
     def close(self, held: HeldLayer) -> None:
         """Encode what has waited long enough; the vectors stay where they are until :meth:`settle`."""
@@ -298,24 +303,34 @@ class Store:
         self.pages.write(torch.cat(new), values)
 
     def _keep_vectors(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
-        """Pages of codes before the first dropped slot stay; what follows is encoded again."""
+        """Pages of codes before the first dropped slot stay; what follows is encoded again, or waits."""
         assert self.waiting is not None
         places = self.positions(held)
         sides = {side: self.read(held, side) for side in "kv"}
-        fixed = self._codings.first
+        fixed, target = self._codings.first, list[int]()
+        coded = []
         for head, slots in enumerate(kept):
             count = len(slots)
             border = self._codings.border(count)
             begin = min(_unmoved(slots) & -PAGE, border, int(held.starts[head]))
             begin = max(fixed, begin)  # codes before it stay
-            _replace(self.pages, held.pages[head], (begin - fixed) // PAGE, (border - begin) // PAGE)
-            stay = torch.cat((slots[:fixed], slots[begin:]))
+            own, place = held.pages[head], (begin - fixed) // PAGE
+            _replace(self.pages, own, place, (border - begin) // PAGE)
+            target += own[place:]
+            again, stay = slots[begin:border], torch.cat((slots[:fixed], slots[border:]))
+            coded.append((sides["k"][head, again], sides["v"][head, again], places[head, again]))
             _replace(self.waiting, held.waiting[head], 0, -(-len(stay) // PAGE))
-            held.lengths[head], held.starts[head] = count, begin
+            held.lengths[head], held.starts[head] = count, border
             where = slots_of(held.waiting[head], 0, len(stay))
             self.write(where, sides["k"][head, stay], sides["v"][head, stay], places[head, stay])
-        self.close(held)
-        self.settle(held)
+        if not target:
+            return
+        k, v, at = (torch.cat(parts) for parts in zip(*coded))
+        k, v = (self._waitable(x).unflatten(0, (-1, PAGE)) for x in (k, v))
+        values = self._encoded(k, v)
+        if self._numbered:
+            values["positions"] = at.view(-1, PAGE)
+        self.pages.fill(torch.tensor(target, device=self._device), values)
 
 
 def _grow(pages: Pages, held: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:

@@ -34,7 +34,10 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On its way to the device; nobody waits for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    if device.type != "cuda":
+        return values
+    with current(device):
+        return values.pin_memory().to(device, non_blocking=True)
 
 
 def norm_declines(device: str, dtype: torch.dtype, size: int) -> str | None:

@@ -36,7 +36,8 @@ class EngineClosed(QuantkitError):
 
 @dataclass
 class Timing:
-    """Seconds and tokens: all prompts' prefill, and the decode steps."""
+    """Seconds and tokens: all prompts' prefill, and the decode steps. What a prompt waits for on a GPU while
+    others decode there counts as the prompt's."""
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
@@ -67,7 +68,7 @@ class Engine:
         kv: how keys and values are kept; by default as the model's checkpoint says.
         max_batch: sequences that decode side by side.
         max_queue: requests that may wait.
-        memory: bytes that the KV cache may take; all of it is taken at once, and a request waits until there
+        memory: bytes that the KV cache may take; all pages are taken at once, and a request waits until there
             is room for it. By default the cache grows and shrinks, and on a GPU takes what is left there.
 
     Attributes:
@@ -86,7 +87,7 @@ class Engine:
         self.room = None
         if isinstance(loaded.model, GpuModel):
             loaded.model.check(self.cache)
-        size = spare_bytes(loaded.model, self.cache, max_batch) if memory is None else memory
+        size = spare_bytes(loaded.model, self.cache, max_batch, PREFILL_CHUNK) if memory is None else memory
         if size is not None:
             self.room = Room(self.cache, size, max_batch, loaded.config.max_position_embeddings,
                              PREFILL_CHUNK)
@@ -333,7 +334,15 @@ class Engine:
 
     def _arrive(self, flight: _Flight) -> None:
         """Tokens of those that wait for one."""
-        for ticket, token in zip(flight.rows, flight.drawn.tokens()):
+        try:
+            tokens = flight.drawn.tokens()
+        except Exception as error:  # of the step: a GPU says so when it is waited for
+            self._flight = None
+            for ticket in flight.rows:
+                if not ticket.done:
+                    self._fail(ticket, error)
+            return
+        for ticket, token in zip(flight.rows, tokens):
             if not ticket.done:
                 self._give(ticket, token, None)
                 self.timing.decode_tokens += 1

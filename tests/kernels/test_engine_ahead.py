@@ -8,7 +8,7 @@ from quantkit.ops import gpu
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
-from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.sampler import Drawn, Sampling
 from quantkit.testing import tiny_model
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -39,23 +39,29 @@ def waiting(monkeypatch):
 
 
 def several(loaded, **more):
-    """Requests that begin and end at different steps, greedy and drawn: their tokens, and the steps' rows."""
-    engine, tickets, held = Engine(loaded, max_batch=3), [], []
+    """Requests that begin and end at different steps, greedy and drawn: their tokens."""
+    engine, tickets = Engine(loaded, max_batch=3), []
     for at, count in enumerate((4, 1, 6, 3)):
         sampling = Sampling(max_tokens=count, ignore_eos=True, temperature=30.0 * (at % 2), seed=at, **more)
         tickets.append(engine.submit(list(range(5, 9 + at)), sampling))
         engine.step()
     while engine.step():
-        held.append(len(engine._running))
+        pass
     assert engine.cache.used_bytes == 0 and engine._flight is None
-    return [ticket.result.token_ids for ticket in tickets], held
+    return [ticket.result.token_ids for ticket in tickets]
 
 
 def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
-    found, _ = several(loaded)
+    found = several(loaded)
     assert [len(one) for one in found] == [4, 1, 6, 3]
     waiting()
-    assert several(loaded)[0] == found
+    assert several(loaded) == found
+
+
+def test_more_than_go_side_by_side_take_turns(loaded, monkeypatch):
+    whole = several(loaded)
+    monkeypatch.setattr(GpuModel, "decode_rows", 2)
+    assert several(loaded) == whole
 
 
 def test_a_step_is_launched_before_the_last_ones_tokens_are_read(loaded, monkeypatch):
@@ -99,8 +105,13 @@ def test_what_ends_in_the_middle_ends_there(loaded, waiting):
 
 
 def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
+    alone = Engine(loaded)
+    whole = alone.submit([5, 6, 8], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=2))
+    while alone.step():
+        pass
     engine = Engine(loaded)
-    first, second = (engine.submit([5, 6, at], Sampling(max_tokens=6, ignore_eos=True)) for at in (7, 8))
+    first, second = (engine.submit([5, 6, at], Sampling(
+        max_tokens=6, ignore_eos=True, temperature=30.0, seed=at - 6)) for at in (7, 8))
     for _ in range(4):
         engine.step()
     before = list(first.result.token_ids)
@@ -108,7 +119,23 @@ def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
     while engine.step():
         pass
     assert first.result.finish_reason == "cancelled" and first.result.token_ids == before
-    assert len(second.result.token_ids) == 6 and engine.cache.used_bytes == 0
+    assert second.result.token_ids == whole.result.token_ids and engine.cache.used_bytes == 0
+
+
+def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
+    errors = []
+    engine = Engine(loaded)
+    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True), on_error=errors.append)
+    for _ in range(2):
+        engine.step()
+
+    def broken(drawn):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(Drawn, "tokens", broken)
+    engine.step()
+    assert ticket.done and [str(one) for one in errors] == ["an illegal memory access"]
+    assert engine._flight is None and not engine.step() and engine.cache.used_bytes == 0
 
 
 def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):

@@ -54,6 +54,41 @@ def test_what_fits_never_moves_a_page(config, kv):
     assert room.fits(500) and cache.moves.count == moves and cache.allocated_bytes == before
 
 
+def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
+    """And what its answer takes."""
+    cache = KVCache(config, parse_kv("snapkv(64)"), torch.float32)
+    room = Room(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
+    rows = []
+    while len(rows) < 4 and room.fits(960):
+        rows.append(cache.add(960))
+        room.promise(rows[-1], 960)
+        if len(rows) == 1:
+            assert not room.fits(960)
+        held = cache.sequence(rows[-1])
+        cache.reserve(held, 900)
+        cache.settle(held, 900)
+        for store, layer in zip(cache.stores, held.layers):
+            store.keep(layer, [torch.arange(64)] * cache.heads)
+        room.settle(rows[-1])
+    assert len(rows) >= 3
+    for row in rows:
+        cache.reserve(cache.sequence(row), 60)
+        assert all(len(pages) <= 2 for layer in cache.sequence(row).layers for pages in layer.pages)
+    assert cache.moves.count == len(cache.stores)
+
+
+@pytest.mark.parametrize("kv", ["snapkv(0.5)+int4", "snapkv(0.5)+rotation(3)"])
+def test_what_is_encoded_again_never_waits_in_between(config, kv):
+    """Pages of vectors are few: what stays of a long text has no room there."""
+    cache = KVCache(config, parse_kv(kv), torch.float32)
+    Room(cache, 10**8, 1, 1024, CHUNK)
+    moves, row = cache.moves.count, cache.add(1024)
+    grow(cache, row, 960, 960)
+    for store, layer in zip(cache.stores, cache.sequence(row).layers):
+        store.keep(layer, [torch.arange(0, 960, 2)] * cache.heads)
+    assert cache.moves.count == moves and cache.held(row) == [(480, 480)] * 2
+
+
 def test_all_that_can_ever_be_needed_is_enough(config):
     cache = KVCache(config, parse_kv("none"), torch.float32)
     Room(cache, 10**12, 2, 1024, CHUNK)

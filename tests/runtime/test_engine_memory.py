@@ -35,6 +35,25 @@ def test_requests_wait_for_room_and_give_the_same_tokens(small, submit, kv):
     assert tight.cache.used_bytes == 0
 
 
+@pytest.mark.parametrize("kv", ["window(70)+int4", "snapkv(0.5, window=16)+int4", "h2o(96, interval=8)",
+                                "h2o(96, interval=8)+int4", "kvzip(0.5)+rotation(4)", "adakv(64)+int2"])
+def test_what_a_policy_does_moves_nothing(small, submit, kv):
+    free = Engine(small, kv=parse_kv(kv))
+    whole, together = tokens(free, submit)
+    least = 1 << 16
+    while True:  # the least memory that will do
+        try:
+            engine = Engine(small, kv=parse_kv(kv), max_batch=3, memory=least)
+            engine.room.check(260)
+            break
+        except UsageError:
+            least += least // 4
+    moves = engine.cache.moves.count
+    found, most = tokens(engine, submit)
+    assert found == whole and together == 3 >= most
+    assert engine.cache.moves.count == moves and engine.cache.used_bytes == 0
+
+
 def test_what_never_fits_is_refused_when_it_is_submitted(small, submit):
     engine = Engine(small, max_batch=1, memory=256 * Engine(small).cache.bytes_per_token)
     with pytest.raises(UsageError, match="260 tokens don't fit") as caught:

@@ -97,7 +97,7 @@ def check(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, Quant
             next=f"quantkit plan {uri} --memory {free // 10**9}GB, or --device cpu")
 
 
-def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int) -> int | None:
+def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int) -> int | None:
     """What is left for pages of a cache, now that the model is loaded; ``None`` on a CPU, where nothing is
     planned.
 
@@ -105,13 +105,14 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int) -> int | N
         model: that is loaded.
         cache: of so many sequences side by side, at most.
         sequences: as many.
+        chunk: prompt tokens that go through the model at once.
     """
     if model.device.type != "cuda":
         return None
     config = model.config
     free, _ = torch.cuda.mem_get_info(model.device)
     cached = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    kept = MOST_ROWS * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
+    kept = chunk * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
     return max(0, free + cached - step_bytes(config, model.dtype) - LEFT
                - table_bytes(cache, sequences, config.max_position_embeddings)
                - (kept if cache.policy.queries else 0))

@@ -133,21 +133,22 @@ class Joint:
 
     def __call__(self, x: torch.Tensor | Levels, residual: torch.Tensor | None = None,
                  out: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one; of a single weight, ``out``."""
+        """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one, in ``out``; of a single weight
+        without activation only."""
         if len(self._parts) == 1:
             product = self._parts[0][0]
             if self._gated:
                 return product(x, gated=self._activation)
-            out = product(x, residual=residual, out=out)
+            found = product(x, residual=residual, out=out)
         else:
-            assert isinstance(x, torch.Tensor)
-            out = x.new_empty(x.shape[0], self._whole)
+            assert isinstance(x, torch.Tensor) and residual is None and out is None
+            found = x.new_empty(x.shape[0], self._whole)
             for product, start, end in self._parts:
-                product(x, out=out[:, start:end])
+                product(x, out=found[:, start:end])
         if self._activation is not None:
-            gate, up = out.chunk(2, 1)
+            gate, up = found.chunk(2, 1)
             return ACTIVATIONS[self._activation](gate.contiguous(), up)
-        return out
+        return found
 
 
 def placed(linear: Linear, dtype: torch.dtype, device: torch.device) -> Placed:

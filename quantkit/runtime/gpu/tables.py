@@ -23,10 +23,12 @@ ROWS, WIDTH = 16, 16
 
 
 def table_bytes(cache: KVCache, sequences: int, context: int) -> int:
-    """What :class:`DeviceTables` of so many sequences take, one of them of ``context`` tokens; half of it
-    once more while they grow."""
-    rows, entries = _power(sequences), _power(-(-context // PAGE)) + 2 * WIDTH + 2
-    return 4 * rows * len(cache.stores) * cache.heads * entries * 3 // 2
+    """What :class:`DeviceTables` of so many sequences, and of one that policies try things with, take, one of
+    them of ``context`` tokens; half of it once more while they grow."""
+    entries = _power(-(-context // PAGE)) + 1
+    if cache.stores[0].waiting is not None:
+        entries += _power(-(-(cache.codings.first + cache.codings.recent) // PAGE) + WIDTH) + 1
+    return 4 * _power(sequences + 1) * len(cache.stores) * cache.heads * entries * 3 // 2
 
 
 @dataclass
