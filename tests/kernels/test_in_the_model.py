@@ -12,13 +12,14 @@ from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.models.architecture import tensor_shapes
+from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
 from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
+from quantkit.runtime.gpu.tables import DeviceTables, table_bytes
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
@@ -31,6 +32,11 @@ KV = ["none", "int8", "fp8", "int4", "rotation(4)", "window(16, sinks=2)+int8", 
 FAMILIES = {"gemma2": {"sliding_window": 24, "num_hidden_layers": 2},
             "gemma3_text": {"num_hidden_layers": 2}, "llama": {"tie_word_embeddings": False},
             "mistral": {"sliding_window": 20}, "phi3": {}, "qwen2": {}, "qwen3": {}}
+
+
+LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 
 
 @pytest.fixture
@@ -129,6 +135,29 @@ def test_what_weights_will_take_is_known_before(tmp_path, simulated, recipe):
     norms = sum(torch.Size(shape).numel() * 2 for shape in tensor_shapes(model.config).values()
                 if len(shape) == 1)
     assert memory.weight_bytes(model.config, torch.float16, held, torch.device("cpu")) == sum(packed) + norms
+
+
+@pytest.mark.parametrize("kv", ["none", "int4", "rotation(4, sinks=200)"])
+def test_what_page_tables_will_take_is_known_before(folder, kv):
+    cache = KVCache(load(str(folder)).config, parse_kv(kv), torch.float32)
+    tables = DeviceTables(cache)
+    rows = [cache.add(4000) for _ in range(20)]
+    for row, count in zip(rows, (4000, *[10] * 19)):
+        tables.place(cache.batch([row]), [count])
+    held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "waiting", "starts")]
+    taken = sum(one.nbytes for one in held if one is not None)
+    assert taken <= table_bytes(cache, 20, 4000) < 3 * taken
+
+
+def test_loading_and_steps_are_counted_before():
+    """By hand: an 8B Llama's gate and up, the head, and rows of activations."""
+    config = parse_config(LLAMA_8B)
+    assert memory.packing_bytes(config) == memory.PACKING * 128256 * 4096
+    tied = parse_config(LLAMA_8B | {"vocab_size": 1000})
+    assert memory.packing_bytes(tied) == memory.PACKING * 2 * 14336 * 4096
+    assert memory.stored_bytes(config, torch.bfloat16, {}) == 2 * 8_030_261_248
+    step = memory.step_bytes(config, torch.bfloat16)
+    assert memory.MOST_ROWS * 2 * 3 * 14336 + 256 * 2 * 128256 < step < 2 << 30
 
 
 def tokens(loaded, kv, prompts, together):

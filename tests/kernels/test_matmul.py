@@ -34,6 +34,17 @@ def test_a_program_covers_few_rows_without_waste(family):
                for grouped in (False, True))
 
 
+@pytest.mark.parametrize(("family", "early"), [("ampere", False), ("hopper", True), ("blackwell", True),
+                                               ("cdna", False)])
+def test_kernels_begin_early_only_where_it_was_measured_and_can_be(family, early):
+    def begins(measured):
+        p = plan(4096, 32, 1, 128, family, measured=measured)
+        return p.early, p.options.get("launch_pdl", False)
+
+    assert begins({"pdl": 1}) == (early, early)
+    assert begins({}) == begins({"pdl": 0}) == (False, False)
+
+
 @pytest.fixture
 def weight(on):
     """int8 codes, and the same weight in float64."""
