@@ -35,8 +35,9 @@ FAMILIES = {"gemma2": {"sliding_window": 24, "num_hidden_layers": 2},
 
 
 LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072,
+            "tie_word_embeddings": False}
 
 
 @pytest.fixture
