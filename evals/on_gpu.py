@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quantkit.bench.machine import machine
+from quantkit.errors import QuantkitError
 from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.forced import Forced, split_settings
 from quantkit.evaluate.quality import compare, windows_of
@@ -71,6 +72,15 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
 
 def main() -> int:
     """The command line; returns the exit code."""
+    try:
+        return _run()
+    except QuantkitError as error:
+        print("\n".join(f"{name}: {said}" for name, said in (
+            ("error", error.what), ("why", error.why), ("next", error.next)) if said), file=sys.stderr)
+        return 1
+
+
+def _run() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("model")
     parser.add_argument("--recipes", default=f"{PLAIN},int8,int4-rtn,nf4", help="of weights, by commas")

@@ -7,6 +7,11 @@ import torch
 from quantkit.errors import UsageError
 
 
+def gpu_name(device: torch.device) -> str | None:
+    """What a GPU is called; ``None``: it is none."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def find_device(name: str) -> torch.device:
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU if torch has one. Raises UsageError for one that
     can't be used."""

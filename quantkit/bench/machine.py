@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.device import gpu_name
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
 from quantkit.ops import cpu_linear
 
@@ -15,8 +16,7 @@ from quantkit.ops import cpu_linear
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
     there = cpu_linear.unavailable() is None
-    gpu = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
-    return {"cpu": cpu_name(), "gpu": gpu, "cores": cpu_cores(),
+    return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
             "threads": cpu_linear.pool().threads if there else torch.get_num_threads(),
             "isa": cpu_linear.isa().name if there else None, "torch": torch.__version__,
             "quantkit": __version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

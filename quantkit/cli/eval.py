@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from quantkit.cli.present import note
+from quantkit.cli.present import device_option, note
 from quantkit.cli.progress import Progress
 
 
@@ -19,6 +19,7 @@ from quantkit.cli.progress import Progress
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Of activations; auto is each model's own.")
+@device_option
 @click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @click.option("--kv", multiple=True, metavar="LIST", help='KV settings, all with every model: none,int8,'
@@ -41,10 +42,10 @@ from quantkit.cli.progress import Progress
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
-            windows: int | None, dtype: str, noise_floor: bool, no_speed: bool, kv: tuple[str, ...],
-            prompt: int | None, tasks: str | None, task_data: Path | None, limit: int | None,
-            prefill: int | None, decode: int, repeats: int, revision: str | None, out: Path | None,
-            quiet: bool, as_json: bool) -> None:
+            windows: int | None, dtype: str, device: str, noise_floor: bool, no_speed: bool,
+            kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
+            limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
+            out: Path | None, quiet: bool, as_json: bool) -> None:
     """Compare models, and ways to keep the KV cache, by quality, speed and memory.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first, with the first KV
@@ -62,7 +63,7 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         text=text or (chosen.text if chosen else "builtin"),
         window=window or (chosen.window if chosen else 512),
         windows=windows or (chosen.windows if chosen else 40),
-        dtype=dtype, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
+        dtype=dtype, device=device, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
         noise_floor=noise_floor, revision=revision, prompt=prompt,
         kv=tuple(parse_kv(one) for text in kv for one in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from quantkit.cli.present import note
+from quantkit.cli.present import device_option, note
 from quantkit.cli.progress import Progress
 from quantkit.errors import UsageError
 
@@ -42,6 +42,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
               help="Of names, numbers, places and hay.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Of activations; auto is the model's own.")
+@device_option
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Also write report.md and results.json there; after a stop the same command goes on.")
@@ -49,7 +50,8 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: int, samples: int,
             question: str, text: str, filler: bool, chat: bool, prompt: int, new_tokens: int, seed: int,
-            dtype: str, revision: str | None, out: Path | None, quiet: bool, as_json: bool) -> None:
+            dtype: str, device: str, revision: str | None, out: Path | None, quiet: bool,
+            as_json: bool) -> None:
     """Compare ways to keep the KV cache at length.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first: what
@@ -67,7 +69,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
         kv=tuple(parse_kv(one) for given in kv for one in split_settings(given)),
         tasks=tuple(name.strip() for name in tasks.split(",")), lengths=_whole(lengths), depths=depths,
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
-        new_tokens=new_tokens, seed=seed, dtype=dtype, revision=revision)
+        new_tokens=new_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
     with Progress("evaluating", quiet) as progress:
         result = evaluate_long(model, settings, progress, out)
     click.echo(long.as_json(result) if as_json else long.table(result), nl=False)

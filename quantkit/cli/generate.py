@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import note, print_json, show_warning
+from quantkit.cli.present import device_option, note, print_json, show_warning
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,11 +42,12 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Of activations and plain weights; auto is the model's own.")
+@device_option
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None,
-            kv: str | None, revision: str | None, dtype: str, quiet: bool, as_json: bool,
+            kv: str | None, revision: str | None, dtype: str, device: str, quiet: bool, as_json: bool,
             **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
@@ -64,7 +65,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     from quantkit.runtime.loader import load
 
     setting = None if kv is None else parse_kv(kv)
-    loaded = load(model, revision=revision, dtype=dtype)
+    loaded = load(model, revision=revision, dtype=dtype, device=device)
     ids = _ids(loaded, text, system) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()

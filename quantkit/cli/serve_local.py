@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import note, show_error, show_warning
+from quantkit.cli.present import device_option, note, show_error, show_warning
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -48,11 +48,12 @@ MAX_NAME = 200
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Of activations and plain weights; auto is the model's own.")
+@device_option
 @click.option("--json", "as_json", is_flag=True,
               help="When it listens, print one JSON object: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
-            drain_timeout: float, revision: str | None, dtype: str, as_json: bool) -> None:
+            drain_timeout: float, revision: str | None, dtype: str, device: str, as_json: bool) -> None:
     """Serve a model on this machine by OpenAI's API, with a page to chat with it.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -74,7 +75,7 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         from quantkit.serve.app import create_app
 
         note(f"loading {model}")
-        loaded = load(model, revision=revision, dtype=dtype)
+        loaded = load(model, revision=revision, dtype=dtype, device=device)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory)
         note(_about(loaded, engine))
         loopback = is_loopback(bound)

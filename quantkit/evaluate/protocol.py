@@ -34,6 +34,7 @@ class Protocol:
             speed was not measured.
         quantkit, torch: versions.
         cpu, cores, threads: the machine, and how many threads torch was given.
+        gpu: that the models ran on; ``None``: on none.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Protocol:
     bos: str = "none"
     batch: int = 1
     seed: int = 0
+    gpu: str | None = None
 
     @property
     def stride(self) -> int:
@@ -86,10 +88,11 @@ class Protocol:
                  f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""
         tasks = [f"tasks {self.tasks}"] if self.tasks else []
+        gpu = f"{self.gpu}; " if self.gpu else ""
         return [f"text {self.text} (sha256 {self.text_sha256[:12]}), {self.windows} windows of {self.window} "
                 f"tokens, no overlap, no BOS, {self.scored} predictions{cached}", *tasks,
                 f"activations {self.dtype}; {speed}",
-                f"{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
+                f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, torch {self.torch}, "
                 f"quantkit {self.quantkit}; fingerprint {self.fingerprint}"]
 
 

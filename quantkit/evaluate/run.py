@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit import __version__
+from quantkit.device import gpu_name
 from quantkit.errors import UsageError
 from quantkit.evaluate.forced import Forced
 from quantkit.evaluate.metrics import Interval
@@ -52,6 +53,7 @@ class Settings:
     speed: bool = True
     noise_floor: bool = False
     revision: str | None = None
+    device: str = "auto"
     kv: tuple[KVSpec, ...] = ()
     prompt: int | None = None
     tasks: tuple[str, ...] = ()
@@ -108,10 +110,11 @@ def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silen
 
 def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequence[ReadyTask],
              progress: Listener) -> tuple[EvalResult, torch.Tensor]:
-    models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype)
+    models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype, device=settings.device)
               for i, uri in enumerate(uris)]
     tokens = _tokens(models, settings, text)
-    extra = load(uris[0], revision=settings.revision, dtype="float32") if settings.noise_floor else None
+    extra = load(uris[0], revision=settings.revision, dtype="float32",
+                 device=settings.device) if settings.noise_floor else None
     variants = [(model, kv) for model in models for kv in settings.kv or (model.kv,)]
     prompt = _prompt(variants, settings)
     runners: list[LoadedModel | Forced]
@@ -188,7 +191,7 @@ def _protocol(models: Sequence[LoadedModel], settings: Settings, text: Text,
     return Protocol(
         text.name, text.sha256, hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
         settings.window, settings.windows, words, ", ".join(dtypes), *timed, __version__, torch.__version__,
-        cpu_name(), cpu_cores(), torch.get_num_threads(), prompt)
+        cpu_name(), cpu_cores(), torch.get_num_threads(), prompt, gpu=gpu_name(models[0].model.device))
 
 
 def _row(runner: LoadedModel | Forced, metrics: dict[str, Interval], protocol: Protocol) -> Row:
@@ -220,7 +223,7 @@ def _speed(uris: Sequence[str], result: EvalResult, ids: list[int], settings: Se
         progress(Event(i, len(rows), f"speed of {name}"))
         speed = measure(row.model, prompt, decode=settings.decode, repeats=settings.repeats,
                         threads=result.protocol.threads, revision=settings.revision_of(uris.index(row.model)),
-                        dtype=settings.dtype, kv=row.kv)
+                        dtype=settings.dtype, device=settings.device, kv=row.kv)
         row.peak_bytes, row.load_s, row.kernels = speed.peak_bytes, speed.load_s, speed.kernels
         row.metrics |= {"prefill_tok_s": speed.prefill_tok_s, "decode_tok_s": speed.decode_tok_s}
     progress(Event(len(rows), len(rows), "timed"))

@@ -37,7 +37,8 @@ class Speed:
 
 
 def measure(uri: str, ids: Sequence[int], *, decode: int, repeats: int, threads: int,
-            revision: str | None = None, dtype: str = "auto", kv: str | None = None) -> Speed:
+            revision: str | None = None, dtype: str = "auto", device: str = "auto",
+            kv: str | None = None) -> Speed:
     """Measure one model in a process of its own.
 
     Args:
@@ -46,14 +47,14 @@ def measure(uri: str, ids: Sequence[int], *, decode: int, repeats: int, threads:
         decode: tokens to decode after it.
         repeats: timed runs.
         threads: of torch.
-        revision, dtype: as for ``load``.
+        revision, dtype, device: as for ``load``.
         kv: the KV setting, if not the model's own.
 
     Raises:
         QuantkitError: the process failed; its last words are shown.
     """
-    request = {"uri": uri, "revision": revision, "dtype": dtype, "ids": list(ids), "decode": decode,
-               "repeats": repeats, "threads": threads, "kv": kv}
+    request = {"uri": uri, "revision": revision, "dtype": dtype, "device": device, "ids": list(ids),
+               "decode": decode, "repeats": repeats, "threads": threads, "kv": kv}
     # -P: nothing is imported from the folder that the user happens to be in
     done = subprocess.run([sys.executable, "-P", "-m", "quantkit.evaluate.worker"], input=json.dumps(request),
                           capture_output=True, text=True, env=_environment(), check=False)

@@ -6,6 +6,7 @@ process's largest resident set, the interpreter and torch included: what the mac
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.runtime.engine import Engine, Timing
     from quantkit.runtime.loader import LoadedModel
+    from quantkit.runtime.sampler import Sampling
 
 WARM_UP_TOKENS = 2
 """Decode steps before any timing: kernels repack their weights at the first one."""
@@ -24,7 +27,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Load, then prefill and decode ``repeats`` times after a warm-up.
 
     Args:
-        request: ``uri``, ``revision``, ``dtype``, ``ids`` (the prompt), ``decode``, ``repeats``,
+        request: ``uri``, ``revision``, ``dtype``, ``device``, ``ids`` (the prompt), ``decode``, ``repeats``,
             and, if it isn't torch's own choice, ``threads``; ``kv`` if it isn't the model's own.
 
     Returns:
@@ -34,27 +37,38 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from quantkit.kvspec import parse_kv
-    from quantkit.runtime.engine import Timing
-    from quantkit.runtime.generate import generate
+    from quantkit.runtime.engine import Engine
     from quantkit.runtime.loader import load
     from quantkit.runtime.sampler import Sampling
 
     if request.get("threads"):
         torch.set_num_threads(request["threads"])
     start = time.perf_counter()
-    loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"])
+    loaded = load(request["uri"], revision=request["revision"], dtype=request["dtype"],
+                  device=request["device"])
     load_s = time.perf_counter() - start
     # the first new token comes out of the prefill
     sampling = Sampling(max_tokens=request["decode"] + 1, ignore_eos=True)
     kv = parse_kv(request["kv"]) if request.get("kv") else None
-    timings: list[Timing] = []
-    generate(loaded, [request["ids"]], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True),
-             kv=kv)
-    for _ in range(request["repeats"]):
-        generate(loaded, [request["ids"]], sampling, on_done=timings.append, kv=kv)
+    # one engine for all: what a GPU's first steps prepare belongs to it
+    engine = Engine(loaded, kv=kv, max_batch=1,
+                    context=len(request["ids"]) + max(request["decode"], WARM_UP_TOKENS) + 1)
+    _timed(engine, request["ids"], Sampling(max_tokens=WARM_UP_TOKENS + 1, ignore_eos=True))
+    timings = [_timed(engine, request["ids"], sampling) for _ in range(request["repeats"])]
     return {"load_s": load_s, "peak_bytes": peak_bytes(), "kernels": kernels(loaded),
             "prefill_tok_s": [t.prefill_tokens / t.prefill_s for t in timings],
             "decode_tok_s": [t.decode_tokens / t.decode_s for t in timings]}
+
+
+def _timed(engine: Engine, ids: list[int], sampling: Sampling) -> Timing:
+    """What one request took."""
+    before = dataclasses.replace(engine.timing)
+    engine.submit(ids, sampling)
+    while engine.step():
+        pass
+    now = engine.timing
+    return dataclasses.replace(now, **{field.name: getattr(now, field.name) - getattr(before, field.name)
+                                       for field in dataclasses.fields(now)})
 
 
 def peak_bytes() -> int:

@@ -70,6 +70,8 @@ class Engine:
         max_queue: requests that may wait.
         memory: bytes that the KV cache may take; all pages are taken at once, and a request waits until there
             is room for it. By default the cache grows and shrinks, and on a GPU takes what is left there.
+        context: tokens of the longest request, by default what the model was made for: more than all
+            sequences of so many tokens need is not taken.
 
     Attributes:
         cache: the KV cache.
@@ -78,7 +80,7 @@ class Engine:
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, max_batch: int = 8,
-                 max_queue: int = 64, memory: int | None = None) -> None:
+                 max_queue: int = 64, memory: int | None = None, context: int | None = None) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
@@ -89,7 +91,7 @@ class Engine:
             loaded.model.check(self.cache)
         size = spare_bytes(loaded.model, self.cache, max_batch, PREFILL_CHUNK) if memory is None else memory
         if size is not None:
-            self.room = Room(self.cache, size, max_batch, loaded.config.max_position_embeddings,
+            self.room = Room(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
                              PREFILL_CHUNK)
         self.timing = Timing()
         self._waiting: deque[Ticket] = deque()

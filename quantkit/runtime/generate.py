@@ -42,7 +42,9 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         return []
     for prompt, one in zip(prompts, settings):
         check_request(loaded, prompt, one)
-    engine = Engine(loaded, kv=kv, max_batch=DECODE_ROWS, max_queue=len(prompts))
+    longest = max(len(prompt) + one.max_tokens for prompt, one in zip(prompts, settings))
+    engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
+                    context=longest)
     tickets: list[Ticket] = []
     for index, (prompt, one) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:

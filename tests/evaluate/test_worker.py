@@ -11,7 +11,7 @@ import torch
 from quantkit.evaluate.worker import kernels, measure, peak_bytes
 from quantkit.runtime.loader import load
 
-REQUEST = {"revision": None, "dtype": "auto", "ids": list(range(5, 25)), "decode": 3, "repeats": 2}
+REQUEST = {"revision": None, "dtype": "auto", "device": "cpu", "ids": list(range(5, 25)), "decode": 3, "repeats": 2}
 
 
 def test_it_times_every_repeat(tiny):

@@ -33,7 +33,7 @@ class LongProtocol:
         questions: when they came.
         prompt, new_tokens: of the texts that were read by position and generated.
         dtype: of activations.
-        quantkit, torch, cpu, cores, threads: what it ran on.
+        quantkit, torch, cpu, cores, threads, gpu: what it ran on.
     """
 
     text: str
@@ -54,24 +54,27 @@ class LongProtocol:
     cpu: str
     cores: int
     threads: int
+    gpu: str | None = None
 
     @property
     def fingerprint(self) -> str:
         """Of what decides quality; numbers with different fingerprints can't be compared."""
         fields = asdict(self)
-        for name in ("text", "quantkit", "torch", "cpu", "cores", "threads"):
+        for name in ("text", "quantkit", "torch", "cpu", "cores", "threads", "gpu"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:12]
 
     def lines(self) -> list[str]:
         """For people."""
         hay = "generated" if self.filler else "the text, generated for passkeys"
+        gpu = f"{self.gpu}; " if self.gpu else ""
         asked = "by the chat template" if self.chat else "as a text to continue"
         return [f"tasks {', '.join(self.tasks)}; text {self.text} (sha256 {self.text_sha256[:12]})",
                 f"hay: {hay}; depths: {self.depths}; samples: {self.samples}; seed {self.seed}; "
                 f"asked {asked}",
                 f"by position and generated: prompts of {self.prompt} tokens, {self.new_tokens} generated",
-                f"activations {self.dtype}; {self.cpu}, {self.cores} cores, {self.threads} threads, torch "
+                f"activations {self.dtype}; {gpu}{self.cpu}, "
+                f"{self.cores} cores, {self.threads} threads, torch "
                 f"{self.torch}, quantkit {self.quantkit}; fingerprint {self.fingerprint}"]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.device import gpu_name
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.long.answer import Answer, Answers, Reader, When
@@ -53,7 +54,7 @@ class LongSettings:
         prompt: tokens of a text that are its prompt, by position and generated.
         new_tokens: generated.
         seed: of everything that is drawn.
-        dtype, revision: as for ``load``.
+        dtype, device, revision: as for ``load``.
     """
 
     kv: tuple[KVSpec, ...] = ()
@@ -69,6 +70,7 @@ class LongSettings:
     new_tokens: int = 128
     seed: int = 0
     dtype: str = "auto"
+    device: str = "auto"
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
             output is not finite, or the folder has an unfinished comparison of something else.
     """
     text = load_text(settings.text)
-    loaded = load(uri, revision=settings.revision, dtype=settings.dtype)
+    loaded = load(uri, revision=settings.revision, dtype=settings.dtype, device=settings.device)
     _check(loaded, settings)
     specs = [KVSpec(), *(kv for kv in settings.kv or (loaded.kv,) if kv != KVSpec())]
     items = _items(loaded, settings, text)
@@ -202,7 +204,7 @@ def _protocol(loaded: LoadedModel, settings: LongSettings, text: Text) -> LongPr
         text.name, text.sha256, settings.filler, settings.tasks, tuple(sorted(settings.lengths)),
         settings.depths, settings.samples, settings.seed, settings.chat, settings.questions, settings.prompt,
         settings.new_tokens, str(loaded.dtype).removeprefix("torch."), __version__, torch.__version__,
-        cpu_name(), cpu_cores(), torch.get_num_threads())
+        cpu_name(), cpu_cores(), torch.get_num_threads(), gpu_name(loaded.model.device))
 
 
 class _Fed:

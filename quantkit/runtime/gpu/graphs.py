@@ -17,8 +17,8 @@ BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Sequences of a graph; a step has the next larger one's, and what is missing are nobody's."""
 SMALL = 16
 """Up to so many sequences the logits' memory isn't that of the largest graph."""
-SLOTS = 1024
-"""Of a head, at least; more in powers of two."""
+SLOTS = 1536
+"""Of a head, at least; more by doubling. Answers to texts of 1,024, 2,048, … tokens need no other graph."""
 Run = Callable[["torch.Tensor", "Step", "torch.Tensor"], None]
 """``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
 
@@ -41,10 +41,11 @@ class Graphs:
         device: where; without graphs, on a CPU, the step itself is called.
         vocab: numbers of a token's logits.
         dtype: of logits.
+        most: slots that a head ever has.
     """
 
-    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, most: int) -> None:
+        self._device, self._most = device, most
         self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None
@@ -71,7 +72,7 @@ class Graphs:
             self._graphs, self._pool = {}, None
             self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
                                        dtype=self._logits.dtype, device=self._device)
-        key = size, max(SLOTS, 1 << (longest - 1).bit_length())
+        key = size, min(self._most, SLOTS << (-(-longest // SLOTS) - 1).bit_length())
         if key not in self._graphs:
             self._graphs[key] = self._captured(run, *key)
         graph = self._graphs[key]

@@ -75,7 +75,8 @@ class _Running:
         self.tables = DeviceTables(self._cache)
         self._pages: list[Pages] = []
         self._pages_now = -1
-        self._graphs = Graphs(program.device, program.vocab, program.dtype)
+        self._graphs = Graphs(program.device, program.vocab, program.dtype,
+                              cache.config.max_position_embeddings)
 
     @property
     def pages(self) -> list[Pages]:
