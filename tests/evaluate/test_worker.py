@@ -11,7 +11,8 @@ import torch
 from quantkit.evaluate.worker import kernels, measure, peak_bytes
 from quantkit.runtime.loader import load
 
-REQUEST = {"revision": None, "dtype": "auto", "device": "cpu", "ids": list(range(5, 25)), "decode": 3, "repeats": 2}
+REQUEST = {"revision": None, "dtype": "auto", "device": "cpu", "ids": list(range(5, 25)), "decode": 3,
+           "repeats": 2}
 
 
 def test_it_times_every_repeat(tiny):
@@ -25,15 +26,15 @@ def test_it_times_every_repeat(tiny):
 
 
 def test_tokens_are_counted_as_asked(tiny, monkeypatch):
-    import quantkit.runtime.generate as module
+    import quantkit.evaluate.worker as module
 
-    seen, run = [], module.generate
+    seen, run = [], module._timed
 
-    def spy(loaded, prompts, sampling, on_text=None, on_done=None, kv=None):
-        return run(loaded, prompts, sampling, on_text, lambda timing: (seen.append(timing),
-                                                                     on_done and on_done(timing)))
+    def spy(engine, ids, sampling):
+        seen.append(run(engine, ids, sampling))
+        return seen[-1]
 
-    monkeypatch.setattr(module, "generate", spy)
+    monkeypatch.setattr(module, "_timed", spy)
     measure({**REQUEST, "uri": str(tiny)})
     assert [timing.decode_tokens for timing in seen] == [2, 3, 3], "a warm-up, then what was asked"
     assert {timing.prefill_tokens for timing in seen} == {20}
