@@ -45,7 +45,7 @@ class Facts:
 def read(compiled: Any) -> Facts:
     """Facts of what ``triton.compile`` returned. Raises ValueError if its text is not understood."""
     if "cubin" in compiled.asm:
-        return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
+        return machine_code(compiled.asm["cubin"], compiled.metadata.shared)
     if "amdgcn" in compiled.asm:
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     raise ValueError(f"no machine code among {sorted(compiled.asm)}")
@@ -59,7 +59,8 @@ def _tool(name: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def _nvidia(cubin: bytes, shared: int) -> Facts:
+def machine_code(cubin: bytes, shared: int) -> Facts:
+    """Facts of NVIDIA's machine code, which asks for ``shared`` bytes. Raises ValueError likewise."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
