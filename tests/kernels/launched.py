@@ -1,9 +1,9 @@
 """Every launch of whole models, as a GPU would be given it: specialized for its arguments, compiled, not run.
 
-``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes none,int4-rtn [--early]`` in a process
-of its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, and ``spills``, the names of kernels that have any. What kernels would
-have computed is whatever lay in memory; no token is read from it.
+``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
+its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
+Prints JSON: ``launches`` of each kernel, and ``spills``, the names of kernels that have any. What kernels
+would have computed is whatever lay in memory; no token is read from it.
 """
 
 from __future__ import annotations

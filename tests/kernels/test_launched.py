@@ -39,9 +39,9 @@ def test_some_models(arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("arguments", [("--kv", KV), ("--recipes", WEIGHTS),
-                                       ("--recipes", WEIGHTS, "--early"), ("--families", MODELS, "--kv", "int8")],
-                         ids=("kv", "weights", "early", "models"))
+@pytest.mark.parametrize("arguments", [
+    ("--kv", KV), ("--recipes", WEIGHTS), ("--recipes", WEIGHTS, "--early"),
+    ("--families", MODELS, "--kv", "int8")], ids=("kv", "weights", "early", "models"))
 def test_all_models(arguments, target):
     found = launched(*arguments, "--target", target)
     assert found.keys() >= NEEDED
