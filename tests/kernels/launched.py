@@ -2,7 +2,7 @@
 
 ``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
 its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, and ``spills``, the names of kernels that have any. What kernels
+Prints JSON: ``launches`` of each kernel, and ``spills``: kernels that have any, with their constants. What they
 would have computed is whatever lay in memory; no token is read from it.
 """
 
@@ -51,6 +51,7 @@ class Driver:
         self._target, self.utils = target, self
         self.launches: Counter[str] = Counter()
         self.spills: set[str] = set()
+        self._constants: dict[str, str] = {}
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", int(self._target.removeprefix("sm_")), 32)
@@ -68,10 +69,13 @@ class Driver:
                     device: int) -> tuple[int, int, int, int, int]:
         facts = machine_code(kernel, shared)
         if facts.spills:
-            self.spills.add(name)
+            self.spills.add(f"{name} {facts.spills}: {self._constants}")
         return 1, 1, facts.registers, facts.spills, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        names = source.fn.arg_names
+        self._constants = {names[at]: str(value) for (at, *_), value in source.constants.items()}
+
         def launch(*arguments: Any) -> None:
             assert all(0 < size < most for size, most in zip(arguments, MOST_PROGRAMS)), arguments[:3]
             self.launches[source.fn.__name__] += 1
@@ -86,7 +90,13 @@ def elsewhere(target: str) -> Driver:
     torch.Tensor.is_cuda = property(lambda self: True)
     gpu.unavailable = lambda device, dtype: None
     cpu_linear.unavailable = lambda: "there is a GPU"
-    sampler.Drawn.tokens = lambda self: [7] * len(self.ids)
+    drawn = sampler._drawn
+
+    def sevens(logits: torch.Tensor, samplers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, finite = drawn(logits, samplers)
+        return torch.full_like(ids, 7), torch.ones_like(finite)
+
+    sampler._drawn = sevens
     family = FAMILIES[target]
     for name, module in list(sys.modules.items()):
         if name.startswith("quantkit_kernels.triton."):

@@ -159,7 +159,8 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
         options["maxnreg"] = 255
-    unroll = unroll if bm <= 32 else 1
+    # Ampere has no room in registers for two tiles of 8-bit weights and so many rows
+    unroll = unroll if bm <= (16 if family == "ampere" and not grouped else 32) else 1
     stages = measured.get("stages", 4 if unroll == 1 else 3)
     early = bool(measured.get("pdl", 0)) and family in dependent.FAMILIES
     if early:
