@@ -2,8 +2,8 @@
 
 ``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
 its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, and ``spills``: kernels that have any, with their constants. What they
-would have computed is whatever lay in memory; no token is read from it.
+Prints JSON: ``launches`` of each kernel, and ``spills``: kernels that have any, and their constants. What
+they would have computed is whatever lay in memory; no token is read from it.
 """
 
 from __future__ import annotations
