@@ -65,7 +65,7 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     ways = [Portions(exact, spec, prompt), Portions(gpu, spec, prompt), OneByOne(gpu, spec, prompt),
             Portions(cpu, spec, prompt)]
     names = ("exact", "portions", "one_by_one", "cpu")
-    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused,
+    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused, "cpu_unfused": cpu.unfused,
             **{name: {key: one.value for key, one in found.items()}
                for name, found in zip(names, compare(ways, tokens, prompt=prompt))}}
 
@@ -104,6 +104,8 @@ def _run() -> int:
             exact = load(uri, dtype="float32", device="cpu")
             gpu = load(uri, dtype=given.dtype, device=given.device)
             cpu = load(uri, dtype=given.dtype, device="cpu")
+            if cpu.unfused is not None:
+                print(f"the CPU's side is torch in {given.dtype}: {cpu.unfused}", file=sys.stderr)
             tokens = windows_of(exact, text.content, given.window, given.windows)
             for kv in split_settings(given.kv):
                 rows.append(row := check(uri, kv, tokens, (exact, gpu, cpu)))

@@ -102,6 +102,8 @@ def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silen
     tasks = _ready(settings)
     # models are loaded and dropped inside: while speed is measured, memory belongs to one worker
     result, tokens = _quality(uris, settings, load_text(settings.text), tasks, progress)
+    if torch.cuda.is_initialized():  # what torch keeps of theirs isn't the worker's
+        torch.cuda.empty_cache()
     if settings.speed:
         _speed(uris, result, tokens.reshape(-1).tolist(), settings, progress)
     current().notify("on_run_finished", kind="eval", summary=result.to_dict())

@@ -38,7 +38,7 @@ class Room:
         self._cache = cache
         whole = functools.reduce(_either, (
             footprint(cache.config, cache.spec, cache.dtype, context, prompt, chunk)
-            for prompt in (context - 1, context // 2, 1)))
+            for prompt in {context - 1, max(1, context - (cache.policy.every or 1)), context // 2, 1}))
         whole = dataclasses.replace(whole, kinds=tuple(
             _ahead(kind, -(-context // PAGE)) for kind in whole.kinds))
         self._whole = [(kind.most.codes, kind.decoding.codes) for kind in whole.kinds]

@@ -2,8 +2,8 @@
 
 ``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
 its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, and ``spills``: kernels that have any, and their constants. What
-they would have computed is whatever lay in memory; no token is read from it.
+Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``spills``: kernels that have any,
+and their constants. What they would have computed is whatever lay in memory; no token is read from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads"
 TARGETS = [target for target in FAMILIES if target.startswith("sm_")]
 MOST_PROGRAMS = (2**31, 65536, 65536)
 PROMPTS = ((3, {}), (70, {"temperature": 0.7, "seed": 1}),
-           (600, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 2}))
+           (1600, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 2}))
 
 
 class Driver:
@@ -50,6 +50,7 @@ class Driver:
     def __init__(self, target: str) -> None:
         self._target, self.utils = target, self
         self.launches: Counter[str] = Counter()
+        self.early: Counter[str] = Counter()
         self.spills: set[str] = set()
         self._constants: dict[str, str] = {}
 
@@ -79,6 +80,7 @@ class Driver:
         def launch(*arguments: Any) -> None:
             assert all(0 < size < most for size, most in zip(arguments, MOST_PROGRAMS)), arguments[:3]
             self.launches[source.fn.__name__] += 1
+            self.early[source.fn.__name__] += metadata.launch_pdl
 
         return launch
 
@@ -139,7 +141,8 @@ def main() -> None:
             for folder in folders:
                 for kv in split_settings(given.kv):
                     run(folder, kv)
-    print(json.dumps({"launches": taken.launches, "spills": sorted(taken.spills)}))
+    early = sorted(name for name, count in taken.early.items() if count)
+    print(json.dumps({"launches": taken.launches, "early": early, "spills": sorted(taken.spills)}))
 
 
 if __name__ == "__main__":

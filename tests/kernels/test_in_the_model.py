@@ -18,6 +18,7 @@ from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import memory
+from quantkit.runtime.gpu.graphs import slots_of
 from quantkit.runtime.gpu.model import GpuModel, declines, other_maths
 from quantkit.runtime.gpu.tables import DeviceTables, table_bytes
 from quantkit.runtime.loader import load
@@ -148,6 +149,12 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
     held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "waiting", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
     assert taken <= table_bytes(cache, 20, 4000) < 3 * taken
+
+
+@pytest.mark.parametrize("longest", [1, 1536, 1537, 2048, 2049, 3072, 3073, 5000])
+def test_a_graph_has_room_for_the_longest(longest):
+    assert slots_of(longest, 2048) >= longest
+    assert slots_of(min(longest, 2048), 2048) in (1536, 2048)
 
 
 def test_loading_and_steps_are_counted_before():

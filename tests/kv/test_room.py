@@ -9,6 +9,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
+from quantkit.kv.predict import footprint
 from quantkit.kv.room import Room
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
@@ -87,6 +88,16 @@ def test_what_is_encoded_again_never_waits_in_between(config, kv):
     for store, layer in zip(cache.stores, cache.sequence(row).layers):
         store.keep(layer, [torch.arange(0, 960, 2)] * cache.heads)
     assert cache.moves.count == moves and cache.held(row) == [(480, 480)] * 2
+
+
+@pytest.mark.parametrize("kv", ["h2o(0.5, interval=512)", "tova(0.5, interval=256)", "snapkv(0.5)"])
+def test_no_prompt_needs_more_than_was_looked_at(config, kv):
+    cache = KVCache(config, parse_kv(kv), torch.float32)
+    room = Room(cache, 10**8, 1, 1024, CHUNK)
+    for prompt in range(64, 1024, 64):
+        found = footprint(config, parse_kv(kv), torch.float32, 1024, prompt, CHUNK).kinds[0]
+        filling, decoding = room._whole[0]
+        assert found.most.codes <= filling and found.decoding.codes <= decoding
 
 
 def test_all_that_can_ever_be_needed_is_enough(config):

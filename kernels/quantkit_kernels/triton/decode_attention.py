@@ -142,7 +142,7 @@ def join_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr
     used = 0
     if sequence >= 0:
         length = tl.load(length_ptr + (sequence * layers + layer) * HKV + head) + place + 1
-        used = (tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT)
+        used = tl.minimum((tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT), pieces)
     row = (token * HKV + head) * pieces
     most = tl.full([JOIN], float("-inf"), tl.float32)
     for i in range(0, used, JOIN):

@@ -23,6 +23,12 @@ Run = Callable[["torch.Tensor", "Step", "torch.Tensor"], None]
 """``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
 
 
+def slots_of(longest: int, most: int) -> int:
+    """Of the graph for heads of ``longest``; ``most`` is where a model's texts end, which few go past."""
+    slots = SLOTS << (-(-longest // SLOTS) - 1).bit_length()
+    return slots if longest > most else min(slots, most)
+
+
 @dataclass
 class _Graph:
     """A captured step, the memory that it reads, and whose tokens it took last."""
@@ -41,7 +47,7 @@ class Graphs:
         device: where; without graphs, on a CPU, the step itself is called.
         vocab: numbers of a token's logits.
         dtype: of logits.
-        most: slots that a head ever has.
+        most: slots of a head where the model's longest text ends.
     """
 
     def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, most: int) -> None:
@@ -72,7 +78,7 @@ class Graphs:
             self._graphs, self._pool = {}, None
             self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
                                        dtype=self._logits.dtype, device=self._device)
-        key = size, min(self._most, SLOTS << (-(-longest // SLOTS) - 1).bit_length())
+        key = size, slots_of(longest, self._most)
         if key not in self._graphs:
             self._graphs[key] = self._captured(run, *key)
         graph = self._graphs[key]
