@@ -90,7 +90,7 @@ def test_what_is_encoded_again_never_waits_in_between(config, kv):
     assert cache.moves.count == moves and cache.held(row) == [(480, 480)] * 2
 
 
-@pytest.mark.parametrize("kv", ["h2o(0.5, interval=512)", "tova(0.5, interval=256)", "snapkv(0.5)"])
+@pytest.mark.parametrize("kv", ["h2o(0.5, interval=384)", "tova(0.5, interval=384)", "snapkv(0.5)"])
 def test_no_prompt_needs_more_than_was_looked_at(config, kv):
     cache = KVCache(config, parse_kv(kv), torch.float32)
     room = Room(cache, 10**8, 1, 1024, CHUNK)
