@@ -90,12 +90,13 @@ def test_what_is_encoded_again_never_waits_in_between(config, kv):
     assert cache.moves.count == moves and cache.held(row) == [(480, 480)] * 2
 
 
-@pytest.mark.parametrize("kv", ["h2o(0.5, interval=384)", "tova(0.5, interval=384)", "snapkv(0.5)"])
+@pytest.mark.parametrize("kv", ["h2o(0.5, interval=640)", "tova(0.5, interval=640)", "snapkv(0.5)"])
 def test_no_prompt_needs_more_than_was_looked_at(config, kv):
+    config = dataclasses.replace(config, max_position_embeddings=2048)
     cache = KVCache(config, parse_kv(kv), torch.float32)
-    room = Room(cache, 10**8, 1, 1024, CHUNK)
-    for prompt in range(64, 1024, 64):
-        found = footprint(config, parse_kv(kv), torch.float32, 1024, prompt, CHUNK).kinds[0]
+    room = Room(cache, 10**8, 1, 2048, CHUNK)
+    for prompt in range(64, 2048, 128):
+        found = footprint(config, parse_kv(kv), torch.float32, 2048, prompt, CHUNK).kinds[0]
         filling, decoding = room._whole[0]
         assert found.most.codes <= filling and found.decoding.codes <= decoding
 
