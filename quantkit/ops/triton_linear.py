@@ -6,6 +6,7 @@ A weight is repacked once, from its codes; whatever format it is stored in. The 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,19 +48,19 @@ def _scale_a_row(query: KernelQuery) -> str | None:
     return None
 
 
-class TritonKernel:
+class TritonKernel(ABC):
     """What all of them share."""
 
     name: str
     order = 50
 
+    @abstractmethod
     def declines(self, query: KernelQuery) -> str | None:
         """See :class:`~quantkit.ops.dispatch.Kernel`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, codes: Codes, gated: bool = False) -> Packed:
         """Codes in the tensor core's order; ``gated``: see :class:`quantkit_kernels.triton.packed.Packed`."""
-        raise NotImplementedError
 
     def prepare(self, weight: QuantizedTensor) -> Packed:
         """Codes in the tensor core's order."""

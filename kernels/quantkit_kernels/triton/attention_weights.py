@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import Pages, Step, Tables, border
+from quantkit_kernels.triton.cache import Pages, Step, Tables
 from quantkit_kernels.triton.decode_attention import JOIN, PIECE, Pieces, run_pieces
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import key_dims, scores, vector_scores
-from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, visible
+from quantkit_kernels.triton.softmax import scaled, visible, waiting_page, walk
 
 
 @triton.jit
@@ -54,13 +54,8 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded = 0, end
-    if WAITS:
-        fixed, coded = first // 64, border(length, recent, first) // 64
-    low, rest = begin, tl.maximum(begin, coded)
-    if LIMITED and not PLACED:
-        a, b, c = spans(query, window, limit, sinks)
-        low, rest = at_or_after(begin, a, b, c), at_or_after(rest, a, b, c)
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, recent, first, WAITS,
+                                   LIMITED, PLACED)
     rg, rd, rt, rj = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64), tl.arange(0, JOIN)
     used = (length + 64 * COUNT - 1) // (64 * COUNT)
     m_ptr += (token * HKV + head) * pieces * G + rg[:, None]
@@ -99,9 +94,7 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i = tl.where(j < early, low + j, rest + j - early)
-            page = tl.where(i < fixed, i, i - start + fixed)
-            page = tl.load(wait_table_ptr + row * waits + page).to(tl.int64)
+            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, rest, fixed, start)
             at = i * 64 + rt
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
             seen = at < length

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import PLAIN, TURNED, Coding, Pages, Step, Tables, border
+from quantkit_kernels.triton.cache import PLAIN, TURNED, Coding, Pages, Step, Tables
 from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
@@ -31,7 +31,7 @@ from quantkit_kernels.triton.kv_operands import (
     scores,
     vector_scores,
 )
-from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, update, visible
+from quantkit_kernels.triton.softmax import scaled, update, visible, waiting_page, walk
 
 PIECE = 8
 """Pages that one program reads: 512 slots."""
@@ -68,13 +68,8 @@ def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_s
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded = 0, end
-    if WAITS:
-        fixed, coded = first // 64, border(length, recent, first) // 64
-    low, rest = begin, tl.maximum(begin, coded)
-    if LIMITED and not PLACED:
-        a, b, c = spans(query, window, limit, sinks)
-        low, rest = at_or_after(begin, a, b, c), at_or_after(rest, a, b, c)
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, recent, first, WAITS,
+                                   LIMITED, PLACED)
     dtype = q_ptr.dtype.element_ty
     rg, rd, rt = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64)
     q_ptr += token * q_step + (head * G + rg)[:, None] * D
@@ -104,9 +99,7 @@ def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_s
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i = tl.where(j < early, low + j, rest + j - early)
-            page = tl.where(i < fixed, i, i - start + fixed)
-            page = tl.load(wait_table_ptr + row * waits + page).to(tl.int64)
+            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, rest, fixed, start)
             at = i * 64 + rt
             held = at < length
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)

@@ -25,7 +25,7 @@ from quantkit_kernels.triton.kv_operands import (
     scores,
     vector_scores,
 )
-from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, update, visible
+from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, update, visible, waiting_page
 
 ROWS = 128
 """Of a tile: tokens times query heads that share a key head. Where registers are short, a part at a time."""
@@ -109,9 +109,7 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in tl.range(0, early + tl.maximum(end - waiting, 0), num_stages=STAGES):
-            i = tl.where(j < early, low + j, waiting + j - early)
-            page = tl.where(i < fixed, i, i - start + fixed)
-            page = tl.load(wait_table_ptr + row * waits + page).to(tl.int64)
+            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, waiting, fixed, start)
             at = i * 64 + rt
             held = at < longest
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.cache import border
+
 
 @triton.jit
 def spans(at: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor) -> tl.tensor:
@@ -22,6 +24,33 @@ def spans(at: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor) 
 def at_or_after(page: tl.tensor, begin: tl.tensor, middle: tl.tensor, after: tl.tensor) -> tl.tensor:
     """The first of :func:`spans` that isn't before a page."""
     return tl.where(page < middle, tl.maximum(page, begin), tl.maximum(page, after))
+
+
+@triton.jit
+def walk(begin: tl.tensor, end: tl.tensor, length: tl.tensor, query: tl.tensor, window: tl.tensor,
+         limit: tl.tensor, sinks: tl.tensor, recent: tl.tensor, first: tl.tensor, WAITS: tl.constexpr,
+         LIMITED: tl.constexpr, PLACED: tl.constexpr) -> tl.tensor:
+    """What one query reads of pages ``[begin, end)``: how many wait for ever, where codes end, and the first
+    that is read of all, and of those behind the codes."""
+    fixed, coded = 0, end
+    if WAITS:
+        fixed, coded = first // 64, border(length, recent, first) // 64
+    low, rest = begin, tl.maximum(begin, coded)
+    if LIMITED and not PLACED:
+        a, b, c = spans(query, window, limit, sinks)
+        low, rest = at_or_after(begin, a, b, c), at_or_after(rest, a, b, c)
+    return fixed, coded, low, rest
+
+
+@triton.jit
+def waiting_page(table: tl.tensor, j: tl.tensor, early: tl.tensor, low: tl.tensor, rest: tl.tensor,
+                 fixed: tl.tensor, start: tl.tensor) -> tl.tensor:
+    """The ``j``-th page of vectors that is read, ``early`` of them from ``low`` on and others from ``rest``:
+    its place in the sequence, and its number in a head's ``table``, where the one at ``start`` follows the
+    ``fixed`` first."""
+    i = tl.where(j < early, low + j, rest + j - early)
+    page = tl.load(table + tl.where(i < fixed, i, i - start + fixed))
+    return i, page.to(tl.int64)
 
 
 @triton.jit
