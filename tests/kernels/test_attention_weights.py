@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from quantkit_kernels.triton.attention_weights import attention_weights
 from quantkit_kernels.triton.cache import Step, Tables
 from quantkit_kernels.triton.decode_attention import PIECE, Pieces, decode_attention
+
+# fixtures here hold no state that one example could leave to the next; a failure is the same everywhere
+DRAWN = settings(max_examples=10, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def expected(cache, q, peaks=False, **how):
@@ -36,6 +42,20 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, va
     got = attention_weights(q, cache.pages, cache.tables, cache.step, cache.layer, scale=32**-0.5,
                             peaks=peaks)
     obeys_the_rule(got, *expected(cache, q, peaks))
+
+
+@given(lengths=st.lists(st.tuples(st.integers(3, 250), st.integers(3, 250)), min_size=1, max_size=2),
+       coding=st.sampled_from([("plain", "plain", None), ("int8", "fp8", None), ("channel4", "token4", 10)]),
+       d=st.sampled_from([32, 64, 96]), group=st.integers(1, 4), seed=st.integers(0, 99))
+@DRAWN
+def test_sequences_of_any_length(on, randn, obeys_the_rule, paged_cache, lengths, coding, d, group, seed):
+    keys, values, recent = coding
+    counts = [3] * len(lengths)
+    lengths = [[*one] for one in lengths]
+    cache = paged_cache.PagedCache(lengths, counts, d, on, keys, values, recent, seed=seed)
+    q = randn(sum(counts), 2 * group, d, seed=seed, on=on)
+    got = attention_weights(q, cache.pages, cache.tables, cache.step, cache.layer, scale=d**-0.5)
+    obeys_the_rule(got, *expected(cache, q))
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from quantkit.methods import gptq
 from quantkit.methods.base import LayerStats
@@ -19,6 +22,11 @@ def device(request):
         pytest.skip("there is a GPU: kernels are compiled in this process" if torch.cuda.is_available()
                     else "no GPU")
     return torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+# fixtures here hold no state that one example could leave to the next; a failure is the same everywhere
+DRAWN = settings(max_examples=12, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def problem(linears, n, out, groups, device, seed=0):
@@ -54,6 +62,18 @@ def test_a_block(device, linears, n, out, bits):
     kept = work.clone()
     solve_block(work, upper, scale, zero, places, bits, levels, errors)
     assert torch.equal(levels.double(), wanted) and torch.equal(work, kept)
+    assert (errors.double() - rest).norm() <= 1e-5 * rest.norm()
+
+
+@drawn(linears=st.integers(1, 2), n=st.integers(1, 30), out=st.integers(1, 150), groups=st.integers(1, 4),
+       bits=st.integers(2, 8), seed=st.integers(0, 99))
+@DRAWN
+def test_blocks_of_any_size(device, linears, n, out, groups, bits, seed):
+    work, upper, scale, zero, places = problem(linears, n, out, groups, device, seed)
+    wanted, rest = by_hand(work, upper, scale, zero, places, bits)
+    levels, errors = torch.empty_like(work), torch.empty_like(work)
+    solve_block(work, upper, scale, zero, places, bits, levels, errors)
+    assert torch.equal(levels.double(), wanted)
     assert (errors.double() - rest).norm() <= 1e-5 * rest.norm()
 
 

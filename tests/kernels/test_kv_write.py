@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from quantkit.kv.base import Codings
 from quantkit.kv.batch import _turned
@@ -26,6 +29,9 @@ from quantkit_kernels.triton.cache import Coding, Pages, Side, Step, Tables
 from quantkit_kernels.triton.close_pages import close_pages
 from quantkit_kernels.triton.rope_store import rope_store
 
+# fixtures here hold no state that one example could leave to the next; a failure is the same everywhere
+DRAWN = settings(max_examples=5, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 H, HKV, EPS = 2, 2, 1e-6
 CODINGS = {"none": Vectors(None), "bf16": Vectors(torch.bfloat16), "int8": Integers(), "fp8": Floats(),
            **{f"token{bits}": Grid(bits, False) for bits in (2, 3, 4)},
@@ -181,6 +187,22 @@ def test_vectors_by_themselves(on, randn, keys, values, dim):
         out, q = cache.step(counts, fused(randn, sum(counts), dim, on), turns)
         assert torch.equal(out, q) and out.is_contiguous()
     cache.same()
+
+
+@drawn(counts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=3),
+       keys=st.sampled_from(["none", "int8", "fp8", "channel4", "channel3", "channel2"]),
+       values=st.sampled_from(["none", "int8", "fp8", "token4", "token3", "token2"]),
+       dim=st.sampled_from([32, 64, 96, 128]), recent=st.integers(0, 70), pages=st.integers(0, 1))
+@DRAWN
+def test_steps_of_any_length(on, randn, counts, keys, values, dim, recent, pages):
+    waits = keys.startswith("channel")
+    cache = Cache(on, keys, values, dim, recent * waits, 64 * pages * waits, numbered=True)
+    turns = angles(400, dim, on[0])
+    for at, some in enumerate(counts):
+        out, q = cache.step(some, fused(randn, sum(some), dim, on, seed=at), turns)
+        assert torch.equal(out, q)
+        cache.same()
+        cache.settle()
 
 
 @pytest.mark.parametrize(("keys", "values", "dim", "recent", "first", "count"), [
