@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -175,6 +177,20 @@ def test_calls_fill_a_turn_and_use_every_copy():
 
 def test_the_copy_counts_both_ways(on):
     assert bench.copy_bandwidth(fixed(0.5), 3, on[0], size=100) == 400
+
+
+def test_it_needs_torch_and_triton_only():
+    """In a process where nothing else of what quantkit installs can be imported."""
+    missing = ("quantkit", "pydantic", "ruamel", "rich", "rich_click", "gguf", "fastapi", "scipy", "llvmlite",
+               "huggingface_hub", "jinja2", "transformers")
+    code = (f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+            "import pkgutil, importlib, quantkit_kernels.bench, quantkit_kernels.tune, quantkit_kernels.aot\n"
+            "for name in ('bench_cases', 'aot_cases', 'triton'):\n"
+            "    whole = importlib.import_module('quantkit_kernels.' + name)\n"
+            "    for one in pkgutil.iter_modules(whole.__path__, whole.__name__ + '.'):\n"
+            "        importlib.import_module(one.name)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_is_narrow():
