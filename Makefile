@@ -1,6 +1,6 @@
 # Each target makes .venv itself when it is missing; stamps keep a second run quick.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu aot lint clean
+.PHONY: help demo test test-all test-gpu fuzz aot lint clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -26,6 +26,9 @@ test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
 
 test-gpu: $(VENV)/.dev  ## run what needs a GPU on this machine's
 	$(BIN)/python -m pytest -m gpu tests
+
+fuzz: $(VENV)/.dev  ## mutated files for ten minutes a parser
+	QUANTKIT_FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/fuzz -s $(PARALLEL)
 
 aot: $(VENV)/.dev  ## compile every GPU kernel for every GPU, without one, and check what came out
 	$(BIN)/quantkit bench kernels --aot --quiet
