@@ -25,7 +25,8 @@ rules:
       bits: 4
       granularity: {strategy: group, size: 64}
 """
-SHIPPED = {"int8": "int8 channel sym", "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
+SHIPPED = {"int8": "int8 channel sym", "int8-gptq": "int8 channel sym", "int5-asym": "int5 g64 asym",
+           "int4": "int4 g64 sym", "int4-asym": "int4 g64 asym",
            "int4-rtn": "int4 g64 sym", "int4-head8": "int4 g64 sym", "int4-embed8": "int4 g64 sym",
            "int8-head8": "int8 channel sym", "nf4-head8": "nf4 b64", "int3": "int3 g64 sym",
            "int2": "int2 g64 asym",

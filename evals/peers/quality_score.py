@@ -30,7 +30,7 @@ class Scorer:
 
     def __init__(self, base: Path, text: Path, windows: int, window: int, work: Path) -> None:
         self._base, self._text, self._shape = base, text, (windows, window)
-        self._file = work / "reference.f32"
+        self._file = work / f"{text.stem}.f32"
         self._tokens: torch.Tensor | None = None
 
     def score(self, folder: Path, dtype: str) -> dict[str, Any]:

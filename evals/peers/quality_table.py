@@ -1,18 +1,20 @@
-"""What :mod:`quality` found, for people: the weights alone, and by llama.cpp's protocol."""
+"""What :mod:`quality` found, for people: the weights alone, by llama.cpp's protocol, and on every text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-HEAD = f"{'':13} {'':22} {'bits/w':>6} {'perplexity':>10} {'KL':>8} {'top-1':>6} {'CPU min':>7}"
+HEAD = f"{'':13} {'':27} {'bits/w':>6} {'perplexity':>10} {'KL':>8} {'top-1':>6} {'CPU min':>7}"
 Row = dict[str, Any]
 Score = Callable[[Row], Row | None]
 
 
 def tables(everything: Row) -> str:
-    """Both tables, and what failed."""
-    rows: list[Row] = everything["rows"]
+    """All tables, and what failed."""
+    texts: list[str] = everything["texts"]
+    rows: list[Row] = [row | row.get("texts", {}).get(texts[0], {}) for row in everything["rows"]]
     lines = ["", f"The weights alone, float32 arithmetic, {everything['windows']} windows of "
                  f"{everything['window']} tokens; served: KL through our kernels.",
              "* calibrated; < nothing here with as few bits has a lower KL", "", f"{HEAD} {'served':>8}"]
@@ -27,6 +29,13 @@ def tables(everything: Row) -> str:
     best = frontier(rows, _half)
     for row in sorted(filter(_half, rows), key=lambda row: -float(row["bits_per_weight"])):
         lines.append(f"{_line(row, _half(row) or {})} {'<' * (row in best)}".rstrip())
+    lines += ["", "The same, KL on each text; what no kernel of ours serves by its weights alone.", "",
+              f"{'':13} {'':27} {'bits/w':>6} " + " ".join(f"{Path(text).stem[-12:]:>12}" for text in texts),
+              ""]
+    for row in sorted(filter(_half, rows), key=lambda row: -float(row["bits_per_weight"])):
+        scores = [_half(row["texts"].get(text, {})) for text in texts]
+        lines.append(f"{_label(row, 27)} {row['bits_per_weight']:6.2f}"
+                     + "".join(f" {_number(_half_kl(score)):>12}" for score in scores))
     failed = [f"{row['peer']} {row['name']}: {row['failed']}" for row in rows if "failed" in row]
     return "\n".join([*lines, *(["", "Could not be made:", *failed] if failed else [])])
 
@@ -54,7 +63,12 @@ def _weights(row: Row) -> Row | None:
 
 
 def _half(row: Row) -> Row | None:
-    return row["served"]["half"] if "served" in row else None
+    score = row.get("served", row.get("weights"))
+    return None if score is None else score["half"]
+
+
+def _half_kl(score: Row | None) -> float | None:
+    return None if score is None else score["kl"]
 
 
 def _kl(score: Row | None) -> float:
@@ -62,10 +76,13 @@ def _kl(score: Row | None) -> float:
 
 
 def _line(row: Row, score: Row) -> str:
-    name = row["name"] + ("*" if row["calibrated"] else "")
     minutes = f"{row['cpu_s'] / 60:.1f}" if "cpu_s" in row else ""
-    return (f"{row['peer']:13} {name:22} {row['bits_per_weight']:6.2f} {_number(score['perplexity'], 4):>10} "
+    return (f"{_label(row, 27)} {row['bits_per_weight']:6.2f} {_number(score['perplexity'], 4):>10} "
             f"{_number(score['kl']):>8} {100 * score['top1']:5.1f}% {minutes:>7}")
+
+
+def _label(row: Row, width: int) -> str:
+    return f"{row['peer']:13} {row['name'] + ('*' if row['calibrated'] else ''):{width}}"
 
 
 def _number(value: float | None, digits: int = 3) -> str:
