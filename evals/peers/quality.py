@@ -130,7 +130,7 @@ class Run:
     def make(self, one: Variant) -> bool:
         """Its weights, unless they are there or have been scored; whether that went well."""
         found, folder = self._read(one.key), self._folder(one)
-        scored = all("weights" in found.get("texts", {}).get(name, {}) for name in self._scorers)
+        scored = all(found.get("texts", {}).get(name) for name in self._scorers)
         if one == UNQUANTIZED or scored or ("cpu_s" in found and folder.exists()):
             return True
         for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
@@ -166,8 +166,9 @@ class Run:
             layers = [row for row in Checkpoint.open(folder).layers if ".layers." in row.name]
             found["bits_per_weight"] = 8 * sum(row.bytes for row in layers) / sum(
                 math.prod(row.shape) for row in layers)
-        # unquantized: what bfloat16 alone costs
-        dtypes = {"weights": "float32"} | ({} if one.peer in SCRIPTS else {"served": "bfloat16"})
+        # unquantized: what bfloat16 alone costs; a shipped recipe is what its kernels make of it
+        dtypes = {} if "recipe" in one.spec else {"weights": "float32"}
+        dtypes |= {} if one.peer in SCRIPTS else {"served": "bfloat16"}
         texts = found.setdefault("texts", {})
         for text, scorer in self._scorers.items():
             scores = texts.setdefault(text, {})
