@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,6 +17,7 @@ from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.safetensors_file import ShardedTensors
+from quantkit.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -26,7 +26,6 @@ GPTQ_CONFIG = "quantize_config.json"
 """``quantization_config`` once more, where readers of GPTQ checkpoints have always looked for it."""
 PARTIAL = ".partial"
 STATE = "state.json"
-MAX_JSON = 64 * 2**20
 AGAIN = "copy the checkpoint again from where it came, or quantize again"
 
 
@@ -106,7 +105,7 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
-        config = read_json(self.path / CONFIG)
+        config = read_config(self.path)
         found = config.get("quantization_config")
         if found and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
@@ -214,19 +213,9 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_bytes(raw, str(file))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises CheckpointError."""
-    try:
-        with path.open("rb") as handle:
-            raw = handle.read(MAX_JSON + 1)
-        if len(raw) > MAX_JSON:
-            raise ValueError(f"larger than {MAX_JSON // 2**20} MiB")
-        data = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read", why=str(error), next=AGAIN) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object", next=AGAIN)
-    return data
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``. Raises CheckpointError if it is missing, malformed or too large."""
+    return read_object(folder / CONFIG, MAX_CONFIG, error=CheckpointError, next=AGAIN)
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -241,7 +230,7 @@ def is_unfinished(folder: Path) -> bool:
 def foreign_method(folder: Path) -> str | None:
     """The ``quant_method`` of a folder whose ``config.json`` has a ``quantization_config``, else ``None``."""
     try:
-        method = read_json(folder / CONFIG).get("quantization_config")
+        method = read_config(folder).get("quantization_config")
     except QuantkitError:
         return None
     return str(method.get("quant_method")) if isinstance(method, dict) else None

@@ -11,7 +11,7 @@ from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import MANIFEST, Manifest
 from quantkit.checkpoint.quantization_config import quantization_config
-from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_json, read_manifest
+from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_config, read_manifest
 from quantkit.errors import CheckpointError, QuantkitError
 
 Status = Literal["ok", "failed", "note"]
@@ -107,7 +107,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
     except QuantkitError as error:
         yield Check("structure", "failed", _said(error))
         return
-    found = read_json(folder / CONFIG).get("quantization_config")
+    found = read_config(folder).get("quantization_config")
     if found == quantization_config(manifest.layers, manifest.quantkit_version):
         yield Check(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
