@@ -48,8 +48,9 @@ class Checkpoint:
         manifest: what ``quantkit.json`` says.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(self, path: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> None:
+        """``config``: what ``config.json`` will be, while it isn't written."""
+        self.path, self.manifest, self._config = path, manifest, config
         self._rows = {row.name: row for row in manifest.layers}
 
     @classmethod
@@ -105,7 +106,7 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
-        config = read_config(self.path)
+        config = read_config(self.path) if self._config is None else dict(self._config)
         found = config.get("quantization_config")
         if found and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
@@ -220,11 +221,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a writer is at work in it, or was."""
-    if (folder / MANIFEST).is_file():
-        # inside a writer's folder all may be there and not yet verified
-        parent = folder.resolve().parent
-        return parent.suffix == PARTIAL and (parent / STATE).is_file()
-    return folder.resolve().suffix == PARTIAL or (folder / STATE).is_file()
+    place = folder.resolve()
+    if place.parent.suffix == PARTIAL and (place.parent / STATE).is_file():
+        return True  # what a writer puts together, at whatever stage
+    return not (folder / MANIFEST).is_file() and (place.suffix == PARTIAL or (folder / STATE).is_file())
 
 
 def foreign_method(folder: Path) -> str | None:

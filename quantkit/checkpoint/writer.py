@@ -10,7 +10,8 @@
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
 
 Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
-does, and a checkpoint once ``OUT`` does. What else lies there is nobody's to touch; ``state.json`` is
+does, and a checkpoint once ``OUT`` does; until all of it is written there is no ``config.json`` in
+``checkpoint/``, without which no engine reads a folder. What else lies there is nobody's to touch; ``state.json`` is
 removed last, so that until then the same run knows its own ``OUT``.
 """
 
