@@ -11,8 +11,8 @@
 
 Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
 does, and a checkpoint once ``OUT`` does; until all of it is written there is no ``config.json`` in
-``checkpoint/``, without which no engine reads a folder. What else lies there is nobody's to touch; ``state.json`` is
-removed last, so that until then the same run knows its own ``OUT``.
+``checkpoint/``, without which no engine reads a folder. What else lies there is nobody's to touch;
+``state.json`` is removed last, so that until then the same run knows its own ``OUT``.
 """
 
 from __future__ import annotations
