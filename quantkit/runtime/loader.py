@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -155,17 +155,26 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
                        reason)
 
 
+def way_of(config: ModelConfig, kind: torch.dtype, device: torch.device,
+           packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str | None]:
+    """How a model runs: by kernels of a GPU, as one program on a CPU, or operation by operation and why."""
+    on_gpu = gpu_declines(config, kind, device, packed)
+    if on_gpu is None:
+        return "gpu", None
+    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
+    return ("cpu", None) if reason is None else ("operations", reason)
+
+
 def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
            kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
            uri: str) -> tuple[LanguageModel, str | None]:
     """The network, as one program if this device and these weights have kernels for it; else why not."""
     release = getattr(files, "release", lambda: None)
-    on_gpu = gpu_declines(config, kind, device, packed)
-    memory.check(config, kind, packed, device, uri, on_gpu is None)
-    if on_gpu is None:  # weights are taken from the file's pages a layer at a time
+    way, reason = way_of(config, kind, device, packed)
+    memory.check(config, kind, packed, device, uri, way == "gpu")
+    if way == "gpu":  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
-    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
-    if reason is not None:
+    if way == "operations":
         moved = {name: weight.to(device) for name, weight in packed.items()}
         return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
