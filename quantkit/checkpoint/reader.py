@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, QuantkitError, SpecError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
@@ -161,7 +161,11 @@ class Checkpoint:
             raise CheckpointError(f"layer {row.name} has dtype {row.dtype!r} in {self.path / MANIFEST}",
                                   why=f"known: {', '.join(FLOATS)}", next=AGAIN)
         form: Format = registry("formats").get(row.format)
-        layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+        try:
+            layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+        except SpecError as error:
+            raise CheckpointError(f"layer {row.name} of {self.path} can't be what {MANIFEST} says",
+                                  why=error.why or error.what, next=AGAIN) from error
         for suffix, (dtype, shape) in layout.items():
             info = self.infos.get(f"{row.name}.{suffix}")
             if info is None or info.dtype != dtype or tuple(info.shape) != shape:
