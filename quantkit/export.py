@@ -28,6 +28,7 @@ from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import EMBEDDING, all_slots, layer_of, parse_config
+from quantkit.models.loadable import check_loadable
 from quantkit.paths import local_path
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
@@ -74,7 +75,8 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
     Raises:
         UsageError: it isn't quantized, or there is no such format.
         SpecError: the layout can't hold a layer's spec or shape.
-        CheckpointError: the layout can't hold a layer exactly: nothing is left. Or a file is damaged.
+        CheckpointError: the layout can't hold a layer exactly: nothing is left. Or a file is damaged, or the
+            checkpoint couldn't be loaded.
         Stopped: interrupted; the finished layers are kept.
     """
     start = time.monotonic()
@@ -85,6 +87,8 @@ def export(uri: str, to: str, out: str | Path, *, revision: str | None = None,
         if not isinstance(opened, Checkpoint | ForeignCheckpoint):
             raise UsageError(f"{uri} is not quantized", why="only a checkpoint can be exported",
                              next=f"quantkit quantize {uri} --recipe int4 --out OUT")
+        check_loadable(uri, opened.config(), opened.infos, opened.side_files(), opened.layers,
+                       error=CheckpointError)
         rows = _rows(opened, form, to)
         manifest = _manifest(opened, to, _name(uri))
         needed = 2 * sum(info.nbytes for info in opened.infos.values())

@@ -25,7 +25,8 @@ def parse_kv(text: str) -> KVSpec:
         UsageError: it can't be read, or names something that nobody registered.
     """
     if len(text) > MAX_LENGTH:
-        raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed")
+        raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed",
+                         next=_NEXT)
     found: dict[str, object] = {}
     for part in (_PLUS.split(text) if text.strip() != "none" else []):
         sides = [_read(side, text) for side in _SLASH.split(part)]

@@ -6,25 +6,20 @@ and for all layers at once. :func:`make_plan` reads no weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from quantkit.errors import RecipeError, SourceError
-from quantkit.models.architecture import (
-    EMBEDDING,
-    HEAD,
-    all_slots,
-    linear_slots,
-    parse_config,
-    tensor_shapes,
-)
-from quantkit.models.config import ModelConfig
+from quantkit.errors import RecipeError
+from quantkit.kv.build import build_codings, build_policy
+from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, linear_slots, parse_config
+from quantkit.models.loadable import check_loadable
 from quantkit.peak import STATES_IN_MEMORY, peak_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.rows import PlanRow, Refusal, Resolver, assign
-from quantkit.sources.base import ModelSource, TensorInfo
+from quantkit.sources.base import ModelSource
 from quantkit.sources.untied import Untied
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -116,19 +111,21 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     Raises:
         RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
             shown with their remedies, and the count.
-        SourceError: another tensor that the architecture needs is missing or of another shape.
-        UnsupportedModelError: the architecture isn't known.
+        UsageError: the recipe's KV setting can't be read.
+        SourceError, UnsupportedModelError: the model couldn't be loaded, see
+            :func:`~quantkit.models.loadable.check_loadable`; so its checkpoint couldn't be either.
     """
     if recipe.candidates:
         raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
                           why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
                           next="--budget 4.25bpw, or a size such as --budget 5GB")
-    config = parse_config(source.config())
-    slots, infos = all_slots(config), source.tensors()
+    _check_kv(recipe)
+    infos = source.tensors()
+    config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
+    slots = all_slots(config)
     chosen = assign(recipe, slots)
     if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
         slots, chosen = slots[1:], chosen[1:]
-    _check_others(source.uri, config, {slot.name for slot in slots}, infos)
     resolver = Resolver(recipe)
     rows, refused = [], []
     for slot, index in zip(slots, chosen, strict=True):
@@ -198,19 +195,12 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     return found
 
 
-def _check_others(uri: str, config: ModelConfig, slots: set[str], infos: Mapping[str, TensorInfo]) -> None:
-    faults = []
-    for name, shape in tensor_shapes(config).items():
-        if name.removesuffix(".weight") in slots:
-            continue
-        if (info := infos.get(name)) is None:
-            faults.append(f"there is no {name}")
-        elif tuple(info.shape) != shape:
-            faults.append(f"{name} is {list(info.shape)}, not {list(shape)}")
-    if faults:
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise SourceError(f"{uri} doesn't hold the model that its config.json describes",
-                          why="\n".join(faults[:SHOWN] + more), next=f"quantkit inspect {uri}")
+def _check_kv(recipe: Recipe) -> None:
+    """Raise UsageError if the KV setting can't be read, or names what isn't installed."""
+    if recipe.kv is not None:
+        spec = parse_kv(recipe.kv)
+        build_policy(spec)
+        build_codings(spec)
 
 
 def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: Resolver) -> None:

@@ -132,7 +132,8 @@ class Resolver:
 
     def row(self, slot: LinearSlot, index: int | None, infos: Mapping[str, TensorInfo]) -> PlanRow:
         rule = None if index is None else self.recipe.rules[index]
-        info, shape = infos.get(f"{slot.name}.weight"), (slot.out_features, slot.in_features)
+        """``infos``: the model's tensors, known to be there and of the shapes that its config says."""
+        known, shape = infos[f"{slot.name}.weight"], (slot.out_features, slot.in_features)
 
         def make(before: int, after: int, dtype: str, method: str | None = None, form: str | None = None,
                  spec: QuantSpec | None = None, options: Mapping[str, Any] | None = None) -> PlanRow:
@@ -140,7 +141,6 @@ class Resolver:
                            before, after, dtype)
 
         if rule is None or rule.method is None or index is None:
-            known = self._tensor(slot.name, info, shape)
             return make(known.nbytes, known.nbytes, str(known.dtype).removeprefix("torch."))
         method: Method = self._get(self.methods, rule.method)
         spec = cast(QuantSpec, rule.spec)
@@ -153,7 +153,6 @@ class Resolver:
         if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:
             raise Refusal(why)
         options = self._checked_options(index, rule, method)
-        known = self._tensor(slot.name, info, shape)
         if known.dtype not in FLOATS.values():
             raise Refusal(f"its weight is stored as {known.dtype}; only "
                            f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
@@ -201,15 +200,6 @@ class Resolver:
         if isinstance(found, Refusal):
             raise found
         return found
-
-    @staticmethod
-    def _tensor(name: str, info: TensorInfo | None, shape: tuple[int, int]) -> TensorInfo:
-        if info is None:
-            raise Refusal(f"the model has no tensor {name}.weight")
-        if tuple(info.shape) != shape:
-            raise Refusal(f"{name}.weight is {list(info.shape)} in the model's files, "
-                           f"{list(shape)} by its config.json")
-        return info
 
 
 def _options_fault(method: Method, error: ValidationError) -> str:

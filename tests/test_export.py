@@ -181,19 +181,6 @@ def test_damage_gets_no_new_hash(made, tmp_path, name):
         export(str(first), "gptq", tmp_path / "out")
 
 
-def test_layers_beyond_the_last_stay(tmp_path):
-    """Some models carry layers that config.json doesn't count, for drafts."""
-    model = tiny_model(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    before = load_file(model / "model.safetensors")
-    made = quantize(str(model), "int8", tmp_path / "made").out
-    for folder in (made, export(str(made), "bnb-int8", tmp_path / "out").out):
-        after = load_file(folder / "model.safetensors")
-        extra = {name for name in before if ".layers.1." in name}
-        assert extra and all(torch.equal(after[name], before[name]) for name in extra)
-
-
 def test_a_stopped_export_goes_on_to_the_same_bytes(made, tmp_path):
     from quantkit.errors import Stopped
 

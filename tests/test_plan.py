@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from quantkit.errors import RecipeError, SourceError, UnsupportedModelError
+from quantkit.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.peak import RUNTIME_BYTES, STATES_IN_MEMORY
 from quantkit.plan import make_plan
@@ -13,12 +13,14 @@ from quantkit.plugins import registry
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import CalibrationSpec
+from quantkit.testing import tiny_tokenizer
 
 HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 80, 3
 CHANNEL8 = {"bits": 8, "granularity": {"strategy": "channel"}}
 GROUP4 = {"bits": 4, "granularity": {"strategy": "group", "size": 32}}
 NF4 = {"kind": "nf", "bits": 4, "granularity": {"strategy": "block", "size": 64}, "scale_dtype": "float32"}
 HEAD = {"match": "lm_head"}
+TOKENIZER = tiny_tokenizer().to_str().encode()
 
 
 class Source:
@@ -56,6 +58,9 @@ class Source:
 
     def tensor(self, name):
         raise AssertionError("a plan reads no weight")
+
+    def side_files(self):
+        return {"tokenizer.json": TOKENIZER}
 
 
 def recipe(*rules: dict, **more) -> Recipe:
@@ -247,35 +252,49 @@ def test_the_head_is_solved_in_parts_that_bound_the_peak(monkeypatch):
     assert plan.peak_bytes < 4 * (1 << 30) * 2, "float32 and two copies of it"
 
 
-def test_tensors_that_are_missing_or_of_another_shape_or_dtype():
+@pytest.mark.parametrize("rules", [[every()], [HEAD, every()], [every(None, {}) | {"spec": None}]])
+def test_tensors_that_could_not_be_loaded(rules):
     source = Source()
     source.changed = {
-        "model.layers.0.mlp.up_proj.weight": None,
+        "lm_head.weight": None,
+        "model.layers.9.mlp.up_proj.weight": TensorInfo("x", (INTER, HIDDEN), torch.bfloat16),
         "model.layers.1.mlp.up_proj.weight": TensorInfo("x", (HIDDEN, INTER), torch.bfloat16),
-        "model.layers.2.mlp.up_proj.weight": TensorInfo("x", (INTER, HIDDEN), torch.int8)}
-    error = refused(recipe(every()), source)
-    assert "3 of" in error.what
-    missing, shape, dtype = error.why.splitlines()
-    assert missing.endswith("the model has no tensor model.layers.0.mlp.up_proj.weight")
-    assert "[64, 96] in the model's files, [96, 64] by its config.json" in shape
-    assert "torch.int8" in dtype and "method: null" in dtype
-
-
-def test_a_missing_tensor_of_a_kept_layer_is_refused_too():
-    source = Source()
-    source.changed = {"lm_head.weight": None}
-    assert "no tensor lm_head.weight" in refused(recipe({"match": "lm_head"}, every()), source).why
-
-
-@pytest.mark.parametrize("info, said", [
-    (None, "there is no model.norm.weight"),
-    (TensorInfo("x", (7,), torch.bfloat16), "model.norm.weight is [7], not [64]")])
-def test_a_model_without_one_of_its_other_tensors(info, said):
-    source = Source()
-    source.changed = {"model.norm.weight": info}
+        "model.layers.2.mlp.up_proj.weight": TensorInfo("x", (INTER, HIDDEN), torch.int8),
+        "model.norm.weight": TensorInfo("x", (7,), torch.bfloat16)}
     with pytest.raises(SourceError) as caught:
+        make_plan(recipe(*rules), source)
+    missing, unused, shape, dtype, norm = caught.value.why.splitlines()
+    assert missing == "it lacks the tensor 'lm_head.weight'"
+    assert unused == "it holds a tensor that nothing uses: 'model.layers.9.mlp.up_proj.weight'"
+    assert shape.endswith("up_proj.weight has shape [64, 96], by config.json [96, 64]")
+    assert "torch.int8" in dtype and norm == "tensor model.norm.weight has shape [7], by config.json [64]"
+
+
+def test_a_dtype_that_only_kept_layers_may_have():
+    source = Source(dtype=torch.float64)
+    assert "method: null" in refused(recipe(every()), source).why
+    make_plan(recipe(every(None, {}) | {"spec": None}), source)
+
+
+@pytest.mark.parametrize("files,why", [
+    ({}, "no tokenizer.json"), ({"tokenizer.json": b"{}"}, "can't be read"),
+    ({"tokenizer.json": TOKENIZER, "generation_config.json": b"["}, "generation_config.json is not JSON")])
+def test_a_tokenizer_that_could_not_be_loaded(monkeypatch, files, why):
+    monkeypatch.setattr(Source, "side_files", lambda self: files)
+    with pytest.raises(SourceError, match=why):
+        make_plan(recipe(every()), Source())
+
+
+def test_a_dtype_of_the_config_that_could_not_be_loaded():
+    source = Source()
+    source.settings = {"torch_dtype": "float8"}
+    with pytest.raises(SourceError, match="has dtype 'float8'"):
         make_plan(recipe(every()), source)
-    assert said in caught.value.why
+
+
+def test_a_kv_setting_that_could_not_be_used():
+    with pytest.raises(UsageError, match="'nothing'"):
+        make_plan(recipe(every(), kv="nothing"), Source())
 
 
 def test_an_unknown_architecture():

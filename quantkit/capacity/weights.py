@@ -20,6 +20,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
+from quantkit.models.loadable import dtype_of
 from quantkit.ops import cpu_linear
 from quantkit.ops.cpu_linear import CpuKernel, Packed
 from quantkit.ops.dispatch import choose
@@ -28,7 +29,7 @@ from quantkit.plan import make_plan, with_own_head
 from quantkit.plugins import registry
 from quantkit.recipe import load_recipe
 from quantkit.runtime.fused import declines
-from quantkit.runtime.loader import dtype_of, label_of
+from quantkit.runtime.loader import label_of
 from quantkit.sources.base import ModelSource
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
     """Fill an empty folder with a whole, verified checkpoint.
 
     Args:
-        folder: empty.
+        folder: empty. Its ``config.json`` is written last: without one, no engine reads a folder.
         tensors: every tensor, where it lies now, in the order wanted.
         rows: every Linear, in the model's order.
         config: the model's ``config.json``; its ``quantization_config`` is replaced.
@@ -34,7 +35,7 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
         shard_bytes: largest size of a weight file.
 
     Returns:
-        sha256 of ``quantkit.json``, which is written last.
+        sha256 of ``quantkit.json``.
 
     Raises:
         CheckpointError: names collide or aren't plain, or what was reread is not what was written.
@@ -52,7 +53,8 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
         written[name] = write_file(folder / name, shard_chunks(shard))
     if len(shards) > 1:
         written[INDEX] = write_file(folder / INDEX, [index_json(shards)])
-    written[CONFIG] = write_file(folder / CONFIG, [_text(plain)])
+    text = _text(plain)
+    written[CONFIG] = (hashlib.sha256(text).hexdigest(), len(text))
     if quantization is not None and quantization["quant_method"] == "gptq":
         written[GPTQ_CONFIG] = write_file(folder / GPTQ_CONFIG, [_text(quantization)])
     for name, content in sorted(side_files.items()):
@@ -60,8 +62,11 @@ def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], 
     written[CARD] = write_file(folder / CARD, [model_card(manifest, plain)])
     records = {name: FileRecord(sha256=digest, bytes=size) for name, (digest, size) in written.items()}
     manifest = manifest.model_copy(update={"files": records})
-    _reread(folder, manifest, {tensor.name for tensor in tensors})
-    return write_file(folder / MANIFEST, [manifest.to_bytes()])[0]
+    _reread(folder, manifest, plain, {tensor.name for tensor in tensors})
+    digest, _ = write_file(folder / MANIFEST, [manifest.to_bytes()])
+    write_file(folder / CONFIG, [text])
+    _same(folder / CONFIG, records[CONFIG])
+    return digest
 
 
 def _text(data: Mapping[str, Any]) -> bytes:
@@ -80,14 +85,19 @@ def _check_names(tensors: Sequence[Stored], rows: Sequence[LayerRow],
                                   why="it is not a plain file name, or one that the checkpoint itself uses")
 
 
-def _reread(folder: Path, manifest: Manifest, names: set[str]) -> None:
-    """Everything that was written, from the disk. Raises CheckpointError for the first fault."""
+def _same(path: Path, record: FileRecord) -> None:
+    """Raise CheckpointError unless the disk holds what was written."""
+    if hash_file(path) != (record.sha256, record.bytes):
+        raise CheckpointError(f"{path} is not what was written", why="the disk or memory is faulty",
+                              next="check the disk, then run the same command again")
+
+
+def _reread(folder: Path, manifest: Manifest, config: Mapping[str, Any], names: set[str]) -> None:
+    """Everything that was written so far, from the disk. Raises CheckpointError for the first fault."""
     for name, record in manifest.files.items():
-        if hash_file(folder / name) != (record.sha256, record.bytes):
-            raise CheckpointError(f"{folder / name} is not what was written",
-                                  why="the disk or memory is faulty",
-                                  next="check the disk, then run the same command again")
-    with Checkpoint(folder, manifest) as checkpoint:
+        if name != CONFIG:
+            _same(folder / name, record)
+    with Checkpoint(folder, manifest, config) as checkpoint:
         checkpoint.check_structure()
         if odd := names ^ set(checkpoint.infos):
             raise CheckpointError(f"{folder} holds other tensors than were written",

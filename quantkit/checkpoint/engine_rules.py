@@ -228,10 +228,25 @@ def no_experts(subject: Subject) -> Iterator[Check]:
 
 
 def zero_points(subject: Subject) -> Iterator[Check]:
-    """compressed-tensors inside transformers can't make room for packed zero points."""
-    faults = [(row.name, f"has zero points, which load {DEQUANTIZED}")
+    """compressed-tensors inside transformers can't make room for packed zero points. Dequantizing at loading
+    takes the first group's scheme for all layers: of several it fails, or gives other weights."""
+    schemes = {(row.spec, row.format) for row in (*subject.packed, subject.embedding) if row is not None}
+    remedy = f"which load {DEQUANTIZED}" if len(schemes) == 1 else (
+        f"and no option loads these beside layers of another scheme ({len(schemes)} here; dequantize=True "
+        "fails or gives wrong weights): make it with one scheme for all quantized layers, or with symmetric: "
+        "true")
+    faults = [(row.name, f"has zero points, {remedy}")
               for row in subject.packed if row.spec and not row.spec.symmetric]
     yield from _told("zero points", faults, "none")
+
+
+def vllm_rounded_inputs(subject: Subject) -> Iterator[Check]:
+    """Its int8 kernel for Intel's AMX has no float16."""
+    rounded = any(row.format == "int-quantized" and row.spec and row.spec.activations
+                  for row in subject.packed)
+    if subject.device == "cpu" and rounded:
+        yield Check("dtype", "note", "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
+                                     "(scale_C: scalar path not implemented)")
 
 
 def dequantized_embedding(subject: Subject) -> Iterator[Check]:

@@ -20,7 +20,7 @@ COMPRESSED = (rules.layouts("pack-quantized", *rules.BYTES), rules.rounded_input
 ENGINES: dict[str, dict[str, tuple[rules.Rule, ...]]] = {
     "vllm": {
         "compressed-tensors": (*COMPRESSED, rules.grouped_or_channel, rules.same_scheme, rules.vllm_kernel,
-                               rules.vllm_embedding),
+                               rules.vllm_rounded_inputs, rules.vllm_embedding),
         "gptq": (rules.no_order, rules.gptq_types, rules.same_scheme, rules.vllm_kernel, rules.half_scales),
         "awq": (rules.same_scheme, rules.vllm_kernel, rules.half_scales)},
     "sglang": {

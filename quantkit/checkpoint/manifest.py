@@ -23,6 +23,7 @@ from quantkit.models.architecture import EMBEDDING
 from quantkit.rows import PlanRow
 from quantkit.sources.base import SourceIdentity
 from quantkit.spec import CalibrationSpec, Frozen, KVSpec, QuantSpec
+from quantkit.strict_json import parse_object
 
 if TYPE_CHECKING:
     from quantkit.calibrate.data import CalibrationData
@@ -256,12 +257,10 @@ class Manifest(Frozen):
         again = "quantize again, or copy the checkpoint again from where it came"
         if len(raw) > MAX_BYTES:
             raise CheckpointError(f"{label} is larger than {MAX_BYTES // 2**20} MiB", next=again)
-        try:
-            plain = json.loads(raw)
-            version, written = plain["schema_version"], _canonical(plain)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{label} is damaged", why=f"{type(error).__name__}: {error}",
-                                  next=again) from None
+        plain = parse_object(raw, label, error=CheckpointError, next=again)
+        if "schema_version" not in plain:
+            raise CheckpointError(f"{label} is damaged", why="it has no schema_version", next=again)
+        version, written = plain["schema_version"], _canonical(plain)
         if version != SCHEMA_VERSION:
             raise CheckpointError(f"{label} has schema version {version!r}",
                                   why=f"this quantkit reads {SCHEMA_VERSION}; another version wrote it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, QuantkitError, SpecError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.safetensors_file import ShardedTensors
+from quantkit.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -26,7 +26,6 @@ GPTQ_CONFIG = "quantize_config.json"
 """``quantization_config`` once more, where readers of GPTQ checkpoints have always looked for it."""
 PARTIAL = ".partial"
 STATE = "state.json"
-MAX_JSON = 64 * 2**20
 AGAIN = "copy the checkpoint again from where it came, or quantize again"
 
 
@@ -49,8 +48,9 @@ class Checkpoint:
         manifest: what ``quantkit.json`` says.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(self, path: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> None:
+        """``config``: what ``config.json`` will be, while it isn't written."""
+        self.path, self.manifest, self._config = path, manifest, config
         self._rows = {row.name: row for row in manifest.layers}
 
     @classmethod
@@ -106,7 +106,7 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
-        config = read_json(self.path / CONFIG)
+        config = read_config(self.path) if self._config is None else dict(self._config)
         found = config.get("quantization_config")
         if found and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
@@ -161,7 +161,11 @@ class Checkpoint:
             raise CheckpointError(f"layer {row.name} has dtype {row.dtype!r} in {self.path / MANIFEST}",
                                   why=f"known: {', '.join(FLOATS)}", next=AGAIN)
         form: Format = registry("formats").get(row.format)
-        layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+        try:
+            layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+        except SpecError as error:
+            raise CheckpointError(f"layer {row.name} of {self.path} can't be what {MANIFEST} says",
+                                  why=error.why or error.what, next=AGAIN) from error
         for suffix, (dtype, shape) in layout.items():
             info = self.infos.get(f"{row.name}.{suffix}")
             if info is None or info.dtype != dtype or tuple(info.shape) != shape:
@@ -214,34 +218,23 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_bytes(raw, str(file))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises CheckpointError."""
-    try:
-        with path.open("rb") as handle:
-            raw = handle.read(MAX_JSON + 1)
-        if len(raw) > MAX_JSON:
-            raise ValueError(f"larger than {MAX_JSON // 2**20} MiB")
-        data = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read", why=str(error), next=AGAIN) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object", next=AGAIN)
-    return data
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``. Raises CheckpointError if it is missing, malformed or too large."""
+    return read_object(folder / CONFIG, MAX_CONFIG, error=CheckpointError, next=AGAIN)
 
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a writer is at work in it, or was."""
-    if (folder / MANIFEST).is_file():
-        # inside a writer's folder all may be there and not yet verified
-        parent = folder.resolve().parent
-        return parent.suffix == PARTIAL and (parent / STATE).is_file()
-    return folder.resolve().suffix == PARTIAL or (folder / STATE).is_file()
+    place = folder.resolve()
+    if place.parent.suffix == PARTIAL and (place.parent / STATE).is_file():
+        return True  # what a writer puts together, at whatever stage
+    return not (folder / MANIFEST).is_file() and (place.suffix == PARTIAL or (folder / STATE).is_file())
 
 
 def foreign_method(folder: Path) -> str | None:
     """The ``quant_method`` of a folder whose ``config.json`` has a ``quantization_config``, else ``None``."""
     try:
-        method = read_json(folder / CONFIG).get("quantization_config")
+        method = read_config(folder).get("quantization_config")
     except QuantkitError:
         return None
     return str(method.get("quant_method")) if isinstance(method, dict) else None

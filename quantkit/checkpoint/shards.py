@@ -20,6 +20,7 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.sources.base import TensorInfo
+from quantkit.strict_json import parse_object
 
 SHARD_BYTES = 5 * 10**9
 CHUNK = 2**22
@@ -93,7 +94,7 @@ def stored_tensors(file: Path) -> list[Stored]:
     """The tensors of a file that :func:`tensor_chunks` wrote and whose hash is known to be right."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        header: dict[str, Any] = json.loads(handle.read(length))
+        header = parse_object(handle.read(length), f"the header of {file}", error=CheckpointError)
     header.pop("__metadata__", None)
     return [Stored(name, entry["dtype"], tuple(entry["shape"]),
                    entry["data_offsets"][1] - entry["data_offsets"][0], file,

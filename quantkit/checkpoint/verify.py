@@ -11,8 +11,10 @@ from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file
 from quantkit.checkpoint.manifest import MANIFEST, Manifest
 from quantkit.checkpoint.quantization_config import quantization_config
-from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_json, read_manifest
+from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_config, read_manifest
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.kv.build import build_codings, build_policy
+from quantkit.models.loadable import check_loadable
 
 Status = Literal["ok", "failed", "note"]
 
@@ -50,8 +52,8 @@ class VerifyReport:
 
 def verify(path: str | Path) -> VerifyReport:
     """Check every byte and value: file hashes, the manifest's own digest, the structure of every
-    layer, scales finite, codes and zero points in range, ``config.json`` in agreement with the
-    manifest, and files that nobody listed. One layer is in memory at a time.
+    layer, all that loading asks for, scales finite, codes and zero points in range, ``config.json`` in
+    agreement with the manifest, and files that nobody listed. One layer is in memory at a time.
 
     Raises:
         CheckpointError: ``path`` is no finished quantkit checkpoint at all.
@@ -100,6 +102,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
     try:
         with Checkpoint.open(folder) as checkpoint:
             yield Check("structure", "ok", "every layer has the tensors of its format")
+            yield _loads(checkpoint)
             faults = list(value_faults(checkpoint))
             yield from (Check("values", "failed", fault) for fault in faults)
             if not faults:
@@ -107,12 +110,25 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
     except QuantkitError as error:
         yield Check("structure", "failed", _said(error))
         return
-    found = read_json(folder / CONFIG).get("quantization_config")
+    found = read_config(folder).get("quantization_config")
     if found == quantization_config(manifest.layers, manifest.quantkit_version):
         yield Check(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield Check(f"{CONFIG} and {MANIFEST}", "failed",
                     "quantization_config doesn't say what the layers of the manifest are")
+
+
+def _loads(checkpoint: Checkpoint) -> Check:
+    """Whether the folder as a whole is a model that can be loaded, asked as loading does."""
+    try:
+        check_loadable(str(checkpoint.path), checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
+                       checkpoint.layers, error=CheckpointError)
+        kv = checkpoint.manifest.kv
+        build_policy(kv)
+        build_codings(kv)
+    except QuantkitError as error:
+        return Check("loads", "failed", _said(error))
+    return Check("loads", "ok", "config.json, tensors and tokenizer are those of one model")
 
 
 def _said(error: QuantkitError) -> str:

@@ -10,8 +10,9 @@
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
 
 Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
-does, and a checkpoint once ``OUT`` does. What else lies there is nobody's to touch; ``state.json`` is
-removed last, so that until then the same run knows its own ``OUT``.
+does, and a checkpoint once ``OUT`` does; until all of it is written there is no ``config.json`` in
+``checkpoint/``, without which no engine reads a folder. What else lies there is nobody's to touch;
+``state.json`` is removed last, so that until then the same run knows its own ``OUT``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from quantkit.checkpoint import durable
 from quantkit.checkpoint.assemble import assemble
 from quantkit.checkpoint.differences import pinned, told
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
-from quantkit.checkpoint.manifest import MANIFEST, LayerRow, Manifest
+from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.reader import PARTIAL, STATE
 from quantkit.checkpoint.shards import SHARD_BYTES, Unread, stored_tensors, tensor_chunks
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.paths import local_path, typed_path
+from quantkit.strict_json import read_object
 
 LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -105,9 +107,10 @@ class CheckpointWriter:
             return True
         part, record = self._paths(unit)
         try:
-            known = json.loads(record.read_bytes())
+            known = _record(record)
             whole = hash_file(part) == (known["sha256"], known["bytes"])
-        except (OSError, ValueError, KeyError, TypeError):
+            _rows(known)
+        except (OSError, QuantkitError, KeyError, TypeError, ValueError):
             return False
         if whole:
             self._units.add(unit)
@@ -119,8 +122,7 @@ class CheckpointWriter:
             raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
         part, record = self._paths(unit)
         with disk_errors(f"{part} can't be read", "the other units are kept"):
-            rows: list[dict[str, Any]] = json.loads(record.read_bytes())["rows"]
-            return load_file(part), rows
+            return load_file(part), [row.to_dict() for row in _rows(_record(record))]
 
     def put(self, unit: str, tensors: Mapping[str, torch.Tensor | Unread],
             rows: Sequence[Mapping[str, Any]]) -> None:
@@ -187,8 +189,7 @@ class CheckpointWriter:
                 raise CheckpointError(f"unit {unit!r} of {self.partial} is damaged",
                                       why="its bytes are not those that were written",
                                       next="run the same command again: it is made anew")
-        rows = [LayerRow.model_validate(row) for unit in units
-                for row in json.loads(self._paths(unit)[1].read_bytes())["rows"]]
+        rows = [row for unit in units for row in _rows(_record(self._paths(unit)[1]))]
         tensors = [tensor for unit in units for tensor in stored_tensors(self._paths(unit)[0])]
         folder = self.partial / _ASSEMBLED
         durable.step("remove an earlier attempt")
@@ -343,10 +344,20 @@ def _is_ours(name: str) -> bool:
 def _read_state(partial: Path) -> dict[str, Any] | None:
     """Which run a folder is of; ``None`` if nobody can read that there."""
     try:
-        found = json.loads((partial / STATE).read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        found = _record(partial / STATE)
+    except QuantkitError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("identity"), dict) else None
+    return found if isinstance(found.get("identity"), dict) else None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What a run wrote of itself. Raises CheckpointError if it can't be read."""
+    return read_object(path, MAX_BYTES, error=CheckpointError)
+
+
+def _rows(record: Mapping[str, Any]) -> list[LayerRow]:
+    """Of a unit. Raises KeyError, TypeError or ValueError if somebody changed them."""
+    return [LayerRow.model_validate(row) for row in record["rows"]]
 
 
 def _is_published(out: Path, partial: Path) -> bool:

@@ -16,7 +16,7 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.plugins import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.cli.probe import PHASES, kernels_for, other_kernels, other_lines
+from quantkit.cli.probe import PHASES, best_device, kernels_for, other_lines
 from quantkit.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
@@ -80,7 +80,6 @@ def doctor_facts() -> dict[str, Any]:
     import torch
 
     from quantkit.ops.linear import native_bf16
-    from quantkit.spec import KVSpec
 
     return {
         "quantkit": __version__,
@@ -94,9 +93,25 @@ def doctor_facts() -> dict[str, Any]:
         "optional": {name: {"version": _version(name), "for": what, "install": how}
                      for name, (what, how) in OPTIONAL.items()},
         "kernels": list(_kernel_cases()),
-        "operations": other_kernels(KVSpec(), torch.bfloat16, 4096, 128, 4),
+        "operations": _operations(),
         "plugins": plugin_facts()["plugins"],
     }
+
+
+def _operations() -> list[dict[str, Any]]:
+    """Who runs what isn't a matrix product, in a model of bfloat16 with heads of 128."""
+    import dataclasses
+
+    import torch
+
+    from quantkit.models.architecture import parse_config
+    from quantkit.runtime.kernels import other_kernels
+    from quantkit.sources.synthetic_configs import CONFIGS
+    from quantkit.spec import KVSpec
+
+    config = parse_config(CONFIGS["llama-8b"])
+    return [dataclasses.asdict(one) for one in other_kernels(
+        config, KVSpec(), torch.bfloat16, torch.device(best_device()[0]), {})]
 
 
 def _kernel_cases() -> Iterator[dict[str, Any]]:

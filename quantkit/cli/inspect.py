@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.cli.probe import PHASES, dense_kernels, kernels_for, other_kernels, other_lines
+from quantkit.cli.probe import PHASES, best_device, other_lines
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.checkpoint.manifest import LayerRow
     from quantkit.checkpoint.open import AnyCheckpoint
     from quantkit.models.config import ModelConfig
+    from quantkit.runtime.kernels import Layer
     from quantkit.sources.base import ModelSource
     from quantkit.spec import KVSpec
+
+OPERATIONS = "other operations"
 
 
 @click.command("inspect")
@@ -87,14 +89,16 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
             "dtype": str(info.dtype).removeprefix("torch.") if info else None,
             "method": None, "format": None, "spec": None, "label": None,
             "bytes": info.nbytes if info else 0,
-            "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": [],
-            "kernels": dense_kernels()})
-    return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config, KVSpec()),
+            "bits": 8 * info.dtype.itemsize if info else None, "error": None, "notes": []})
+    kernels = _kernels(source.config(), config, KVSpec(),
+                       {slot.name: (slot.out_features, slot.in_features) for slot in linear_slots(config)})
+    return {"uri": uri, "kind": "source", "path_kind": _kind_of(uri), **_config_facts(config),
+            "operations": kernels.pop(OPERATIONS),
             "parameters": sum(math.prod(i.shape) for i in infos.values()), "tensors": len(infos),
             "bytes": sum(i.nbytes for i in infos.values()),
             "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in infos.values())),
             "bits_per_weight": _bits(layers), "recipe": None, "kv": "none", "source": None,
-            "layers": layers}
+            "layers": [row | {"kernels": kernels[str(row["name"])]} for row in layers]}
 
 
 def _kind_of(uri: str) -> str:
@@ -107,19 +111,23 @@ def _kind_of(uri: str) -> str:
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:
     from quantkit.models.architecture import parse_config
+    from quantkit.runtime.kernels import unread
     from quantkit.spec import KVSpec
 
     manifest, infos, rows = checkpoint.manifest, checkpoint.infos, checkpoint.layers
     plain = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+    config, kv = parse_config(plain), manifest.kv if manifest else KVSpec()
+    kernels = _kernels(plain, config, kv, {
+        row.name: row.shape if row.spec is None or row.format is None
+        else unread(row.format, row.spec, row.shape, row.dtype) for row in rows})
     layers = [{**row.to_dict(), "label": row.spec.label() if row.spec else None,
-               "kernels": _kernels(row)} for row in rows]
+               "kernels": kernels[row.name]} for row in rows]
     inside = {row.name for row in rows}
     # a layer's own tensors are counted by its logical shape, a bias and all else as they are
     outside = [i for name, i in infos.items()
                if name.endswith(".bias") or not any(p in inside for p in _parents(name))]
-    kv = manifest.kv if manifest else KVSpec()
     return {"uri": uri, "kind": "checkpoint" if manifest else "another tool's checkpoint", "path_kind": None,
-            **_config_facts(parse_config(plain), kv),
+            **_config_facts(config), "operations": kernels[OPERATIONS],
             "parameters": sum(math.prod(row.shape) for row in rows) + sum(math.prod(i.shape)
                                                                           for i in outside),
             "tensors": len(infos), "bytes": checkpoint.file_bytes,
@@ -136,31 +144,36 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _config_facts(config: ModelConfig, kv: KVSpec) -> dict[str, Any]:
-    import torch
-
-    from quantkit.runtime.gpu.model import other_maths
-
+def _config_facts(config: ModelConfig) -> dict[str, Any]:
     return {"architecture": config.model_type, "hidden_size": config.hidden_size,
             "num_layers": config.num_layers, "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings,
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "operations": other_kernels(kv, torch.bfloat16, config.hidden_size, config.head_dim,
-                                        config.num_heads // config.num_kv_heads, other_maths(config))}
+            "tie_word_embeddings": config.tie_word_embeddings}
+
+
+def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
+             layers: Mapping[str, Layer]) -> dict[str, Any]:
+    """Who runs each layer where models run here, by name; under :data:`OPERATIONS` the other operations."""
+    import dataclasses
+
+    import torch
+
+    from quantkit.models.loadable import dtype_of
+    from quantkit.runtime.kernels import linear_kernels, other_kernels
+
+    dtype, device = dtype_of(hf), torch.device(best_device()[0])
+    named = linear_kernels(config, dtype, device, layers)
+    found: dict[str, Any] = {name: {phase: {
+        "kernel": kernel, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
+        for phase, (kernel, declined) in phases.items()} for name, phases in named.items()}
+    others = other_kernels(config, kv, dtype, device, layers)
+    return found | {OPERATIONS: [dataclasses.asdict(one) for one in others]}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:
     weights = sum(math.prod(row["shape"]) for row in layers)
     return 8 * sum(row["bytes"] for row in layers) / weights if weights else 0.0
-
-
-def _kernels(row: LayerRow) -> dict[str, Any]:
-    from quantkit.formats.dtypes import FLOATS
-
-    if row.spec is None or row.format is None:
-        return dense_kernels()
-    return kernels_for(row.format, row.spec, row.shape, FLOATS[row.dtype])
 
 
 def _print_head(facts: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from quantkit.cli.present import wrapped
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.spec import KVSpec, QuantSpec
+    from quantkit.spec import QuantSpec
 
 PHASES = ("decode", "prefill")
 
@@ -50,33 +50,7 @@ def best_device() -> tuple[str, tuple[int, int] | None]:
     return ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
 
 
-def other_kernels(kv: KVSpec, dtype: torch.dtype, hidden: int, dim: int, group: int,
-                  refused: str | None = None) -> list[dict[str, Any]]:
-    """Who runs what isn't a matrix product: ``op``, ``kernel``, and why not a kernel of our own.
-
-    Args:
-        kv: how keys and values are kept.
-        dtype: of the activations.
-        hidden: size of a normalized row.
-        dim: of a head.
-        group: query heads a key head.
-        refused: why the model isn't run as a program.
-    """
-    import dataclasses
-
-    from quantkit.kv.build import build_codings
-    from quantkit.kv.gpu import choices
-
-    return [dataclasses.asdict(one)
-            for one in choices(build_codings(kv), dtype, hidden, dim, group, best_device()[0], refused)]
-
-
 def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:
     """For people: an operation a line."""
     for one in choices:
         yield wrapped(f"  {one['op']}", one["kernel"] + (f": {one['reason']}" if one["reason"] else ""), 20)
-
-
-def dense_kernels() -> dict[str, Any]:
-    """The same for a layer that isn't quantized: torch's own multiply."""
-    return {phase: {"kernel": "torch", "declined": []} for phase in PHASES}

@@ -33,6 +33,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import dtype_name, resolve
 from quantkit.formats.nf4_table import CELLS, ZERO, codebook, dynamic_map, nearest_cells
 from quantkit.spec import QuantSpec
+from quantkit.strict_json import parse_object
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
@@ -188,11 +189,11 @@ def _read_state(packed: QuantizedTensor) -> float | None:
     """The nested offset, or ``None`` for plain scales, after checking the rest of the state."""
     raw = bytes(packed.tensors[STATE].cpu().numpy())
     try:
-        found = json.loads(raw)
+        found = parse_object(raw, "it", error=CheckpointError)
         offset = float(found["nested_offset"]) if packed.spec.nested else None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{STATE} is not the quantization state of {packed.spec.label()}",
-                              why=f"{type(error).__name__}: {error}") from error
+                              why=f"{type(error).__name__}: {error}"[:200]) from error
     expected = json.loads(quant_state(packed.spec, packed.shape, packed.dtype, offset))
     if found != expected or (offset is not None and not math.isfinite(offset)):
         raise CheckpointError(f"{STATE} contradicts the weight it lies beside",

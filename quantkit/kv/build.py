@@ -100,7 +100,7 @@ def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: 
     for option in options:
         if option not in fields:
             raise UsageError(f"the KV {what} {name!r} has no option {option!r}",
-                             why=did_you_mean(option, fields))
+                             why=did_you_mean(option, fields), next="leave it out, or see docs/kv.md")
     try:
         return kind.model_validate(options)
     except ValidationError as error:

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 MAX_GROUP, MAX_HEAD = 16, 256
 MOST_WEIGHTS = 1 << 26
 """Weights that are in memory at once, at most."""
+OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
+"""What isn't a matrix product, for people."""
 Over = Literal["sum", "mean", "peak"]
 _NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|turned)([234])(c?))$")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who runs an operation: ``triton`` or ``torch``, and why not the former."""
+    """Who runs an operation: ``triton``, ``cpu`` (kernels of ours) or ``torch``, and why torch."""
 
     op: str
     kernel: str
@@ -44,9 +46,9 @@ def choices(codings: Codings, dtype: torch.dtype, hidden: int, dim: int, group: 
         refused: why the model isn't run as a program.
     """
     norm = gpu.norm_declines(device, dtype, hidden)
-    yield Choice("rms_norm", "torch" if norm else "triton", norm)
+    yield Choice(OPERATIONS[0], "torch" if norm else "triton", norm)
     reason = refused or declines(codings, dtype, dim, group, device)
-    for op in ("rope + KV write", "decode attention", "prefill attention"):
+    for op in OPERATIONS[1:]:
         yield Choice(op, "torch" if reason else "triton", reason)
 
 

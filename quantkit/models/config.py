@@ -17,7 +17,8 @@ ROUTER_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitte
 """Keys that matter only while experts are trained."""
 MAX_EXPERTS = 4096
 MAX_LAYERS = 4096
-"""More is a malformed file, not a model."""
+MAX_EXPERTS_IN_ALL = 100_000
+"""Of a layer, layers, and experts of all layers. More is a malformed file, not a model."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,9 @@ def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, i
     if len(set(given.values())) > 1:
         raise config.wrong(names[1], given[names[1]], f"{names[0]} is {given[names[0]]}")
     count = next(iter(given.values()), count)
+    if count * layer_count(config) > MAX_EXPERTS_IN_ALL:
+        raise config.wrong(next(iter(given), names[0]), count,
+                           f"{MAX_EXPERTS_IN_ALL:,} experts in all layers are allowed")
     return count, config.integer("num_experts_per_tok", chosen, maximum=count)
 
 

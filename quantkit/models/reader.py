@@ -6,30 +6,26 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quantkit.errors import UnsupportedModelError, did_you_mean
+from quantkit.models.unknown_keys import says_nothing
 
 HARMLESS = frozenset({
     # identity and bookkeeping
-    "model_type", "architectures", "auto_map", "_name_or_path", "name_or_path", "_commit_hash",
-    "transformers_version", "torch_dtype", "dtype", "quantization_config", "transformers.js_config",
-    "is_llama_config", "unsloth_version", "unsloth_fixed", "tokenizer_class", "finetuning_task",
-    "task_specific_params", "id2label", "label2id", "problem_type", "torchscript", "use_bfloat16",
-    # training only
-    "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-    "attention_probs_dropout_prob", "hidden_dropout_prob",
+    "model_type", "architectures", "auto_map", "torch_dtype", "dtype", "quantization_config",
+    "transformers.js_config", "is_llama_config", "unsloth_fixed", "tokenizer_class", "processor_class",
+    "finetuning_task", "task_specific_params", "id2label", "label2id", "problem_type", "torchscript",
+    "use_bfloat16",
     # how others run it
-    "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
-    "_experts_implementation", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "keys_to_ignore_at_inference",
-    # token ids and defaults of generation: the tokenizer and the sampler have their own
-    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
-    "decoder_start_token_id", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
-    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
-    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens",
-    "begin_suppress_tokens", "exponential_decay_length_penalty", "prefix",
+    "use_cache", "_attn_implementation_autoset", "_flash_attn_2_enabled", "output_attentions",
+    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "keys_to_ignore_at_inference",
+    # defaults of generation: the sampler has its own
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
+    "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "prefix",
 })
-"""Keys that say nothing about what the model computes."""
+"""Keys that say nothing about what the model computes, whatever their value; for others there is
+:func:`~quantkit.models.unknown_keys.says_nothing`."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -106,14 +102,16 @@ class ConfigReader:
         """Refuse what nobody asked for.
 
         Raises:
-            UnsupportedModelError: a key is neither used nor harmless, or an inert key has a value
-                that would change the maths.
+            UnsupportedModelError: a key is neither used nor harmless, and its value may change the maths
+                (:mod:`~quantkit.models.unknown_keys`); or an inert key has a value that does.
         """
         for key, allowed in inert.items():
             if key not in self._asked:
                 self.only(key, allowed)
         for key, value in self._config.items():
-            if value is not None and key not in self._asked and key not in harmless:
+            if key in self._asked or key in harmless or key in inert:
+                continue
+            if not says_nothing(key, value):
                 known = self._asked | set(harmless) | set(inert)
                 near = did_you_mean(str(key), known).split("known:")[0].strip()
                 raise self.wrong(key, value, f"no such key is implemented. {near}".strip())

@@ -121,17 +121,7 @@ class FusedModel:
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences goes operation by operation instead."""
-        from quantkit_kernels.cpu.kv_codecs import CODECS
-
-        cache = batch.cache
-        codecs = codecs_of(cache)
-        for codec in (codecs.keys, codecs.values):
-            if codec not in CODECS:
-                return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
-        if any(part.element_size() != 2 for store in cache.stores[:1] for pages in store.all
-               for name, part in pages.parts.items() if name.endswith(".values")):
-            return "reads bfloat16 pages"
-        return None
+        return cache_declines(batch.cache)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -185,6 +175,20 @@ class FusedModel:
             own = KVCache(self.config, KVSpec(), self.dtype)
             return own.batch([own.add() for _ in range(ids.shape[0])])
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
+
+
+def cache_declines(cache: KVCache) -> str | None:
+    """Why a program doesn't read this cache; ``None`` if it does."""
+    from quantkit_kernels.cpu.kv_codecs import CODECS
+
+    codecs = codecs_of(cache)
+    for codec in (codecs.keys, codecs.values):
+        if codec not in CODECS:
+            return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
+    if any(part.element_size() != 2 for store in cache.stores[:1] for pages in store.all
+           for name, part in pages.parts.items() if name.endswith(".values")):
+        return "reads bfloat16 pages"
+    return None
 
 
 def codecs_of(cache: KVCache) -> Codecs:

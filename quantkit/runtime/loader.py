@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -14,12 +14,14 @@ from quantkit.checkpoint.manifest import LayerRow, Manifest
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.device import find_device
-from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError, did_you_mean
+from quantkit.errors import CheckpointError, UsageError, did_you_mean
 from quantkit.formats.base import QuantizedTensor
-from quantkit.models.architecture import all_slots, linear_slots, parse_config, tensor_shapes
+from quantkit.formats.dtypes import FLOATS
+from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
+from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_linear import Packed
 from quantkit.runtime.fused import FusedModel, declines, pack
 from quantkit.runtime.gpu import memory
@@ -30,12 +32,9 @@ from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
-DERIVED = (".rotary_emb.inv_freq",)
-"""Ends of names that old checkpoints store and that follow from the config."""
 
 
 class Tensors(Protocol):
@@ -105,8 +104,8 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     Raises:
         QuantkitError: it isn't there, is damaged, or holds a tensor too many or too few.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *DTYPES]))
+    if dtype != "auto" and dtype not in FLOATS:
+        raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *FLOATS]))
     place = find_device(device)
     found = open_model(uri, revision)
     try:
@@ -124,40 +123,46 @@ def label_of(rows: Sequence[LayerRow]) -> str:
 
 
 def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> LoadedModel:
-    hf, infos = source.config(), source.tensors()
-    config = parse_config(hf)
-    kind = dtype_of(hf, dtype)
-    needed = tensor_shapes(config)
-    _strict(uri, needed, infos, config, SourceError)
-    tokenizer = Tokenizer(source.side_files(), hf)
+    infos = source.tensors()
+    checked = check_loadable(uri, source.config(), infos, source.side_files(), dtype=dtype)
+    config, kind = checked.config, checked.dtype
     model, reason = network(config, source, infos.__contains__, kind, {}, device, uri)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
     stored = {i.dtype for i in slots}
     label = SHORT.get(stored.pop(), "mixed") if len(stored) == 1 else "mixed"
-    return LoadedModel(model, config, tokenizer, uri, label, None, sum(i.nbytes for i in infos.values()),
-                       bits, kind.itemsize * sum(map(math.prod, needed.values())), reason)
+    return LoadedModel(model, config, checked.tokenizer, uri, label, None,
+                       sum(i.nbytes for i in infos.values()), bits,
+                       kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)
 
 
 def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
-    hf = checkpoint.config()
-    config = parse_config(hf)
-    kind = dtype_of(hf, dtype)
+    checked = check_loadable(uri, checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
+                             checkpoint.layers, dtype=dtype, error=CheckpointError)
+    config, kind = checked.config, checked.dtype
     packed: dict[str, QuantizedTensor] = {}
     for slot in all_slots(config):
         if (found := checkpoint.quantized(slot.name)) is not None:
             # its dtype stays that of the file, whatever activations have: scales are stored in it
             packed[slot.name] = found
-    plain = {name: shape for name, shape in tensor_shapes(config).items()
-             if name.removesuffix(".weight") not in packed}
-    parts = {f"{name}.{suffix}" for name, q in packed.items() for suffix in q.tensors}
-    _strict(uri, {*plain, *parts}, checkpoint.infos, config, CheckpointError)
-    tokenizer = Tokenizer(checkpoint.side_files(), hf)
+    plain = [shape for name, shape in tensor_shapes(config).items()
+             if name.removesuffix(".weight") not in packed]
     model, reason = network(config, checkpoint, checkpoint.has, kind, packed, device, uri)
-    resident = kind.itemsize * sum(map(math.prod, plain.values())) + sum(
+    resident = kind.itemsize * sum(map(math.prod, plain)) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
-    return LoadedModel(model, config, tokenizer, uri, label_of(checkpoint.layers), checkpoint.manifest,
-                       checkpoint.file_bytes, checkpoint.bits_per_weight, resident, reason)
+    return LoadedModel(model, config, checked.tokenizer, uri, label_of(checkpoint.layers),
+                       checkpoint.manifest, checkpoint.file_bytes, checkpoint.bits_per_weight, resident,
+                       reason)
+
+
+def way_of(config: ModelConfig, kind: torch.dtype, device: torch.device,
+           packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str | None]:
+    """How a model runs: by kernels of a GPU, as one program on a CPU, or operation by operation and why."""
+    on_gpu = gpu_declines(config, kind, device, packed)
+    if on_gpu is None:
+        return "gpu", None
+    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
+    return ("cpu", None) if reason is None else ("operations", reason)
 
 
 def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
@@ -165,12 +170,11 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
            uri: str) -> tuple[LanguageModel, str | None]:
     """The network, as one program if this device and these weights have kernels for it; else why not."""
     release = getattr(files, "release", lambda: None)
-    on_gpu = gpu_declines(config, kind, device, packed)
-    memory.check(config, kind, packed, device, uri, on_gpu is None)
-    if on_gpu is None:  # weights are taken from the file's pages a layer at a time
+    way, reason = way_of(config, kind, device, packed)
+    memory.check(config, kind, packed, device, uri, way == "gpu")
+    if way == "gpu":  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
-    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
-    if reason is not None:
+    if way == "operations":
         moved = {name: weight.to(device) for name, weight in packed.items()}
         return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
@@ -190,28 +194,3 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
     release()
     trim()
     return model, None
-
-
-def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,
-            error: type[QuantkitError]) -> None:
-    """No weight is left at random, none is silently unused."""
-    spare = {name for name in found if name not in needed and not name.endswith(DERIVED)}
-    if config.tie_word_embeddings:
-        spare.discard("lm_head.weight")  # often stored beside the embedding that it equals
-    missing = set(needed) - set(found)
-    for names, what in ((missing, "lacks the tensor"), (spare, "holds a tensor that nothing uses:")):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise error(f"{uri} {what} {min(names)!r}{more}",
-                        why=f"config.json describes another model: {config.model_type}, "
-                            f"{config.num_layers} layers",
-                        next="get config.json and the weights from the same place again")
-
-
-def dtype_of(hf: Mapping[str, Any], dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise SourceError(f"config.json has dtype {dtype[:80]!r}", why=f"known: {', '.join(DTYPES)}",
-                          next="give --dtype bfloat16")
-    return DTYPES[dtype]

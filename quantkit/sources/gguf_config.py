@@ -13,7 +13,7 @@ from quantkit.errors import SourceError, did_you_mean
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HF_FOLDER = "give the model's Hugging Face folder instead"
-MAX_INT = 2**31 - 1
+MAX_INT, HUGE = 2**31 - 1, 1e30
 # keys of the architecture that are read here, and those that say nothing about the maths
 _READ = {"block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
          "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal",
@@ -67,8 +67,8 @@ class _Metadata:
         value = self.raw(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise self.bad(key, value, "a number above 0 is needed")
+        if type(value) not in (int, float) or not 0 < value < HUGE:
+            raise self.bad(key, value, f"a number above 0 and below {HUGE:g} is needed")
         return float(value)
 
 

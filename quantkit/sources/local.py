@@ -15,13 +15,12 @@ from quantkit.errors import SourceError
 from quantkit.paths import local_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, SourceKind, TensorInfo
 from quantkit.sources.safetensors_file import CONVERT, INDEX, NO_PICKLE, PICKLES, ShardedTensors, plain_file
-from quantkit.sources.strict_json import read_object
+from quantkit.strict_json import MAX_CONFIG, read_object
 
 CONFIG = "config.json"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
               "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
               "chat_template.jinja", "chat_template.json")
-MAX_CONFIG = 4 * 2**20
 MAX_SIDE_FILE = 256 * 2**20
 
 

@@ -17,7 +17,7 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.sources.base import TensorInfo
-from quantkit.sources.strict_json import parse_object, read_object
+from quantkit.strict_json import parse_object, read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,

@@ -25,7 +25,7 @@ OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id",
 
 def text_part(source: ModelSource) -> ModelSource:
     """The source, or the text model inside of it. Raises SourceError if there is none."""
-    return TextPart(source) if source.config().get("model_type") in CLASSES else source
+    return TextPart(source) if str(source.config().get("model_type")) in CLASSES else source
 
 
 class TextPart(Wrapper):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from quantkit.errors import SourceError
+from quantkit.strict_json import parse_object
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.stream import StreamDecoder
 
@@ -150,14 +150,7 @@ def _read(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if name not in files:
         return {}
-    try:
-        data = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name} is not JSON", why=str(error)[:200],
-                          next="get the model's tokenizer files again") from None
-    if not isinstance(data, dict):
-        raise SourceError(f"{name} is not a JSON object", next="get the model's tokenizer files again")
-    return data
+    return parse_object(files[name], name, next="get the model's tokenizer files again")
 
 
 def _token(settings: Mapping[str, Any], role: str) -> str | None:

@@ -13,6 +13,7 @@ from quantkit.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
 from quantkit.sources.base import SourceIdentity, TensorInfo
+from quantkit.testing import tiny_tokenizer
 
 HIDDEN, INTER, VOCAB, LAYERS, KV = 64, 128, 96, 2, 32
 SHAPES = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN),
@@ -52,7 +53,8 @@ class TinySource:
         return self.weights[name]
 
     def side_files(self):
-        return {"tokenizer.json": b'{"made": "up"}\n', "chat_template.jinja": b"{{ messages }}"}
+        return {"tokenizer.json": tiny_tokenizer().to_str().encode(),
+                "chat_template.jinja": b"{{ messages }}"}
 
     def identity(self):
         return SourceIdentity("local", self.uri, files={"model.safetensors": "0" * 64})

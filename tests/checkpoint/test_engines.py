@@ -66,6 +66,30 @@ def test_what_loads(said, engine, device, what, form):
     assert said(engine, device, what, form) == {}
 
 
+@pytest.mark.parametrize("other", [
+    spec(8, symmetric=False), spec(8, None), spec(4, 64, symmetric=False), W8A8], ids=str)
+def test_no_option_loads_zero_points_among_several_schemes(said, other):
+    rule = {"match": "*.down_proj", "method": "rtn", "spec": other}
+    found = said("transformers", "cpu", spec(4, symmetric=False), None, rule)["zero points"]
+    assert "no option loads these" in found and "with symmetric: true" in found
+    assert "CompressedTensors" not in found
+
+
+def test_zero_points_beside_kept_layers_are_of_one_scheme(said):
+    found = said("transformers", "cpu", spec(4, symmetric=False), None, {"match": "*.down_proj"})
+    assert "CompressedTensorsConfig(dequantize=True)" in found["zero points"]
+
+
+@pytest.mark.parametrize(("device", "what", "noted"), [
+    ("cpu", W8A8, True), ("cuda", W8A8, False), ("cpu", FP8, False), ("cpu", spec(4, 64), False)], ids=str)
+def test_w8a8_on_a_cpu_runs_in_bfloat16(tiny, tmp_path, device, what, noted):
+    out = tiny.write(tmp_path / "out", {"match": "lm_head"}, {"match": "*", "method": "rtn", "spec": what})
+    with open_checkpoint(out) as opened:
+        notes = {check.name: check.detail for check in check_engine("vllm", opened, device)
+                 if check.status == "note"}
+    assert ("--dtype bfloat16" in notes.get("dtype", "")) is noted
+
+
 @pytest.mark.parametrize(("engine", "device", "what", "form", "name", "words"), [
     ("vllm", "cpu", spec(8, None), None, "kernel on cpu", "4-bit weights only"),
     ("vllm", "cpu", FP8 | {"activations": None}, None, "kernel on cpu", "without fp8 activations"),

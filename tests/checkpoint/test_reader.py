@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,3 +138,14 @@ def test_weights_smuggled_in_beside_the_listed_ones_are_refused(tiny, tmp_path, 
     (folder / "quantkit.json").write_bytes(manifest.model_copy(update={"files": files}).to_bytes())
     with pytest.raises(CheckpointError, match=r"would be read from evil\.safetensors"):
         Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("size", [2**20, 63 * 2**20])
+def test_a_config_of_many_values_takes_little_memory(tmp_path, size):
+    (tmp_path / "config.json").write_bytes(b'{"a": [' + b"{}," * (size // 3) + b"{}]}")
+    code = ("import resource, sys; from quantkit.checkpoint.reader import is_checkpoint\n"
+            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+            "before = peak(); assert not is_checkpoint(sys.argv[1]); print(peak() - before)")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+                          timeout=120, check=True)
+    assert int(done.stdout) < 256 * 2**20

@@ -1,6 +1,20 @@
 """``quantkit inspect``: models and checkpoints, layer by layer, with their kernels."""
 
+import pytest
+
 from quantkit.cli.inspect import inspect_facts
+from quantkit.kv.cache import KVCache
+from quantkit.ops.linear import kernel_name
+from quantkit.quantize import quantize
+from quantkit.runtime.loader import load
+from quantkit.testing import tiny_model
+
+ASYMMETRIC = """rules:
+  - match: "*.down_proj"
+  - match: "*"
+    method: rtn
+    spec: {bits: 8, symmetric: false, granularity: {strategy: group, size: 32}}
+"""
 
 
 def test_a_source(cli, tiny):
@@ -36,6 +50,35 @@ def test_json_has_kernels_and_reasons(cli_json, checkpoint):
             assert all(entry["reason"] for entry in choice["declined"])
     assert facts["bytes"] == (checkpoint / "model.safetensors").stat().st_size
     assert facts["source"]["files"], "the source's hashes"
+
+
+@pytest.mark.parametrize(("family", "dtype", "recipe", "plain"), [
+    ("llama", "bfloat16", None, "cpu-bf16"), ("llama", "float32", None, None),
+    ("llama", "float16", None, None), ("gemma2", "bfloat16", None, None),
+    ("mixtral", "bfloat16", "int8", None),
+    ("llama", "bfloat16", "int8-kv8", None), ("llama", "float32", "int8", None),
+    ("phi3", "bfloat16", "nf4", None), ("llama", "bfloat16", ASYMMETRIC, None)])
+def test_the_kernels_that_are_named_are_those_that_run(tmp_path, family, dtype, recipe, plain):
+    model = tiny_model(tmp_path / "model", family, dtype=dtype, tie_word_embeddings=False)
+    if recipe is not None:
+        if "\n" in recipe:
+            (tmp_path / "own.yaml").write_text(recipe)
+            recipe = str(tmp_path / "own.yaml")
+        model = quantize(str(model), recipe, tmp_path / "out").out
+    facts, loaded = inspect_facts(str(model)), load(str(model))
+    linears = loaded.model.linears()
+    named = {row["name"]: row["kernels"] for row in facts["layers"]}
+    assert linears.keys() <= named.keys()
+    for name, linear in linears.items():
+        for phase in ("decode", "prefill"):
+            runs = kernel_name(linear.weight, loaded.dtype, loaded.model.device, phase)
+            assert named[name][phase]["kernel"] == runs, (name, phase)
+            if plain is not None and name.endswith("down_proj"):
+                assert runs == plain
+    program = getattr(loaded.model, "declines", lambda batch: loaded.unfused)
+    declined = program(KVCache(loaded.config, loaded.kv, loaded.dtype).batch([], "decode"))
+    assert {(one["kernel"], one["reason"]) for one in facts["operations"]} == {
+        ("torch" if declined else "cpu", declined)}
 
 
 def test_parameters_agree_between_a_model_and_its_checkpoint(tiny, checkpoint):

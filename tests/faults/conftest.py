@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
+from quantkit.checkpoint.open import open_checkpoint, open_model
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats.base import Codes
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.spec import Granularity, QuantSpec
@@ -143,6 +146,34 @@ def refused_without_rights(in_child):
             return 0
 
         assert in_child(as_a_nobody) == 7
+
+    return check
+
+
+@pytest.fixture
+def nothing_loads(contents) -> Callable[[Path, dict[str, bytes]], None]:
+    """``nothing_loads(out, reference)``: what a run has left beside ``out`` is refused by whoever opens it,
+    where it lies and when somebody has copied it away before it was whole."""
+
+    def refused(folder: Path) -> None:
+        for opener in (Checkpoint.open, open_checkpoint, lambda path: open_model(str(path))):
+            with pytest.raises(QuantkitError):
+                opener(folder)
+
+    def check(out: Path, reference: dict[str, bytes]) -> None:
+        partial = out.with_name(out.name + ".partial")
+        inner, copy = partial / "checkpoint", out.with_name("copied")
+        if not (partial / "state.json").exists():
+            return  # it is over, but for the empty folder
+        refused(partial)
+        if not inner.exists():
+            return
+        refused(inner)
+        shutil.copytree(inner, copy, ignore=shutil.ignore_patterns("*.tmp"))
+        if contents(copy) != reference:
+            refused(copy)
+            assert not (copy / "config.json").exists(), "other engines would load it"
+        shutil.rmtree(copy)
 
     return check
 

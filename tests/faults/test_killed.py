@@ -7,7 +7,6 @@ import random
 import pytest
 
 from quantkit.checkpoint import durable
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError
 
@@ -24,14 +23,14 @@ def again(run, out, reference, contents):
     assert not out.with_name("out.partial").exists()
 
 
-def whole_or_absent(out, reference, contents):
-    if out.exists():
-        assert contents(out) == reference
-    partial = out.with_name(out.name + ".partial")
-    for folder in (partial, partial / "checkpoint"):
-        if folder.exists() and (partial / "state.json").exists():
-            with pytest.raises(CheckpointError):
-                Checkpoint.open(folder)
+@pytest.fixture
+def whole_or_absent(nothing_loads):
+    def check(out, reference, contents):
+        if out.exists():
+            assert contents(out) == reference
+        nothing_loads(out, reference)
+
+    return check
 
 
 def test_there_are_points_before_all_that_matters(steps):
@@ -43,7 +42,7 @@ def test_there_are_points_before_all_that_matters(steps):
 
 
 def test_killed_at_every_point(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
-                               monkeypatch):
+                               monkeypatch, whole_or_absent):
     for number, what in enumerate(steps):
         out = tmp_path / str(number) / "out"
         at_step(number, kill)
@@ -56,7 +55,7 @@ def test_killed_at_every_point(run, steps, tmp_path, at_step, in_child, kill, re
 
 
 def test_killed_several_times_in_a_row(run, steps, tmp_path, at_step, in_child, kill, reference, contents,
-                                       monkeypatch):
+                                       monkeypatch, whole_or_absent):
     chance = random.Random(0)
     for trial in range(15):
         out = tmp_path / str(trial) / "out"
@@ -69,7 +68,8 @@ def test_killed_several_times_in_a_row(run, steps, tmp_path, at_step, in_child, 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_interrupted_at_every_point(run, steps, tmp_path, at_step, reference, contents, monkeypatch, error):
+def test_interrupted_at_every_point(run, steps, tmp_path, at_step, reference, contents, monkeypatch, error,
+                                    whole_or_absent):
     def interrupt():
         raise error
 

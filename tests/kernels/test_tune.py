@@ -126,6 +126,17 @@ class Kernel:
         return found
 
 
+@pytest.mark.parametrize("content,why", [
+    ("[" * 100_000, "recursion"), ("{}" + " " * 17 * 2**20, "bytes"),
+    ('{"device": 1e999, "made": {}, "products": []}', "it is of inf"),
+])
+def test_a_hostile_file_is_named(folder, content, why):
+    (folder / "h200.json").write_text(content)
+    with pytest.raises(ValueError, match=why) as caught:
+        tuned.read(folder / "h200.json", GPU)
+    assert str(folder / "h200.json") in str(caught.value)
+
+
 def test_only_what_is_faster_equal_and_without_spills_counts():
     kernel, table = Kernel(), {}
     lines = list(tune.tune([kernel.case(1), kernel.case(64)], table, kernel.timer, kernel.spills,

@@ -151,6 +151,26 @@ def test_compressed_tensors(make, name, dtype):
         logits_agree(folder, hf)
 
 
+@pytest.mark.parametrize("other", [
+    "symmetric: false, granularity: {strategy: group, size: 32}", "granularity: {strategy: channel}"])
+def test_zero_points_among_several_schemes_load_by_no_option(tmp_path, other):
+    """What ``verify --for transformers`` says of them. If this fails, it can say something better."""
+    (tmp_path / "r.yaml").write_text(
+        f"rules:\n  - {{match: '*down_proj', method: rtn, spec: {{bits: 8, {other}}}}}\n"
+        "  - {match: '*', method: rtn, spec: {bits: 4, symmetric: false, "
+        "granularity: {strategy: group, size: 32}}}\n")
+    model = tiny_model(tmp_path / "model", dtype="float32")
+    folder = quantize(str(model), str(tmp_path / "r.yaml"), tmp_path / "out").out
+    ids = torch.arange(5, 25)[None]
+    expected = load(str(folder), dtype="float32").model(ids)
+    for options in ({}, {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}):
+        try:
+            wrong = (theirs(folder, **options)(ids).logits - expected).abs().max() > 0.1
+        except RuntimeError:
+            wrong = True
+        assert wrong
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [name for name in INTS if "asym" not in name] + ["mixed"])
 def test_compressed_tensors_without_any_option(make, name, dtype):

@@ -102,7 +102,7 @@ def test_what_is_no_model_folder(tmp_path, folder, model_folder):
 @pytest.mark.parametrize("text,what", [
     ("", "not JSON"), ("[]", "list"), ('{"a": 1, "a": 1}', "'a' twice"), ('{"a": NaN}', "not JSON"),
     ('{"quantization_config": {"bits": 4}}', "already quantized"),
-    ("{" + " " * 5 * 2**20 + "}", "larger than"),
+    ("{" + " " * 17 * 2**20 + "}", "larger than"),
 ])
 def test_a_config_that_is_refused(folder, text, what):
     (folder / "config.json").write_text(text)

@@ -92,7 +92,12 @@ def _sources() -> str:
 
 
 def _read(key: str) -> bytes | None:
-    """The code, if it is there, whole, and nobody else's: whoever writes such a file has it run."""
+    """The code, if it is there, whole, of this key, and nobody else's.
+
+    Whoever can write as this user or as root can have code run anyway. Others may at most be able to rename
+    or damage files, and nothing of that is run: a file counts only if this user or root owns it, nobody else
+    may write to it, and it begins with the digest of its own key and code.
+    """
     folder = cache_folder()
     if folder is None:
         return None
@@ -105,7 +110,7 @@ def _read(key: str) -> bytes | None:
     except OSError:
         return None
     code = data[DIGEST:]
-    return code if data[:DIGEST] == hashlib.sha256(code).digest() else None
+    return code if data[:DIGEST] == _digest(key, code) else None
 
 
 def _write(key: str, code: bytes) -> None:
@@ -119,11 +124,16 @@ def _write(key: str, code: bytes) -> None:
         handle, made = tempfile.mkstemp(dir=folder, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
+                file.write(_digest(key, code) + code)
             Path(made).replace(folder / f"{key}.o")
         except OSError:
             Path(made).unlink(missing_ok=True)
             raise
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    """Of a file's content: the key is part of it, so that no file counts under another's name."""
+    return hashlib.sha256(f"{key}\n".encode() + code).digest()
 
 
 def _compile(module: ir.Module) -> bytes:

@@ -26,6 +26,8 @@ BUCKETS = (16, 32, 64, 128, 256, 2048)
 ALLOWED = {"bm": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8, 16), "stages": tuple(range(1, 11)),
            "pdl": (0, 1)}
 MOST_SEGMENTS = 256
+LARGEST = 16 * 2**20
+"""Bytes of a file; one of 1,000 products has 500,000."""
 VARIABLE = "QUANTKIT_TUNED"
 
 
@@ -130,6 +132,8 @@ def file_name(device: str) -> str:
 def read(file: Path, device: str) -> dict[Key, Entry]:
     """What a file says. Raises ValueError, which names the file, if that isn't understood in full."""
     try:
+        if (size := file.stat().st_size) > LARGEST:
+            raise ValueError(f"it has {size:,} bytes, {LARGEST:,} are allowed")
         found = json.loads(file.read_text(encoding="utf-8"))
         _exactly(found, {"device", "made", "products"}, "the file")
         if found["device"] != device:
@@ -141,7 +145,7 @@ def read(file: Path, device: str) -> dict[Key, Entry]:
                 raise ValueError(f"{key} is there twice")
             table[key] = entry
         return table
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 

@@ -7,7 +7,6 @@ outliers (``llm_int8_threshold``); quantkit doesn't.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from quantkit.formats.nf4_table import codebook
 from quantkit.models.architecture import LinearSlot
 from quantkit.models.reader import ConfigReader
 from quantkit.spec import Granularity, QuantSpec
+from quantkit.strict_json import parse_object
 
 HARMLESS = frozenset({
     "quant_method", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_threshold",
@@ -103,12 +103,12 @@ def _state(slot: LinearSlot, stored: torch.Tensor, spec: QuantSpec, dtype: str) 
     try:
         if stored.numel() > MAX_STATE:
             raise ValueError(f"{stored.numel()} bytes")
-        found: dict[str, Any] = json.loads(bytes(stored.numpy()))
+        found = parse_object(bytes(stored.numpy()), "it", error=CheckpointError)
         offset = float(found["nested_offset"]) if spec.nested else None
         kind = FLOATS[str(found["dtype"]).removeprefix("torch.")]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{slot.name}.{STATE} is no quantization state of NF4",
-                              why=f"{type(error).__name__}: {error}",
+                              why=f"{type(error).__name__}: {error}"[:200],
                               next="download the checkpoint again") from error
     shape = (slot.out_features, slot.in_features)
     defaults = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"} if spec.nested else {}

@@ -65,7 +65,7 @@ class ForeignCheckpoint:
 
     def _rows(self) -> list[LayerRow]:
         raw = self.source.config()
-        if raw.get("model_type") in CLASSES:
+        if str(raw.get("model_type")) in CLASSES:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
                                   why="of such only plain ones are read, as the text model inside",
                                   next=ORIGINAL)

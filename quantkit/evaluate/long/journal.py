@@ -105,7 +105,7 @@ class Journal:
                     raise UsageError(f"{path.parent} has an unfinished comparison of another kind",
                                      why="the model, the settings, the text or the program were others",
                                      next=remove)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise QuantkitError(f"{path} can't be read", why=f"line {number + 1} is damaged",
                                     next=remove) from error
             whole += len(line)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from quantkit.checkpoint import durable
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
 from quantkit.plugins import registry
 
 
 @pytest.fixture
-def killed_at(at_step, in_child, kill, monkeypatch, tmp_path):
+def killed_at(at_step, in_child, kill, monkeypatch, tmp_path, nothing_loads):
     """``killed_at(run, points)``: a process dies at each of them, the next one ends the run."""
 
     def one(run, points) -> int:
@@ -22,20 +20,11 @@ def killed_at(at_step, in_child, kill, monkeypatch, tmp_path):
             at_step(number, kill)
             assert in_child(lambda out=out: run(out)) == -9, what
             monkeypatch.setattr(durable, "step", lambda what: None)
-            refuses_to_load(out)
+            nothing_loads(out, run.reference)
             run.again(out)
         return len(points)
 
     return one
-
-
-def refuses_to_load(out):
-    """What isn't whole yet."""
-    partial = out.with_name("out.partial")
-    for folder in (partial, partial / "checkpoint"):
-        if folder.exists() and (partial / "state.json").exists():
-            with pytest.raises(CheckpointError):
-                Checkpoint.open(folder)
 
 
 def test_no_method_and_no_format_is_left_out(every_case):

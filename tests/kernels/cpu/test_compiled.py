@@ -166,3 +166,15 @@ def test_plain_kernels_compile_for_other_processors():
     spec = Matmul(decoders.INT4, 64)
     assert "fmla" in compiled.assembly(spec.name, isa.PLAIN, spec.emit(isa.PLAIN), "apple-m1",
                                        triple="aarch64-unknown-linux-gnu")
+
+
+def test_code_under_another_keys_name_is_compiled_anew(cache, twice):
+    twice()
+    twice(other := isa.Isa("plain", 16))
+    first, second = sorted(cache.iterdir())
+    whole = first.read_bytes(), second.read_bytes()
+    first.rename(cache / "kept")
+    second.rename(first)
+    (cache / "kept").rename(second)
+    assert (twice()[1], twice(other)[1]) == (3, 4), "each has the digest of its code, under the wrong name"
+    assert (first.read_bytes(), second.read_bytes()) == whole

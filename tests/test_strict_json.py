@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import SourceError
-from quantkit.sources import strict_json
-from quantkit.sources.strict_json import parse_object, read_object
+from quantkit import strict_json
+from quantkit.errors import CheckpointError, SourceError
+from quantkit.strict_json import parse_object, read_object
 
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(st.none() | st.booleans() | numbers | st.text(),
@@ -50,3 +50,23 @@ def test_a_file_is_read_up_to_its_limit(tmp_path):
         read_object(tmp_path / "b.json", 8)
     with pytest.raises(SourceError, match="can't be read"):
         read_object(tmp_path, 8)
+
+
+@pytest.mark.parametrize("raw,why", [
+    (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"), (b'{"a": 1e999}', "not finite"),
+    (b'{"a": -1e400}', "not finite"), (b'{"a": "\\ud800"}', "surrogate"), (b'{"\\uDFFF": 1}', "surrogate"),
+])
+def test_what_python_reads_and_later_fails(raw, why):
+    json.loads(raw)
+    with pytest.raises(SourceError, match=why):
+        parse_object(raw, "the file")
+
+
+def test_whole_pairs_of_surrogates_are_text():
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', "x") == {"a": "\U0001f600"}
+
+
+def test_the_error_is_the_callers():
+    with pytest.raises(CheckpointError) as caught:
+        parse_object(b"[", "the file", error=CheckpointError, next="do this")
+    assert caught.value.next == "do this"

@@ -1,0 +1,110 @@
+"""JSON from strangers: size, number of values and depth are capped, and only an object is accepted.
+
+Every JSON file of a model's or checkpoint's folder is read here, and so are the headers of safetensors files.
+What Python's own reader would let through and what fails later is refused too: a key that stands twice, NaN
+and infinities, and text that no file can hold (lone surrogates).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.errors import QuantkitError, SourceError
+
+MAX_NODES = 4_000_000
+"""Values in one document. A header of 200,000 tensors has half of that."""
+MAX_CONFIG = 16 * 2**20
+"""Bytes of a ``config.json``; one that names the scheme of each of 100,000 layers has 10 MB."""
+MAX_DEPTH = 32
+"""Objects and lists inside each other; no file of a model has more than ten."""
+AGAIN = "download the file again"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceError,
+                 next: str = AGAIN) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        raw: UTF-8 text; the caller has capped its length.
+        where: what it is, for errors: ``the header of model.safetensors``.
+        error: what is raised.
+        next: what to do then.
+
+    Raises:
+        QuantkitError: of the class ``error``: it is no object, no JSON, nested too deep, has a key twice, a
+            number that is not finite, a lone surrogate, or more than :data:`MAX_NODES` values. Time and
+            memory are bounded by the length and that number.
+    """
+
+    def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            key = _first(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise error(f"{where} has the key {key[:80]!r} twice",
+                        why="readers disagree on which of the two counts",
+                        next="don't use this file: no honest tool writes it")
+        return found
+
+    # every value but the first follows one of these, so a bomb is seen before anything is built
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_NODES:
+        raise error(f"{where} holds too many values", why=f"{MAX_NODES:,} are allowed",
+                    next="don't use this file: no honest tool writes it")
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=no_twice, parse_constant=_no_constant,
+                          parse_float=_finite)
+        _check_depth(data)
+        if _SURROGATE.search(raw):
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{where} is not JSON", why=str(cause)[:200], next=next) from None
+    if not isinstance(data, dict):
+        raise error(f"{where} holds a {type(data).__name__}, not a JSON object", next=next)
+    return data
+
+
+def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceError,
+                next: str = AGAIN) -> dict[str, Any]:
+    """Read and parse a JSON file of at most ``limit`` bytes. Raises ``error``, as :func:`parse_object`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+    except (OSError, ValueError) as cause:
+        raise error(f"{path} can't be read", why=getattr(cause, "strerror", None) or str(cause),
+                    next=next) from cause
+    if len(raw) > limit:
+        raise error(f"{path} is larger than {limit:,} bytes", why="no such file needs to be", next=next)
+    return parse_object(raw, str(path), error=error, next=next)
+
+
+def _first(keys: Any) -> str:
+    return str(next(iter(keys)))
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return value
+
+
+def _check_depth(data: Any) -> None:
+    """Raise ValueError if more than :data:`MAX_DEPTH` objects and lists lie inside each other."""
+    if not isinstance(data, dict | list):
+        return
+    level = [data]
+    for _ in range(MAX_DEPTH + 1):
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)
+                 if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
