@@ -1,7 +1,8 @@
-"""The walks that weigh tokens: killed anywhere, they go on at the layer that they had reached, to the same bytes."""
+"""The walks that weigh tokens: killed anywhere, they go on at the layer that they had reached."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -31,7 +32,8 @@ def deep(tmp_path_factory):
 @pytest.fixture
 def recipe(text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "walks.yaml"
-    path.write_text(f"calibration: {{text: {text}, samples: 6, length: 16}}\nrules: {RULES}".replace("True", "true"))
+    calibration = {"text": str(text), "samples": 6, "length": 16}
+    path.write_text(json.dumps({"calibration": calibration, "rules": RULES}))
     return path
 
 
@@ -73,7 +75,7 @@ def test_killed_where_the_walks_write(run, made, tmp_path, at_step, in_child, ki
     chance = random.Random(7)
     points = walked(run.steps)
     assert len(points) > 100
-    for number in sorted(chance.sample(points, 12)) + [points[0], points[-1]]:
+    for number in [*sorted(chance.sample(points, 12)), points[0], points[-1]]:
         killed_there(run, number, tmp_path, at_step, in_child, kill, monkeypatch, made)
 
 
@@ -99,8 +101,7 @@ def killed_there(run, number, tmp_path, at_step, in_child, kill, monkeypatch, ma
 
 
 def test_killed_again_and_again_it_arrives(run, made, tmp_path, in_child):
-    """At random times, each less than a walk takes: every attempt that computes a layer keeps it, or is killed
-    in the next one."""
+    """Every attempt is killed in its second layer at the latest, and keeps the first."""
     assert run.reference
     before, kills = made(), 0
     chance, out = random.Random(3), tmp_path / "here" / "out"
@@ -135,7 +136,7 @@ def test_another_run_does_not_take_them_up(run, deep, recipe, tmp_path, at_step,
     assert in_child(lambda: run(out)) == -9
     monkeypatch.setattr(durable, "step", lambda what: None)
     other = tmp_path / "other.yaml"
-    other.write_text(recipe.read_text().replace("samples: 6", "samples: 6, seed: 1"))
+    other.write_text(recipe.read_text().replace('"samples": 6', '"samples": 6, "seed": 1'))
     with pytest.raises(CheckpointError, match="belongs to another run"):
         quantize(str(deep), str(other), out)
     run.again(out)
