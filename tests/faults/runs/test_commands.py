@@ -25,8 +25,8 @@ def no_waiting_for_the_disk() -> None:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """By name, the arguments without the folder that the command makes. ``eval`` is asked for no speed, so
-    that its report holds nothing but what must be equal byte for byte; see :func:`untimed` for ``eval-long``."""
+    """By name, the arguments without the folder that the command makes. ``eval`` is asked for no speed: its
+    report holds only what must be equal byte for byte. Of that of ``eval-long`` see :func:`untimed`."""
     folder = tmp_path_factory.mktemp("commands")
     model = tiny_model(folder / "model", head_dim=32, num_hidden_layers=4)
     checkpoint = quantize(str(model), "int4-rtn", folder / "int4").out
