@@ -31,10 +31,17 @@ they are freed. Of fewer it keeps a growing heap."""
 WRITTEN = 32
 """Calibration windows that a model writes at a time, where it writes them itself."""
 STATES_IN_MEMORY = 1 << 30
-"""Bytes of hidden states, of all layers together, above which they are on disk between two passes."""
+"""Bytes of hidden states above which those between two layers are on disk."""
 
 
-def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, states: int,
+def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
+    """The most that is on disk while tokens get an importance: what enters each layer and the head, float32
+    ``[tokens, hidden]``, and the gradients behind the layer that the backward walk has come to and before it;
+    a square for each token, and each Linear that is wanted or the head."""
+    return 4 * tokens * ((config.num_layers + 2) * config.hidden_size + linears + 1)
+
+
+def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, weighed: bool,
                config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
                changed: bool = False) -> int:
     """What :func:`~quantkit.plan.make_plan` predicts.
@@ -54,8 +61,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
       for a layer's Linear what a part of its rows takes (:mod:`~quantkit.methods.parts`);
     - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
-    - where tokens get an importance, all layers' inputs are held (up to ``STATES_IN_MEMORY``, the rest on
-      disk) beside a layer with all that its backward pass needs, or the head with some of its logits;
+    - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
+      some of its logits; all layers' inputs are on disk;
     - a model that writes its calibration text is whole in memory before all that.
 
     Where tensors are views of files, what the system keeps of these in its cache isn't counted.
@@ -64,7 +71,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         rows: the plan's.
         needs: names of the layers whose method needs statistics.
         calibration: if any does.
-        states: bytes of all layers' inputs, where tokens get an importance; else 0.
+        weighed: tokens get an importance.
         config: the model's.
         other: names of the other stored tensors.
         infos: of all tensors.
@@ -82,7 +89,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
             largest = max(largest, _outside(row, row.name in needs))
     for unit in units.values():
         whole = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
-        largest = max(largest, whole + _solving(unit, needs, bool(states)))
+        largest = max(largest, whole + _solving(unit, needs, weighed))
     if calibration is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
@@ -96,9 +103,9 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         if not needs.isdisjoint(row.name for row in unit):
             weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
             packed = sum(row.bytes_after for row in unit)
-            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs, bool(states))))
+            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs, weighed)))
     solving = max(between + largest, _writing(rows, calibration, config))
-    if not states:
+    if not weighed:
         return RUNTIME_BYTES + solving
     weighing = 4 * tokens * len(needs)
     weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
@@ -107,7 +114,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
     head = 4 * config.vocab_size * config.hidden_size
     backward = max(weights + 4 * activations * batch, table + head + 24 * logits)
-    return RUNTIME_BYTES + weighing + max(solving, min(states + between, STATES_IN_MEMORY) + backward)
+    return RUNTIME_BYTES + weighing + max(solving, backward)
 
 
 def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:

@@ -13,9 +13,15 @@ from typing import Any, cast
 from quantkit.errors import RecipeError
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.kvspec import parse_kv
-from quantkit.models.architecture import EMBEDDING, HEAD, all_slots, linear_slots, parse_config
+from quantkit.models.architecture import (
+    EMBEDDING,
+    HEAD,
+    all_slots,
+    linear_slots,
+    parse_config,
+)
 from quantkit.models.loadable import check_loadable
-from quantkit.peak import STATES_IN_MEMORY, peak_bytes
+from quantkit.peak import STATES_IN_MEMORY, peak_bytes, walks_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.rows import PlanRow, Refusal, Resolver, assign
@@ -38,7 +44,7 @@ class Plan:
         other_bytes: of all other stored tensors (an embedding that stays as it is, norms, biases).
         peak_bytes: predicted resident memory, see :func:`make_plan`.
         disk_bytes: predicted size of the checkpoint's tensors.
-        states_bytes: of what enters all layers, if the calibration goes backward through the model.
+        walks_bytes: on disk while tokens get an importance, if they do.
         between_bytes: of the hidden states between two layers, if anything is calibrated.
         other: names of the other stored tensors, in order.
     """
@@ -48,7 +54,7 @@ class Plan:
     other_bytes: int
     peak_bytes: int
     disk_bytes: int
-    states_bytes: int = 0
+    walks_bytes: int = 0
     between_bytes: int = 0
     other: tuple[str, ...] = field(default=(), repr=False)
 
@@ -67,11 +73,9 @@ class Plan:
 
     @property
     def needed_disk_bytes(self) -> int:
-        """Free space that a run needs: for all layers' hidden states, or for finished layers, the checkpoint
-        and the states between two layers."""
-        between = max(0, self.between_bytes - STATES_IN_MEMORY)
-        both = self.states_bytes + self.between_bytes if self.states_bytes else 0
-        return max(2 * self.disk_bytes + between, both - STATES_IN_MEMORY)
+        """Free space that a run needs: for the walks that weigh tokens, or for finished layers, the
+        checkpoint and the states between two layers."""
+        return max(2 * self.disk_bytes + max(0, self.between_bytes - STATES_IN_MEMORY), self.walks_bytes)
 
     @property
     def calibrated(self) -> bool:
@@ -147,14 +151,15 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
         recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
     disk = other_bytes + sum(row.bytes_after for row in rows)
     calibration = recipe.calibration if needs else None
-    states = between = 0
+    walks = between = 0
     forms = {name for name, wanted in needs.items() if "hessian" in wanted}
     if calibration is not None:
         between = calibration.samples * calibration.length * config.hidden_size * 4
-        states = config.num_layers * between if calibration.importance == "gradient" and forms else 0
+        if calibration.importance == "gradient" and forms:
+            walks = walks_bytes(config, calibration.samples * calibration.length, len(forms))
     changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
-    peak = peak_bytes(rows, forms, calibration, states, config, other, infos, changed)
-    return Plan(recipe, tuple(rows), other_bytes, peak, disk, states, between, other)
+    peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed)
+    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other)
 
 
 def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:

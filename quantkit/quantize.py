@@ -8,6 +8,7 @@ pushes the calibration text through them, and ends with the same bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -20,7 +21,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import balanced, token_gradients
+from quantkit.calibrate.importance import WALKS, balanced, token_gradients
 from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
@@ -28,6 +29,7 @@ from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
 from quantkit.checkpoint.shards import Unread
+from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.device import find_device
 from quantkit.errors import QuantkitError, Stopped
@@ -267,25 +269,23 @@ class _Run:
         assert spec is not None
         if not self.plan.weighed:
             return None
-        if writer.has(IMPORTANCE):
-            return writer.get(IMPORTANCE)[0]
-        wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
-        backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-        done, total = -1, (1 + backward) * self.config.num_layers
+        walks = WorkStore(writer, WALKS)
+        if not writer.has(IMPORTANCE):
+            wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
+            backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
+            total, count = (1 + backward) * self.config.num_layers, itertools.count()
 
-        def step() -> None:
-            nonlocal done
-            done += 1
-            self.progress(Event(done, total, "what each token matters"))
+            def step() -> None:
+                self.progress(Event(next(count), total, "what each token matters"))
 
-        step()
-        with self._tracing():
-            squares = gradients(
-                self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
-                lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, writer.states, step))
-        found = {name: balanced(one) for name, one in squares.items()}
-        writer.put(IMPORTANCE, found, [])
-        return found
+            step()
+            with self._tracing():
+                squares = gradients(
+                    self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
+                    lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, walks, step))
+            writer.put(IMPORTANCE, {name: balanced(one) for name, one in squares.items()}, [])
+        walks.clear()
+        return writer.get(IMPORTANCE)[0]
 
     def _layer(self, writer: CheckpointWriter, index: int, runner: LayerRunner | None,
                elsewhere: Iterator[list[Solved]] | None) -> tuple[dict[str, QuantizedTensor],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit import quantize as module
-from quantkit.calibrate import importance
+from quantkit.checkpoint import durable
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, Stopped
 from quantkit.plan import make_plan
@@ -81,31 +81,31 @@ def test_stopped_anywhere_and_run_again_it_ends_with_the_same_bytes(model, recip
     assert len(found) == (2 if 0 < at < 5 else 1)
 
 
-def test_hidden_states_are_no_part_of_what_is_kept(model, recipe, tmp_path, monkeypatch):
-    spill = importance.Spill
-    monkeypatch.setattr(importance, "Spill", lambda folder: spill(folder, 0))
+def test_what_the_walks_left_is_removed_once_they_are_done(model, recipe, tmp_path):
     seen = []
 
     def watch(event):
-        seen.append(sorted(path.name for path in (tmp_path / "out.partial").iterdir()))
+        names = sorted(path.stem for path in (tmp_path / "out.partial").glob("part-work-*.json"))
+        seen.append([name.removeprefix("part-work-").removeprefix("walks.") for name in names])
 
     quantize(model, recipe("gradient"), tmp_path / "out", progress=watch)
-    assert "states" in seen[1] and all("states" not in names for names in seen[5:])
-    assert "part-work-importance.safetensors" in seen[5]
-    assert not [path.name for path in (tmp_path / "out").iterdir() if "importance" in path.name]
+    hidden = ["hidden.0", "hidden.1", "hidden.2"]
+    assert seen[:5] == [[], hidden[:2], hidden, ["hidden.0", "slopes.1", "squares.1", "squares.2"],
+                        ["slopes.0", "squares.0", "squares.1", "squares.2"]]
+    assert seen[5:] == [["importance"]] * len(seen[5:])
+    assert not [path.name for path in (tmp_path / "out").iterdir() if "work" in path.name]
 
 
 def test_a_disk_that_is_full_says_so(model, recipe, tmp_path, monkeypatch):
-    def full(self, data):
-        raise OSError(28, "No space left on device")
+    def full(what):
+        if what == "write part-work-walks.hidden.1.safetensors":
+            raise OSError(28, "No space left on device")
 
-    spill = importance.Spill
     with monkeypatch.context() as patched:
-        patched.setattr(importance, "Spill", lambda folder: spill(folder, 0))
-        patched.setattr(Path, "write_bytes", full)
-        with pytest.raises(QuantkitError, match="hidden states can't be written") as caught:
+        patched.setattr(durable, "step", full)
+        with pytest.raises(QuantkitError, match=r"walks\.hidden\.1' can't be written") as caught:
             quantize(model, recipe("gradient"), tmp_path / "out")
-    assert "same command again" in caught.value.next and "fewer samples" in caught.value.next
+    assert "same command again" in caught.value.next
     assert "No space left" in caught.value.why and not (tmp_path / "out").exists()
     assert quantize(model, recipe("gradient"), tmp_path / "out").resumed == 0
 
@@ -116,7 +116,7 @@ def test_what_a_killed_run_left_counts_as_room_that_the_next_one_has(model, reci
         quantize(model, recipe("gradient"), tmp_path / "out", progress=stop_at(2))
     states = tmp_path / "out.partial" / "states"
     states.mkdir()
-    (states / "0.0").write_bytes(bytes(5_000_000))
+    (states / "0").write_bytes(bytes(5_000_000))
     needed = make_plan(load_recipe(recipe("gradient")), open_source(model)).needed_disk_bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=max(0, needed - 5_000_000)))

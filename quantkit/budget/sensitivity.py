@@ -23,19 +23,20 @@ import torch
 from quantkit import __version__
 from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
-from quantkit.calibrate.importance import NEVER, balanced, token_gradients
+from quantkit.calibrate.importance import NEVER, WALKS, balanced, token_gradients
 from quantkit.calibrate.kept import gradients
 from quantkit.calibrate.prepare import read, write
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import SourceRecord
+from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
 from quantkit.errors import CheckpointError, QuantkitError, Stopped
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.ops.rotation import rotate, rotate_form
-from quantkit.peak import STATES_IN_MEMORY
+from quantkit.peak import walks_bytes
 from quantkit.plan import Plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
@@ -76,7 +77,7 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
         Stopped: interrupted; what was measured is kept.
     """
     run = _Run(source, plan, candidates, rows, progress)
-    needed = max(0, 4 * run.config.num_layers * run.config.hidden_size * run.tokens - STATES_IN_MEMORY)
+    needed = walks_bytes(run.config, run.tokens, len(rows))
     try:
         with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as kept:
             return run(kept)
@@ -119,13 +120,15 @@ class _Run:
             kept.put(TEXT, {"tokens": write(self.plan, self.source, self.weights, self.progress)}, [])
         tokens = self.data.tokens if self.data else kept.get(TEXT)[0]["tokens"]
         label = "what each token matters"
+        walks = WorkStore(kept, WALKS)
         if not kept.has(GRADIENTS):
             self._step(label)
             wanted = list(self.rows)
             kept.put(GRADIENTS, gradients(
                 self.source, self.plan.recipe.transforms, tokens, self.seed, wanted, self.weights.device,
-                lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, kept.states,
+                lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, walks,
                                         lambda: self._step(label))), [])
+        walks.clear()
         squares = kept.get(GRADIENTS)[0]
         weighed = {name: balanced(one) for name, one in squares.items()}
         with Spill(kept.states) as states:

@@ -9,20 +9,20 @@ weighs that token in the layer's Hessian, as in GuidedQuant, https://arxiv.org/a
 At the logits themselves no answer need be drawn: with chances ``p`` the mean over all answers of the squared
 gradient is ``1 − Σ p²``. What the head computes for a token matters as far as the model isn't sure of itself.
 
-The model is read twice, a layer at a time: forward, keeping what enters each layer, then backward.
+The model is read twice, a layer at a time: forward, keeping what enters each layer, then backward. What a
+layer gives is on disk before the next one is read: a run that was killed goes on at the layer it had reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.calibrate.runner import embeddings
-from quantkit.calibrate.spill import Spill
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
@@ -38,9 +38,39 @@ NEVER = -1.0
 """Stands for the square of a gradient where a token didn't reach an expert."""
 
 
+WALKS = "walks"
+"""What a run calls the work of :func:`token_gradients`."""
+HIDDEN, SLOPES, SQUARES = "hidden.{}", "slopes.{}", "squares.{}"
+"""What enters a layer; the gradients there; those squared, at its Linears' outputs. The head counts as one
+behind the last layer. Squares are stored after slopes, and so they say that a layer is done."""
+
+
+class LayerStore(Protocol):
+    """Keeps what the walks find, layer by layer, for the next attempt: ``checkpoint.work.WorkStore``."""
+
+    def has(self, key: str) -> bool:
+        """Whether it was stored and is undamaged."""
+
+    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store tensors by name; durable when it returns."""
+
+    def get(self, key: str) -> dict[str, torch.Tensor]:
+        """What was put."""
+
+    def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+                    batches: Iterable[torch.Tensor]) -> None:
+        """Store tensors one after another, each made when it is written; durable when it returns."""
+
+    def batch(self, key: str, index: int) -> torch.Tensor:
+        """One of them, on the CPU."""
+
+    def drop(self, key: str) -> None:
+        """Forget it."""
+
+
 @torch.inference_mode(False)
 def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor, wanted: Collection[str],
-                    seed: int, folder: Path,
+                    seed: int, store: LayerStore,
                     step: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
     """How strongly the model's answers depend on every token's outputs, for every Linear that is wanted.
 
@@ -51,7 +81,8 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
         wanted: full names of Linears of the decoder layers, and of the head (that of the embedding, where the
             embedding is the head).
         seed: of the answers that are drawn.
-        folder: where hidden states go that memory has no room for; removed when done.
+        store: where finished layers are kept, and found if an earlier attempt with the same arguments was
+            stopped. The caller clears it once the result is kept elsewhere.
         step: called after each layer, twice: forward and backward.
 
     Returns:
@@ -62,35 +93,113 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     Raises:
         NonFiniteError: a hidden state or a gradient isn't finite; sample, layer and tensor are named.
         CalibrationError: all gradients are 0.
-        QuantkitError: hidden states can't be written to ``folder``.
+        CheckpointError: a layer can't be stored.
     """
-    samples, length = tokens.shape
-    batch = max(1, BACKWARD_TOKENS // length)
-    batches = -(-samples // batch)
-    positions = torch.arange(length, device=weights.device).expand(min(batch, samples), length)
+    walks = _Walks(config, weights, tokens, store)
+    layers = config.num_layers
     inside = [name for name in wanted if name not in (EMBEDDING, HEAD)]
-    with Spill(folder) as states:
-        with torch.no_grad():
-            for i, x in enumerate(embeddings(config, weights, tokens, batch)):
-                states.put(f"0.{i}", x)
-            for index in range(config.num_layers):
-                layer = DecoderLayer(config, index, weights)
-                for i in range(batches):
-                    x = (states.get if inside else states.take)(f"{index}.{i}").to(weights.device)
-                    states.put(f"{index + 1}.{i}", _forward(layer, index, x, positions, i * batch))
-                del layer, x  # before the next one is read
-                step()
-            squares = _head(config, weights, states, batches, seed)
-        found = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
-        for index in reversed(range(config.num_layers)) if inside else ():
-            layer = DecoderLayer(config, index, weights)
-            found |= _backward(layer, index, wanted, states, tokens.numel(), batches, positions)
-            del layer
+    reached = walks.reached(bool(inside))
+    for index in range(-1, layers):
+        if index + 1 < reached and not store.has(HIDDEN.format(index + 1)):
+            walks.forward(index)
+        if index >= 0:
             step()
+    if reached > layers:
+        walks.head(seed)
+    squares = store.get(SQUARES.format(layers))["head"]
+    found = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
+    for index in reversed(range(layers)) if inside else ():
+        if index < reached:
+            walks.backward(index, inside)
+        found |= store.get(SQUARES.format(index))
+        step()
     if inside and not any(bool((found[name] > 0).any()) for name in inside):
         raise CalibrationError("the model's answers depend on none of its layers",
                                why="every gradient is 0", next="calibration: {importance: equal}")
     return found
+
+
+class _Walks:
+    """One layer at a time, forward and backward; each method stores what the next one needs."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
+                 store: LayerStore) -> None:
+        self._config, self._weights, self._tokens, self._store = config, weights, tokens, store
+        samples, length = tokens.shape
+        self._batch = max(1, BACKWARD_TOKENS // length)
+        sizes = [min(self._batch, samples - first) for first in range(0, samples, self._batch)]
+        self._shapes = [(size, length, config.hidden_size) for size in sizes]
+        self._positions = torch.arange(length, device=weights.device).expand(sizes[0], length)
+
+    def reached(self, inside: bool) -> int:
+        """The layer down to which an earlier attempt has come backward; one more than the head's if it hasn't
+        come to the head, or if anything that it left is damaged.
+
+        Args:
+            inside: the walk goes on below the head.
+        """
+        behind = self._config.num_layers + 1
+        at = behind
+        while at and self._store.has(SQUARES.format(at - 1)):
+            at -= 1
+        return at if at in (0, behind) or not inside or self._store.has(SLOPES.format(at)) else behind
+
+    @torch.no_grad()
+    def forward(self, index: int) -> None:
+        """Through a layer; −1 is the embedding."""
+        if index < 0:
+            self._put(HIDDEN, 0, embeddings(self._config, self._weights, self._tokens, self._batch))
+            return
+        layer = DecoderLayer(self._config, index, self._weights)
+        self._put(HIDDEN, index + 1, (_forward(layer, index, x, self._positions, i * self._batch)
+                                      for i, x in enumerate(self._states(index))))
+
+    @torch.no_grad()
+    def head(self, seed: int) -> None:
+        """From what the last layer leaves to the gradients there of minus the log-likelihood of an answer
+        drawn for each token; and behind the head its square, float32 ``[tokens]``, a mean over logits and
+        over all answers."""
+        layers, squares = self._config.num_layers, list[torch.Tensor]()
+        self._put(SLOPES, layers, _head(self._config, self._weights, self._states(layers), squares, seed))
+        self._store.put(SQUARES.format(layers), {"head": torch.cat(squares)})
+        self._store.drop(HIDDEN.format(layers))
+
+    def backward(self, index: int, wanted: Collection[str]) -> None:
+        """Through a layer: each wanted Linear's squared gradients, float32 ``[tokens]``."""
+        layer = DecoderLayer(self._config, index, self._weights)
+        squares = {name: torch.full((self._tokens.numel(),), NEVER)
+                   for name in layer.linears() if name in wanted}
+        self._put(SLOPES, index, self._slopes(layer, index, squares))
+        for name, found in squares.items():
+            if not bool(torch.isfinite(found.sum())):
+                worst = int(torch.nan_to_num(found, nan=torch.inf).argmax())
+                raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=index,
+                                     sample=worst // self._tokens.shape[1],
+                                     why="calibration: {importance: equal} needs none")
+        self._store.put(SQUARES.format(index), squares)
+        self._store.drop(SLOPES.format(index + 1))
+        self._store.drop(HIDDEN.format(index))
+
+    def _slopes(self, layer: DecoderLayer, index: int,
+                squares: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        first = 0
+        for i, x in enumerate(self._states(index)):
+            for name, found in squares.items():
+                layer.linears()[name].on_output = _watch(found, first)
+            with torch.enable_grad():
+                x.requires_grad_(True)
+                y = layer(x, self._positions[:x.shape[0]], None)
+            slope = self._store.batch(SLOPES.format(index + 1), i).to(x.device)
+            first += x.shape[0] * x.shape[1]
+            yield torch.autograd.grad(y, x, slope)[0]
+
+    def _states(self, index: int) -> Iterator[torch.Tensor]:
+        """What enters a layer, a batch at a time."""
+        for i in range(len(self._shapes)):
+            yield self._store.batch(HIDDEN.format(index), i).to(self._weights.device)
+
+    def _put(self, kind: str, index: int, batches: Iterable[torch.Tensor]) -> None:
+        self._store.put_batches(kind.format(index), self._shapes, self._weights.dtype, batches)
 
 
 def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.Tensor,
@@ -104,17 +213,14 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
     return y
 
 
-def _head(config: ModelConfig, weights: Weights, states: Spill, batches: int, seed: int) -> torch.Tensor:
-    """In place of what the last layer leaves: there, the gradient of minus the log-likelihood of an answer
-    drawn for each token. Behind the head: its square, float32 ``[tokens]``, a mean over logits and over all
-    answers."""
+def _head(config: ModelConfig, weights: Weights, states: Iterable[torch.Tensor],
+          squares: list[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
+    """The gradient at each batch of states; what is behind the head is added to ``squares``."""
     norm = RMSNorm("model.norm", config.hidden_size, config, weights)
     head = weights.tensor(f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
     count, sample = -(-BACKWARD_LOGITS // head.shape[0]), 0
-    squares = []
-    for i in range(batches):
-        x = states.take(f"{config.num_layers}.{i}").to(head.device)
+    for x in states:
         slope = torch.empty_like(x)
         flat, out = x.flatten(0, 1), slope.flatten(0, 1)
         for start in range(0, flat.shape[0], count):
@@ -137,36 +243,8 @@ def _head(config: ModelConfig, weights: Weights, states: Spill, batches: int, se
                 spread *= slant.square()
             squares.append(spread.mean(-1).cpu())
             (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
-        states.put(f"{config.num_layers}.{i}", slope)
         sample += x.shape[0]
-    return torch.cat(squares)
-
-
-def _backward(layer: DecoderLayer, index: int, wanted: Collection[str], states: Spill, count: int,
-              batches: int, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each Linear's importance for ``count`` tokens; gradients are taken at the layer's end and left at its
-    beginning."""
-    squares: dict[str, torch.Tensor] = {}
-    first = 0
-    watched = {name: one for name, one in layer.linears().items() if name in wanted}
-    for name in watched:
-        squares[name] = torch.full((count,), NEVER)
-    for i in range(batches):
-        for name, linear in watched.items():
-            linear.on_output = _watch(squares[name], first)
-        with torch.enable_grad():
-            x = states.take(f"{index}.{i}").to(positions.device).requires_grad_(True)
-            y = layer(x, positions[:x.shape[0]], None)
-        slope = states.take(f"{index + 1}.{i}").to(positions.device)
-        states.put(f"{index}.{i}", torch.autograd.grad(y, x, slope)[0])
-        first += x.shape[0] * x.shape[1]
-    for name, found in squares.items():
-        if not bool(torch.isfinite(found.sum())):
-            worst = int(torch.nan_to_num(found, nan=torch.inf).argmax())
-            raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=index,
-                                 sample=worst // positions.shape[1],
-                                 why="calibration: {importance: equal} needs none")
-    return squares
+        yield slope
 
 
 def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:

@@ -6,7 +6,7 @@
     state.json                    which run this is; at last, the hash of the manifest that OUT gets
     part-UNIT.safetensors, .json  a finished unit: its tensors; then its rows and hash
     part-work-NAME…               the same for what only the run needs
-    states/                       hidden states, while they are needed
+    states/                       hidden states between two layers, which are made anew by the next attempt
     checkpoint/                   being assembled from the parts, verified, renamed to OUT
 
 Every file is written to a temporary name, fsynced and renamed. A unit exists once its ``.json``
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from quantkit.checkpoint import durable
@@ -124,6 +125,15 @@ class CheckpointWriter:
         with disk_errors(f"{part} can't be read", "the other units are kept"):
             return load_file(part), [row.to_dict() for row in _rows(_record(record))]
 
+    def tensor(self, unit: str, name: str) -> torch.Tensor:
+        """One tensor of a unit, without reading the others. Raises CheckpointError if it isn't on disk."""
+        if not self.has(unit):
+            raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
+        part, _ = self._paths(unit)
+        with disk_errors(f"{part} can't be read", "the other units are kept"), safe_open(part, "pt") as file:
+            found: torch.Tensor = file.get_tensor(name)
+            return found
+
     def put(self, unit: str, tensors: Mapping[str, torch.Tensor | Unread],
             rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a unit; durable when it returns.
@@ -155,6 +165,12 @@ class CheckpointWriter:
             for path in (record, part):
                 durable.step(f"remove {path.name}")
                 path.unlink(missing_ok=True)
+
+    def drop_all(self, prefix: str) -> None:
+        """Remove all units whose names begin so, and what is left of them where a drop was interrupted."""
+        for unit in sorted({path.stem.removeprefix("part-") for end in ("json", "safetensors")
+                            for path in self.partial.glob(f"part-{prefix}*.{end}")}, key=natural):
+            self.drop(unit)
 
     # -- the end
 

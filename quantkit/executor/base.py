@@ -61,6 +61,6 @@ def check_executor(name: str, device: torch.device) -> None:
         if device.type != "cpu":
             raise UsageError(f"--executor ray doesn't go with --device {device.type}",
                              why="workers of a cluster compute on their CPUs", next="--executor local")
-        from quantkit.executor.ray import import_ray
+        from quantkit.executor.ray import import_ray, named_address
 
-        import_ray()
+        import_ray(named_address())

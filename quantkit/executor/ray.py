@@ -21,7 +21,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.base import Item
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOCAL = "127.0.0.1", "local"
 ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that keeps it to this machine, on every system; read when Ray is imported."""
 CARRIED = ("QUANTKIT_PLUGINS", "GOMP_SPINCOUNT")
@@ -42,10 +42,8 @@ class RayExecutor:
     remote = True
 
     def __init__(self, address: str | None = None, workers: int | None = None) -> None:
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
-        if address == "local":
-            os.environ.setdefault(ALONE, "0")
-        self._ray = import_ray()
+        address = address or named_address()
+        self._ray = import_ray(address)
         self._threads = torch.get_num_threads()
         self._started = not self._ray.is_initialized()
         if self._started:
@@ -90,17 +88,17 @@ class RayExecutor:
     def _connect(self, address: str, workers: int | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
-        if address == "local":
+        if address == LOCAL:
             options |= {"include_dashboard": False, "num_cpus": workers and workers * self._threads}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._ray.init(**options)
         except Exception as error:  # of many kinds, by what is wrong with the cluster
-            where = "started" if address == "local" else f"reached at {address}"
+            where = "started" if address == LOCAL else f"reached at {address}"
             raise QuantkitError(f"a Ray cluster can't be {where}", why=str(error).strip()[:300] or None,
                                 next="quantkit quantize … --executor local") from error
-        if address == "local" and self._ray.util.get_node_ip_address() != LOOPBACK:
+        if address == LOCAL and self._ray.util.get_node_ip_address() != LOOPBACK:
             self._ray.shutdown()
             raise QuantkitError("Ray would listen on the network",
                                 why="it was imported before it could be told to stay on this machine",
@@ -122,8 +120,20 @@ class RayExecutor:
                                      "with more OMP_NUM_THREADS, which makes fewer workers") from error
 
 
-def import_ray() -> Any:
-    """The package. Raises QuantkitError if it isn't installed."""
+def named_address() -> str:
+    """Of the cluster that ``RAY_ADDRESS`` names; ``local`` for one that is started here."""
+    return os.environ.get("RAY_ADDRESS") or LOCAL
+
+
+def import_ray(address: str) -> Any:
+    """The package, told to stay on this machine if that is where the cluster at ``address`` is started. The
+    first import decides, so that whoever needs Ray imports it here.
+
+    Raises:
+        QuantkitError: it isn't installed.
+    """
+    if address == LOCAL:
+        os.environ.setdefault(ALONE, "0")
     try:
         import ray
         import ray.exceptions

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.budget import sensitivity as module
 from quantkit.budget.sensitivity import sensitivities
+from quantkit.calibrate import importance
 from quantkit.calibrate.prepare import read
 from quantkit.errors import CalibrationError, CheckpointError, Stopped
 from quantkit.models.architecture import parse_config
@@ -189,6 +190,25 @@ def test_stopped_anywhere_and_run_again_it_finds_the_same(measured, folder, kept
             measured(progress=stop_at(at))
         assert "same command again" in caught.value.next
         assert measured() == whole
+
+
+@pytest.mark.parametrize("at, left", [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)])
+def test_walks_that_were_stopped_go_on_at_the_layer_they_had_reached(measured, kept, monkeypatch, stop_at, at,
+                                                                     left):
+    walked = []
+
+    class Counted(importance.DecoderLayer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            walked.append(self)
+
+    monkeypatch.setattr(importance, "DecoderLayer", Counted)
+    with pytest.raises(Stopped):
+        measured(progress=stop_at(at))
+    walked.clear()
+    assert measured() and len(walked) == left
+    (only,) = kept.iterdir()
+    assert not list(only.glob("*walks*"))
 
 
 def test_what_is_kept_is_not_measured_again(measured, folder, kept, monkeypatch):

@@ -8,10 +8,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate import runner as module
-from quantkit.calibrate.importance import balanced, token_gradients
+from quantkit.calibrate.importance import WALKS, balanced, token_gradients
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.checkpoint.manifest import reached_experts
 from quantkit.checkpoint.reader import read_manifest
+from quantkit.checkpoint.work import WorkStore
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.cli.main import main
 from quantkit.errors import CalibrationError
 from quantkit.methods.gptq import METHOD
@@ -73,8 +75,9 @@ def test_each_counts_its_own_tokens(batches):
 def test_each_token_counts_what_it_matters_to_that_expert(batches, tmp_path):
     config, weights = model()
     seen = seen_by_experts(config, weights)
-    importance = {name: balanced(squares) for name, squares in token_gradients(
-        config, weights, TOKENS, list(seen), 0, tmp_path / "states").items()}
+    with CheckpointWriter(tmp_path / "x", {}) as writer:
+        found = token_gradients(config, weights, TOKENS, list(seen), 0, WorkStore(writer, WALKS))
+    importance = {name: balanced(squares) for name, squares in found.items()}
     stats = second_layer(LayerRunner(config, weights, TOKENS, importance | {
         name: torch.ones(60) for name in stats_of_the_rest(config)}))
     for name, (x, rows) in seen.items():

@@ -73,8 +73,6 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path):
     ("a.jsonl", b"", "is empty"), ("a.jsonl", b'{"text": ""}\n', "is empty"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "line 1 is not UTF-8"), ("a.parquet", b"PAR1", "as parquet")])
 def test_unusable_files(tmp_path, name, content, said):
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
     with pytest.raises(CalibrationError, match=said) as caught:
         read_file(written(tmp_path / name, content), PLENTY)
     assert name in caught.value.what and caught.value.next

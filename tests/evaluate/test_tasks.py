@@ -86,7 +86,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def their_datasets(tmp_path_factory):
     """lm-eval's own loader; what it caches goes to a temporary folder."""
-    pytest.importorskip("lm_eval")
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
@@ -137,7 +136,6 @@ def test_the_prompts_of_gsm8k(data, their_datasets, monkeypatch):
 
 
 def test_mmlu_shows_examples_of_the_same_subject(data, loaded):
-    pytest.importorskip("lm_eval")
     (ready,) = prepare_tasks(["mmlu"], data=data)
     assert ready.items == 5 and len(ready.parts) == 2
     prompt = ready.parts[1].instances[0].args[0]
@@ -152,7 +150,6 @@ def test_mmlu_shows_examples_of_the_same_subject(data, loaded):
 
 
 def test_choices_are_those_that_the_score_counts(data, loaded):
-    pytest.importorskip("lm_eval")
     scores = {one.metric: one for one in run_tasks(loaded, ["arc_easy"], data=data)}
     assert set(scores) == {"acc", "acc_norm"}
     for one in scores.values():
@@ -164,7 +161,6 @@ def test_choices_are_those_that_the_score_counts(data, loaded):
 
 
 def test_limit_and_reuse_for_several_settings(data, loaded):
-    pytest.importorskip("lm_eval")
     ready = prepare_tasks(["arc_easy", "lambada_openai"], data=data, limit=4)
     plain = run_tasks(loaded, ready)
     assert [one.items for one in plain] == [4] * 4
@@ -177,14 +173,12 @@ def test_limit_and_reuse_for_several_settings(data, loaded):
 
 
 def test_progress_names_the_task(data, loaded):
-    pytest.importorskip("lm_eval")
     told = []
     run_tasks(loaded, ["copa"], data=data, kv=parse_kv("int8"), progress=told.append)
     assert told[-1].done == told[-1].total == 8 and told[-1].label == "copa, bf16 kv int8"
 
 
 def test_bars_and_advice_stay_away_from_people(data, loaded, capfd):
-    pytest.importorskip("lm_eval")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run_tasks(loaded, [str(data / "writes.yaml"), "arc_easy"], data=data, limit=1)
@@ -212,7 +206,6 @@ def test_without_lm_eval_it_says_what_to_install(data, monkeypatch):
 
 
 def test_no_network_and_nothing_written(data, tiny, tmp_path):
-    pytest.importorskip("lm_eval")
     code = f"""
 import socket
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -20,7 +19,6 @@ from quantkit.quantize import quantize
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 
-NO_RAY = 'Ray is not installed: pip install "quantkit[ray]"'
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""
 SMALL = CalibrationSpec(samples=4, length=32)
@@ -51,8 +49,6 @@ def mixed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two():
     """A cluster of two workers on this machine."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip(NO_RAY)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     os.environ[MARK] = str(os.getpid())
@@ -270,8 +266,6 @@ def test_a_layer_that_cannot_be_solved_is_named(two, tmp_path):
 
 
 def test_a_cluster_that_is_not_there_is_named(monkeypatch):
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip(NO_RAY)
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

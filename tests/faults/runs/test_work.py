@@ -1,14 +1,10 @@
-"""What only the run needs is durable too: text that the model wrote, what each token matters, its states."""
+"""What only the run needs is durable too: text that the model wrote, what each token matters."""
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 
 from quantkit import quantize as module
-from quantkit.calibrate import importance
-from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint import durable
 
 RECIPE = {
@@ -18,22 +14,8 @@ RECIPE = {
                "spec": {"bits": 4, "granularity": {"strategy": "group", "size": 32}}}]}
 
 
-class Watched(Spill):
-    """With no room in memory; everything that it does to the disk is a write point."""
-
-    def put(self, key, tensor):
-        durable.step(f"spill {key}")
-        super().put(key, tensor)
-
-    def take(self, key):
-        durable.step(f"take {key}")
-        return super().take(key)
-
-
 @pytest.fixture
-def run(run_from, monkeypatch):
-    monkeypatch.setattr(importance, "Spill", functools.partial(Watched, limit=0))
-    monkeypatch.setattr(importance, "BACKWARD_TOKENS", 32)  # several passes, so several files a layer
+def run(run_from):
     return run_from("own text", RECIPE)
 
 
@@ -42,18 +24,6 @@ def killed(run, number, out, at_step, in_child, kill, monkeypatch):
     at_step(number, kill)
     assert in_child(lambda: run(out)) == -9
     monkeypatch.setattr(durable, "step", lambda what: None)
-
-
-def test_killed_while_states_are_on_disk(run, tmp_path, at_step, in_child, kill, monkeypatch):
-    assert run.reference
-    spilled = [n for n, what in enumerate(run.steps) if what.startswith(("spill", "take"))]
-    # three parts: the embedding's, each layer's, then slopes at the head and, from there, at each layer
-    assert len(spilled) == 3 * (1 + 2 + 2 + 2 * 3)
-    for number in spilled[1::4]:
-        out = tmp_path / str(number) / "out"
-        killed(run, number, out, at_step, in_child, kill, monkeypatch)
-        assert list((tmp_path / str(number) / "out.partial" / "states").iterdir())
-        run.again(out)
 
 
 @pytest.mark.parametrize("what, kept", [
