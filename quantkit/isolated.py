@@ -50,7 +50,8 @@ class RaisedError(Exception):
     """The function raised an exception; the message is its type and text."""
 
 
-def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: int) -> Any:
+def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: int,
+         keep: bool = True) -> Any:
     """Call a function in another process. Any thread may.
 
     Args:
@@ -59,6 +60,7 @@ def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: in
         arguments: by name.
         seconds: of wall-clock time, from when the process has the arguments.
         memory: bytes of address space, where the system has such a limit.
+        keep: whether the process stays for the next call.
 
     Returns:
         What it returned.
@@ -76,8 +78,11 @@ def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: in
         except BaseException:  # an interruption too: an answer that is still to come belongs to nobody
             process.end()
             raise
-        with _lock:
-            _idle.setdefault(key, []).append(process)
+        if keep:
+            with _lock:
+                _idle.setdefault(key, []).append(process)
+        else:
+            process.end()
     if "raised" in answer:
         raise RaisedError(answer["raised"])
     return answer["value"]

@@ -18,6 +18,7 @@ from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.safetensors_file import ShardedTensors
+from quantkit.sources.strict_json import holds_half_character
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -221,7 +222,10 @@ def read_json(path: Path) -> dict[str, Any]:
             raw = handle.read(MAX_JSON + 1)
         if len(raw) > MAX_JSON:
             raise ValueError(f"larger than {MAX_JSON // 2**20} MiB")
-        data = json.loads(raw)
+        text = raw.decode("utf-8-sig")
+        data = json.loads(text)
+        if holds_half_character(text, data):
+            raise ValueError("it holds half of a surrogate pair")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read", why=str(error), next=AGAIN) from error
     if not isinstance(data, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,24 @@ from quantkit.errors import SourceError
 
 MAX_NODES = 4_000_000
 """Values in one document. A header of 200,000 tensors has half of that."""
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def holds_half_character(text: str, data: Any) -> bool:
+    """Whether a document holds half of a surrogate pair, which JSON can write and UTF-8 can't.
+
+    Args:
+        text: its text.
+        data: what it was parsed to.
+    """
+    if not _HALF.search(text):
+        return False
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
@@ -20,8 +39,9 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         where: what it is, for errors: ``the header of model.safetensors``.
 
     Raises:
-        SourceError: not an object, not JSON, nested too deep, a key twice, NaN or an infinity, or more
-            than :data:`MAX_NODES` values. Time and memory are bounded by the length and that number.
+        SourceError: not an object, not JSON, nested too deep, a key twice, NaN or an infinity, half of a
+            surrogate pair, or more than :data:`MAX_NODES` values. Time and memory
+            are bounded by the length and that number.
     """
 
     def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -42,7 +62,10 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise SourceError(f"{where} holds too many values", why=f"{MAX_NODES:,} are allowed",
                           next="don't use this file: no honest tool writes it")
     try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=no_twice, parse_constant=no_constant)
+        text = raw.decode("utf-8")
+        data = json.loads(text, object_pairs_hook=no_twice, parse_constant=no_constant)
+        if holds_half_character(text, data):
+            raise ValueError("it holds half of a surrogate pair")
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where} is not JSON", why=str(error)[:200],
                           next="download the file again") from None

@@ -58,7 +58,7 @@ class ChatTemplate:
         found = settings.get("chat_template")
         if isinstance(found, list):
             named = {t["name"]: t["template"] for t in found
-                     if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+                     if isinstance(t, dict) and isinstance(t.get("name"), str) and "template" in t}
             found = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
             if found is None:
                 raise TemplateError("the model has no default chat template",
