@@ -202,11 +202,14 @@ def _check_values(value: Any) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise _Refused(f"the key {key!r} must be text")
+            _check_values(key)
             _check_values(item)
     elif isinstance(value, list):
         for item in value:
             _check_values(item)
     elif isinstance(value, float) and not math.isfinite(value):
         raise _Refused(f"the number {value} is not finite")
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise _Refused(f"{value[:80]!r} holds half of a surrogate pair")
     elif value is not None and not isinstance(value, str | int | float | bool):
         raise _Refused(f"{value!r} is a {type(value).__name__}; quote it to mean text")

@@ -22,7 +22,7 @@ MAX_CONFIG = 16 * 2**20
 MAX_DEPTH = 32
 """Objects and lists inside each other; no file of a model has more than ten."""
 AGAIN = "download the file again"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceError,
@@ -56,11 +56,11 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
         raise error(f"{where} holds too many values", why=f"{MAX_NODES:,} are allowed",
                     next="don't use this file: no honest tool writes it")
     try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=no_twice, parse_constant=_no_constant,
-                          parse_float=_finite)
+        text = raw.decode("utf-8-sig")  # editors on Windows write a mark at the beginning
+        data = json.loads(text, object_pairs_hook=no_twice, parse_constant=_no_constant, parse_float=_finite)
         _check_depth(data)
-        if _SURROGATE.search(raw):
-            json.dumps(data, ensure_ascii=False).encode()
+        if holds_lone_surrogate(text, data):
+            raise ValueError("it holds half of a surrogate pair")
     except (ValueError, RecursionError) as cause:
         raise error(f"{where} is not JSON", why=str(cause)[:200], next=next) from None
     if not isinstance(data, dict):
@@ -80,6 +80,22 @@ def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceEr
     if len(raw) > limit:
         raise error(f"{path} is larger than {limit:,} bytes", why="no such file needs to be", next=next)
     return parse_object(raw, str(path), error=error, next=next)
+
+
+def holds_lone_surrogate(text: str, data: Any) -> bool:
+    """Whether a document holds half of a surrogate pair, which JSON can write and UTF-8 can't.
+
+    Args:
+        text: its text.
+        data: what it was parsed to.
+    """
+    if not _SURROGATE.search(text):
+        return False
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _first(keys: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,11 +168,10 @@ def _builtin(characters: int) -> str:
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
     """Tokens of each document; a conversation in which someone writes a special token is left out."""
     found = []
-    special = re.compile("|".join(map(re.escape, sorted(tokenizer.specials))) or r"\b\B")  # or nothing
     for number, one in enumerate(documents, 1):
         if isinstance(one.content, str):
             text = one.content
-        elif any(special.search(said) for turn in one.content for said in turn.values()):
+        elif any(tokenizer.controls.typed_in(said) for turn in one.content for said in turn.values()):
             continue
         else:
             text = _rendered(one, tokenizer)
@@ -182,7 +180,7 @@ def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -
         found.append(Encoded(one.where, tokenizer.encode(text, special=False)))
     if not found:
         raise CalibrationError("every conversation is left out: a special token is written in it",
-                               why=f"the model's: {', '.join(sorted(tokenizer.specials)[:8])}",
+                               why=f"the model's: {', '.join(sorted(tokenizer.controls.ids)[:8])}",
                                next="give text as it is before a chat template, or under the key 'text'")
     return found
 

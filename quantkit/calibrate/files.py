@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.calibrate.parquet import read_rows
 from quantkit.calibrate.rows import KEYS, Document, document, parse_row
 from quantkit.errors import CalibrationError
 
@@ -19,7 +19,6 @@ PROSE = (".txt", ".md")
 """What is taken of a folder."""
 SHARE = 1 << 18
 """Bytes of a file that are worth opening it for: more than titles and headers."""
-GET_PYARROW = "pip install pyarrow, or name a .jsonl file"
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,6 @@ def read_file(file: DataFile, limit: int) -> list[Document]:
     return found
 
 
-def has_pyarrow() -> bool:
-    """Whether parquet can be read."""
-    return importlib.util.find_spec("pyarrow") is not None
-
-
 def unreadable(name: str, error: Exception) -> CalibrationError:
     """Why ``name`` can't be read, in words."""
     return CalibrationError(f"the calibration data {name} can't be read",
@@ -177,25 +171,6 @@ def _lines(file: DataFile, limit: int) -> Iterator[Document]:
 
 
 def _parquet(file: DataFile, limit: int) -> Iterator[Document]:
-    if not has_pyarrow():
-        raise CalibrationError(f"{file.name} is a parquet file, which needs pyarrow", next=GET_PYARROW)
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file.path) as opened:
-            number, names = 0, opened.schema_arrow.names
-            known = [name for name in names if name in KEYS]  # images and the like stay where they are
-            for batch in opened.iter_batches(batch_size=64, columns=known or names):
-                for row in batch.to_pylist():
-                    number += 1
-                    found = document({key: value for key, value in row.items() if value is not None},
-                                     f"{file.name} row {number}")
-                    if found is not None:
-                        yield found
-                limit -= batch.nbytes
-                if limit <= 0:
-                    return
-    except (pyarrow.ArrowException, OSError) as error:
-        raise CalibrationError(f"{file.name} can't be read as parquet", why=str(error).splitlines()[0][:200],
-                               next="get the file again") from None
+    for number, row in enumerate(read_rows(file.path, file.name, sorted(KEYS), limit), 1):
+        if (found := document(row, f"{file.name} row {number}")) is not None:
+            yield found

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from quantkit.calibrate.files import GET_PYARROW, PARQUET, ROWS, DataFile, has_pyarrow
+from quantkit.calibrate.files import PARQUET, ROWS, DataFile
+from quantkit.calibrate.parquet import GET_PYARROW, has_pyarrow
 from quantkit.errors import CalibrationError, did_you_mean
 from quantkit.progress import Event, Listener, silent
 

@@ -27,6 +27,9 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="Ask the prompt as a user, by the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--parse-special-tokens", "parse_special", is_flag=True,
+              help="With --chat: control tokens written out in the messages (<|im_end|>) become control "
+                   "tokens. By default they are plain text.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
               help="At most so many new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
@@ -46,7 +49,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
-def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None,
+def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
             kv: str | None, revision: str | None, dtype: str, device: str, quiet: bool, as_json: bool,
             **options: Any) -> None:
     """Generate text from a model or a checkpoint.
@@ -58,6 +61,9 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     if system is not None and not chat:
         raise UsageError("--system is given without --chat", why="only a chat template has a place for it",
                          next="add --chat")
+    if parse_special and not chat:
+        raise UsageError("--parse-special-tokens is given without --chat", next="leave it out, or add --chat",
+                         why="in a prompt that is continued as it stands, control tokens always are")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
     from quantkit.kvspec import parse_kv
@@ -66,7 +72,7 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
 
     setting = None if kv is None else parse_kv(kv)
     loaded = load(model, revision=revision, dtype=dtype, device=device)
-    ids = _ids(loaded, text, system) if chat else loaded.tokenizer.encode(text)
+    ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()
     try:
@@ -117,9 +123,9 @@ def _prompt(prompt: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _ids(loaded: LoadedModel, text: str, system: str | None) -> list[int]:
+def _ids(loaded: LoadedModel, text: str, system: str | None, parse_special: bool) -> list[int]:
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}])
+    return loaded.tokenizer.chat([*messages, {"role": "user", "content": text}], parse_special=parse_special)
 
 
 class _Output:

@@ -45,6 +45,9 @@ MAX_NAME = 200
               help="Requests that may wait; more are told to try again.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="SECONDS", help="For running answers to finish in when it is asked to end.")
+@click.option("--parse-special-tokens", "parse_special", is_flag=True,
+              help="Control tokens written out in chat messages (<|im_end|>) become control tokens: "
+                   "whoever writes a message can then open a role. By default they are plain text.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               show_default=True, help="Of activations and plain weights; auto is the model's own.")
@@ -53,7 +56,8 @@ MAX_NAME = 200
               help="When it listens, print one JSON object: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
-            drain_timeout: float, revision: str | None, dtype: str, device: str, as_json: bool) -> None:
+            drain_timeout: float, parse_special: bool, revision: str | None, dtype: str, device: str,
+            as_json: bool) -> None:
     """Serve a model on this machine by OpenAI's API, with a page to chat with it.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -80,7 +84,7 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         note(_about(loaded, engine))
         loopback = is_loopback(bound)
         application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
-                                 key=key, on_error=_failed)
+                                 key=key, parse_special=parse_special, on_error=_failed)
         address = url(bound)
 
         def ready() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from quantkit.errors import UsageError
 from quantkit.evaluate.task_file import TaskFile
 from quantkit.evaluate.task_template import TaskTemplate
+from quantkit.strict_json import holds_lone_surrogate
 
 VARIABLE = "QUANTKIT_TASK_DATA"
 MAX_BYTES = 256 * 2**20
@@ -106,7 +107,10 @@ def _lines(raw: bytes, path: Path, looks: str) -> Iterator[tuple[str, Row]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            text = line.decode("utf-8")
+            row = json.loads(text)
+            if holds_lone_surrogate(text, row):
+                raise ValueError("it holds half of a surrogate pair")
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} line {number} is not JSON", why=str(error)[:200], next=looks) from None
         if not isinstance(row, dict):
@@ -118,7 +122,8 @@ def _grouped(rows: Sequence[tuple[str, Row]], field: str | None) -> dict[str, li
     groups: dict[str, list[tuple[str, Row]]] = {}
     for at, row in rows:
         if field is not None and field not in row:
-            raise UsageError(f"{at} has no {field!r}", why="the task groups its rows by it")
+            raise UsageError(f"{at} has no {field!r}", why="the task groups its rows by it",
+                             next="add it to the row, or take group_by out of the task file")
         groups.setdefault("" if field is None else str(row[field]), []).append((at, row))
     return groups
 

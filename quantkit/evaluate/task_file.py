@@ -25,6 +25,9 @@ FOLDER = "tasks"
 """Where tasks lie in a folder of evaluation suites."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
+MAX_EXPRESSION = 1000
+"""Characters."""
+
 OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
 METRICS: dict[str, tuple[str, ...]] = {
     "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
@@ -32,6 +35,17 @@ METRICS: dict[str, tuple[str, ...]] = {
     "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     "generate_until": ("exact_match",)}
 """What each kind of task can be scored by."""
+
+
+def _expression(text: str) -> str:
+    """A regular expression; how long it may search is limited where it does."""
+    if len(text) > MAX_EXPRESSION:
+        raise ValueError(f"a regular expression is longer than {MAX_EXPRESSION} characters")
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
 
 
 class MetricEntry(Frozen):
@@ -45,6 +59,11 @@ class MetricEntry(Frozen):
     ignore_numbers: bool = False
     regexes_to_ignore: tuple[str, ...] | None = Field(default=None, strict=False)
 
+    @field_validator("regexes_to_ignore")
+    @classmethod
+    def _compile(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return value if value is None else tuple(map(_expression, value))
+
 
 class FilterStep(Frozen):
     """One step from what a model wrote to what is compared."""
@@ -57,11 +76,7 @@ class FilterStep(Frozen):
     @field_validator("regex_pattern")
     @classmethod
     def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return value
+        return value if value is None else _expression(value)
 
     @model_validator(mode="after")
     def _belongs(self) -> FilterStep:

@@ -19,7 +19,8 @@ import numpy as np
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.lm_eval_model import INSTALL, lm_eval_model
 from quantkit.evaluate.task_data import Prompts, Row, load_prompts
-from quantkit.evaluate.task_file import TaskFile, TaskInfo, find_task, list_tasks
+from quantkit.evaluate.task_file import FilterStep, TaskFile, TaskInfo, find_task, list_tasks
+from quantkit.evaluate.task_regex import regex_filter, remove_all
 from quantkit.evaluate.task_score import TaskScore, score
 from quantkit.progress import Listener, silent
 from quantkit.runtime.loader import LoadedModel
@@ -111,7 +112,8 @@ def _make(task: TaskFile, prompts: Prompts) -> Any:
         "test_split": _EVAL, "doc_to_text": "text", "doc_to_target": "target",
         "description": "{{description}}", "num_fewshot": task.num_fewshot,
         "target_delimiter": task.target_delimiter, "fewshot_delimiter": task.fewshot_delimiter,
-        "metric_list": [one.model_dump(exclude_unset=True) for one in task.metric_list]}
+        "metric_list": [one.model_dump(exclude_unset=True, exclude={"regexes_to_ignore"})
+                        for one in task.metric_list]}
     if task.doc_to_choice is not None:
         config["doc_to_choice"] = "choices"
     if task.num_fewshot:
@@ -119,11 +121,17 @@ def _make(task: TaskFile, prompts: Prompts) -> Any:
     if task.generation_kwargs is not None:
         config["generation_kwargs"] = dict(task.generation_kwargs)
     if task.filter_list is not None:
-        config["filter_list"] = [one.model_dump(exclude_none=True) for one in task.filter_list]
+        config["filter_list"] = [{"name": one.name, "filter": [_step(step) for step in one.filter]}
+                                 for one in task.filter_list]
     made = ConfigurableTask(config=config)
     made.set_fewshot_seed(SEED)
     made.build_all_requests()
     return made
+
+
+def _step(step: FilterStep) -> dict[str, Any]:
+    options = step.model_dump(exclude_none=True)
+    return options | {"function": regex_filter()} if step.function == "regex" else options
 
 
 class _Rows(list[Row]):
@@ -156,7 +164,7 @@ def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
             part.apply_filters()
         for row, own in _by_row(part):
             for name in own[0].filtered_resps:
-                results = [one.filtered_resps[name] for one in own]
+                row, results = _ignoring(task.file, row, [one.filtered_resps[name] for one in own])
                 for metric, value in part.process_results(row, results).items():
                     values.setdefault((metric, name), []).append(value)
                     if task.file.output_type == "multiple_choice":
@@ -166,6 +174,15 @@ def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
                       score(metric, found), task.items,
                       tuple(choices[metric, name]) if (metric, name) in choices else None)
             for (metric, name), found in values.items()]
+
+
+def _ignoring(task: TaskFile, row: Row, results: list[Any]) -> tuple[Row, list[Any]]:
+    """A row and its answers without what ``regexes_to_ignore`` match; lm-eval's own search has no bound."""
+    ignored = [one for entry in task.metric_list for one in entry.regexes_to_ignore or ()]
+    if not ignored:
+        return row, results
+    return row | {"target": remove_all(ignored, str(row["target"]))}, [
+        remove_all(ignored, one) if isinstance(one, str) else one for one in results]
 
 
 def _by_row(part: Any) -> Iterator[tuple[Row, list[Any]]]:

@@ -67,7 +67,7 @@ class Application:
 
 def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool = True,
                hosts: Collection[str] = (), key: str | None = None,
-               on_error: OnError | None = None) -> Application:
+               parse_special: bool = False, on_error: OnError | None = None) -> Application:
     """The application over a started engine.
 
     Args:
@@ -75,12 +75,13 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
         loaded: the model it runs.
         name: what requests call it.
         loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.Guard`.
+        parse_special: control tokens written out in chat messages become control tokens.
         on_error: told about errors that are nobody's request's fault.
     """
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
     install(api)
-    model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer))
+    model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer), parse_special)
     guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     application = Application(api, guard, engine)
     _add_completions(api, model, on_error)

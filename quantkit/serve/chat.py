@@ -23,7 +23,8 @@ class ChatReply(Reply):
             raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
                            param="messages", code="no_chat_template")
         check_size(body.n, model.engine.stats()["max_queue"])
-        prompt = tokenizer.chat([message.plain() for message in body.messages])
+        prompt = tokenizer.chat([message.plain() for message in body.messages],
+                                parse_special=model.parse_special)
         # a prompt that leaves no room asks for one token, and is refused with the numbers
         most = body.wanted or max(model.context - len(prompt), 1)
         self._alternatives = (body.top_logprobs or 0) if body.logprobs else None

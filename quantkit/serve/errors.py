@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.runtime.sequence import ContextLengthError
+from quantkit.text.chat import TemplateError
 
 RETRY_AFTER = {"Retry-After": "1"}
 """Seconds; a place in the queue is free as soon as any request ends."""
@@ -74,8 +75,10 @@ def api_error(error: BaseException) -> ApiError:
                         code="context_length_exceeded")
     if isinstance(error, UsageError):
         return ApiError(400, _text(error))
-    if isinstance(error, SourceError):  # of the chat template, the only part of a model that requests reach
+    if isinstance(error, TemplateError):
         return ApiError(400, _text(error), param="messages", code="chat_template_error")
+    if isinstance(error, SourceError):  # of the tokenizer, the only other part of a model that requests reach
+        return ApiError(400, _text(error), code="tokenizer_error")
     if isinstance(error, QuantkitError):
         return ApiError(500, _text(error), code="internal_error")
     return ApiError(500, "internal error", code="internal_error")

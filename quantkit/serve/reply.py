@@ -30,6 +30,7 @@ class Model:
         loaded: its tokenizer, shape and label.
         name: as requests call it.
         texts: of its tokens.
+        parse_special: whether control tokens written out in messages are control tokens.
         created: Unix time, seconds.
     """
 
@@ -37,6 +38,7 @@ class Model:
     loaded: LoadedModel
     name: str
     texts: TokenTexts
+    parse_special: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

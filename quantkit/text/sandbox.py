@@ -3,6 +3,7 @@
 The sandbox alone leaves work unbounded: a loop over a loop, a string that doubles, a list that holds
 itself twice over. Here every iteration, call, filter, output and composed value is charged to one
 :class:`Meter`, and the few operations that can make much out of little are checked before they run.
+The meter looks between operations only; :mod:`quantkit.text.rendering` bounds what a single one costs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import datetime
+from math import isfinite
 from typing import Any
 
 import jinja2
@@ -155,7 +157,7 @@ class _Generation(Extension):
 
 
 class MeteredSandbox(ImmutableSandboxedEnvironment):
-    """One rendering's environment; make a new one for each.
+    """The environment of one rendering at a time; each needs a :class:`Meter` of its own.
 
     Templates have what chat templates are written for: ``raise_exception``, ``strftime_now``,
     ``tojson`` without HTML escapes, ``namespace``, ``dict``, ``range``, loop controls.
@@ -183,6 +185,8 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         if sum(1 for _ in tree.find_all(nodes.Node)) > MAX_NODES:
             raise Overrun(f"it has more than {MAX_NODES} parts")
+        if any(isinstance(n.value, float) and not isfinite(n.value) for n in tree.find_all(nodes.Const)):
+            raise Overrun("a number in it is too large")  # jinja2 would write it as the name ``inf``
         changed = _Metered().visit(tree)
         assert isinstance(changed, nodes.Template)
         return changed

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tokenizers
-
 from quantkit.errors import SourceError
 from quantkit.strict_json import parse_object
+from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
+from quantkit.text.controls import ControlTokens
 from quantkit.text.stream import StreamDecoder
 
-FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-_OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
+_USUAL = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+"""A conversation whose rendering shows a template's own tokens."""
+_MARK = re.compile(r"[^\w\s].*[^\w\s]")
+"""How a token looks that is neither a word nor space."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -31,12 +35,12 @@ class Tokenizer:
         eos_id: the one that the tokenizer itself calls so, or ``None``.
 
     Raises:
-        SourceError: no ``tokenizer.json``, or an unreadable one.
+        SourceError: no ``tokenizer.json``, or an unreadable one; from any method, when the tokenizer fails.
     """
 
     def __init__(self, files: Mapping[str, bytes], config: Mapping[str, Any]) -> None:
         self._files = files
-        self._inner = _read(files)
+        self._inner = library.read_tokenizer(files)
         self._settings = _json(files, SETTINGS)
         found = {role: _token(self._settings, role) for role in _ROLES}
         self._special = {role: token for role, token in found.items() if token is not None}
@@ -48,38 +52,50 @@ class Tokenizer:
         """Ids that mean something; a model may have more rows than that."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True, *, parse_special: bool = True) -> list[int]:
         """Ids of ``text``.
 
         Args:
-            text: special tokens written out in it become their ids.
+            text: any.
             special: also put around it what the post-processor of ``tokenizer.json`` does, a BOS for
                 instance; it alone decides, as in transformers 5 (``add_bos_token`` of
                 ``tokenizer_config.json`` only describes it). A text that already begins with BOS
                 doesn't get a second one.
+            parse_special: control tokens written out in the text become their ids; otherwise they are
+                text like any other.
+
+        Raises:
+            UsageError: the text holds half a surrogate pair.
         """
-        ids = self._ids(text, special)
+        if not parse_special:
+            return self.controls.plain(text, special)
+        ids = library.encode(self._inner, text, special)
         if special and self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
-            plain = self._ids(text, False)
+            plain = library.encode(self._inner, text, False)
             if ids[1:1 + len(plain)] == plain:
                 del ids[0]
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)
-        return text
+        return library.decode(self._inner, ids, skip_special)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, parse_special: bool = False) -> list[int]:
         """Ids of a conversation in the model's own format, ready for its answer.
 
         Args:
             messages: ``role`` (``system``, ``user``, ``assistant``) and ``content`` each.
+            parse_special: control tokens written out in messages become their ids, so that a message can
+                end its turn and open a role; otherwise only the template's own do.
 
         Raises:
             SourceError: the model has no chat template, or it fails.
+            UsageError: a message holds half a surrogate pair.
         """
-        return self.encode(self.chat_text(messages), special=False)
+        if parse_special or self._template is None:
+            return self.encode(self.chat_text(messages), special=False)
+        hidden, stand_ins = self.controls.hide(messages)
+        return self.controls.encode(self.chat_text(hidden), stand_ins)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
         """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
@@ -90,10 +106,23 @@ class Tokenizer:
         return self._template.render(messages, answer, **self._special)
 
     @functools.cached_property
-    def specials(self) -> frozenset[str]:
-        """The tokens that mean something beside their text, as they are written out."""
-        added = self._inner.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+    def controls(self) -> ControlTokens:
+        """The tokens that mean something beside their text: those that ``tokenizer.json`` calls special,
+        those that end a text, those named in ``tokenizer_config.json``, and those that the chat template
+        writes around messages."""
+        shown = self._usual()
+        ids = {number for number, token in self._inner.get_added_tokens_decoder().items()
+               if token.special or token.content in self._special.values()
+               or (_MARK.fullmatch(token.content) and token.content in shown)}
+        return ControlTokens(self._inner, self.eos_ids | ids, lambda: library.read_tokenizer(self._files))
+
+    def _usual(self) -> str:
+        for messages in (_USUAL, _USUAL[1:], _USUAL[1:2]):  # some templates know no system, or one question
+            try:
+                return self.chat_text(messages)
+            except SourceError:
+                continue
+        return ""
 
     @property
     def has_chat(self) -> bool:
@@ -109,11 +138,6 @@ class Tokenizer:
         # read when it is first needed: a template nobody uses must not keep a model from loading
         return ChatTemplate.find(self._files, self._settings)
 
-    def _ids(self, text: str, special: bool) -> list[int]:
-        # a batch, because encoding a single text keeps every other thread waiting until it is done
-        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return ids
-
     def _id(self, role: str) -> int | None:
         found: int | None = self._inner.token_to_id(self._special[role]) if role in self._special else None
         return found
@@ -123,28 +147,6 @@ class Tokenizer:
         for value in (generation.get("eos_token_id"), config.get("eos_token_id"), self.eos_id):
             ids |= {v for v in (value if isinstance(value, list) else [value]) if type(v) is int}
         return frozenset(ids)
-
-
-def _read(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
-    if FILE not in files:
-        other = [name for name in _OTHER_FORMS if name in files]
-        raise SourceError(
-            f"the model has no {FILE}",
-            why=f"its tokenizer is in an older form: {', '.join(other)}" if other else
-                f"its side files: {', '.join(sorted(files)) or 'none'}",
-            next="python -c \"from transformers import AutoTokenizer as T; "
-                 "T.from_pretrained('DIR').save_pretrained('DIR')\" writes it into the model's folder DIR"
-            if other else "get the model's tokenizer files too")
-    try:
-        inner = tokenizers.Tokenizer.from_str(files[FILE].decode("utf-8"))
-        inner.no_truncation()
-        inner.no_padding()
-    except BaseException as error:  # the library raises bare Exception, its Rust part PanicException
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise SourceError(f"{FILE} can't be read", why=" ".join(str(error).split())[:200],
-                          next="get it again, or pip install --upgrade tokenizers") from None
-    return inner
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

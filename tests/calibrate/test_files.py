@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate import files as module
 from quantkit.calibrate.files import DataFile, local_files, read_file, read_files, shares, some_of
 from quantkit.errors import CalibrationError
 
@@ -100,29 +99,6 @@ def test_what_small_files_leave_goes_to_the_others(sizes, limit, expected):
     assert sorted(shares(sizes, limit)) == sorted(expected)
     assert sum(shares(sizes, limit)) == min(sum(sizes), limit)
     assert all(share <= size for share, size in zip(shares(sizes, limit), sizes, strict=True))
-
-
-def test_parquet_rows(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    chats = [[{"role": "user", "content": "Hi?"}], None]
-    table = pyarrow.table({"messages": chats, "text": [None, "plain"]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    chat, text = read_file(DataFile("a.parquet", tmp_path / "a.parquet"), PLENTY)
-    assert list(chat.content) == chats[0] and chat.where == "a.parquet row 1"
-    assert text.content == "plain" and text.where == "a.parquet row 2"
-    parquet.write_table(pyarrow.table({"text": ["x" * 100] * 1000}), tmp_path / "long.parquet")
-    assert len(read_file(DataFile("long.parquet", tmp_path / "long.parquet"), 20_000)) == 256
-    parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "odd.parquet")
-    with pytest.raises(CalibrationError, match=r"odd\.parquet row 1 is of no known form"):
-        read_file(DataFile("odd.parquet", tmp_path / "odd.parquet"), PLENTY)
-
-
-def test_without_pyarrow_it_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "has_pyarrow", lambda: False)
-    with pytest.raises(CalibrationError, match="needs pyarrow") as caught:
-        read_file(written(tmp_path / "a.parquet", b"PAR1"), PLENTY)
-    assert "pip install pyarrow" in caught.value.next
 
 
 def test_of_a_folder_of_many_files_some_are_read(tmp_path):

@@ -85,6 +85,14 @@ def test_chat_uses_the_template(cli_json, tiny):
     assert cli_json("generate", tiny, "hi", *SHORT, "--chat")["prompt_tokens"] < len(ids)
 
 
+def test_a_control_token_in_a_message_is_text(cli_json, tiny):
+    tokenizer, said = load(str(tiny)).tokenizer, [{"role": "user", "content": "a<|im_end|>b"}]
+    data = cli_json("generate", tiny, "a<|im_end|>b", *SHORT, "--chat")
+    assert data["prompt_tokens"] == len(tokenizer.chat(said))
+    data = cli_json("generate", tiny, "a<|im_end|>b", *SHORT, "--chat", "--parse-special-tokens")
+    assert data["prompt_tokens"] == len(tokenizer.chat(said, parse_special=True)) < len(tokenizer.chat(said))
+
+
 def test_a_stop_text_is_not_printed(cli, tiny):
     whole = expected(tiny, "the cat").text
     stop = whole[5:8]
@@ -108,6 +116,7 @@ def test_standard_input_that_is_no_text(tiny):
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["a", "--system", "x"], 2, "--system is given without --chat"),
+    (["a", "--parse-special-tokens"], 2, "--parse-special-tokens is given without --chat"),
     (["a", "-t", "-1"], 2, "temperature is '-1.0'"), (["a", "--top-p", "2"], 2, "top_p is '2.0'"),
     (["a", "-n", "0"], 2, "--max-tokens"), (["a", "--stop", ""], 2, "stop is"),
     (["a " * 600], 2, "tokens and 128 are to follow"), (["a", "-n", "600"], 2, "made for 512"),

@@ -89,13 +89,13 @@ def encode_json(value: Any) -> bytes:
 def fuzz() -> Callable[..., None]:
     """``fuzz(parse, seeds, mutate)``: whatever ``mutate(seed, chance)`` makes, ``parse`` takes or refuses."""
     def run(parse: Callable[[Any], object], seeds: Sequence[Any],
-            mutate: Callable[[Any, random.Random], Any]) -> None:
+            mutate: Callable[[Any, random.Random], Any], cases: int = CASES) -> None:
         for seed in seeds:
             parse(seed)  # what is mutated is valid to begin with
         end = time.monotonic() + float(os.environ.get("QUANTKIT_FUZZ_SECONDS", 0))
         first = int(os.environ.get("QUANTKIT_FUZZ_SEED", 0))
         case = refused = 0
-        while case < CASES or time.monotonic() < end:
+        while case < cases or time.monotonic() < end:
             value = mutate(seeds[(first + case) % len(seeds)], random.Random(first + case))
             faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # no parser may hang
             try:

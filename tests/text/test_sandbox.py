@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from quantkit.errors import SourceError
-from quantkit.text import sandbox
+from quantkit.text import rendering, sandbox
 from quantkit.text.chat import ChatTemplate
 
 TEXT = "hi" * 100
@@ -13,7 +13,8 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 
 
 def render(template):
-    return ChatTemplate(template).render(MESSAGES, bos_token="<s>")
+    """In this process: what is tested here is the sandbox, which stops most templates by itself."""
+    return rendering.render(template, {"messages": MESSAGES, "bos_token": "<s>"})
 
 
 REACHING = [
@@ -80,25 +81,22 @@ LARGE = ["{{ a }}" * 20_000, "{% if a %}" * 3000 + "{% endif %}" * 3000,
 
 @pytest.mark.parametrize("template", REACHING)
 def test_what_reaches_for_python_is_refused(template):
-    with pytest.raises(SourceError):
-        render(template)
+    assert "text" not in render(template)
 
 
 @pytest.mark.parametrize("template", [*ENDLESS, *BLOATED], ids=range(len(ENDLESS) + len(BLOATED)))
 def test_a_bomb_is_stopped(template, monkeypatch):
     """By its work, not by the clock: the same on every machine."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 1e9)
-    with pytest.raises(SourceError):
-        render(template)
+    assert "text" not in render(template)
 
 
 def test_operands_are_counted_before_they_are_joined():
     """A sum of many references takes no memory before it is made, and then gigabytes."""
     tracemalloc.start()
     try:
-        with pytest.raises(SourceError):
-            render("{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}{{ "
-                   + "s ~ " * 999 + "s }}")
+        source = "{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}{{ "
+        assert "text" not in render(source + "s ~ " * 999 + "s }}")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -106,14 +104,13 @@ def test_operands_are_counted_before_they_are_joined():
 
 
 def test_the_whole_output_is_limited():
-    with pytest.raises(SourceError, match="writes more than"):
-        render("{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}" + "{{ s }}" * 20)
+    source = "{% set s = messages[0].content.replace('hi', 'h' ~ range(999)|join) %}"
+    assert "writes more than" in render(source + "{{ s }}" * 20)["refused"]
 
 
 def test_the_clock_stops_it_too(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", -1.0)
-    with pytest.raises(SourceError, match="it takes more than"):
-        render("{% for a in range(3) %}{% endfor %}")
+    assert "it takes more than" in render("{% for a in range(3) %}{% endfor %}")["refused"]
 
 
 @pytest.mark.parametrize("template", LARGE, ids=range(len(LARGE)))
@@ -124,9 +121,9 @@ def test_a_template_too_large_or_deep_is_refused_when_it_is_read(template):
 
 def test_one_rendering_leaves_nothing_behind_for_the_next(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_WORK", 1100 * sandbox.STEP)
-    template = ChatTemplate("{% for m in messages %}{% for a in range(1000) %}{% endfor %}{% endfor %}x")
+    template = "{% for m in messages %}{% for a in range(1000) %}{% endfor %}{% endfor %}x"
     for _ in range(3):  # together more work than one may do
-        assert template.render(MESSAGES) == "x"
+        assert render(template) == {"text": "x"}
 
 
 def test_messages_are_not_changed():
@@ -136,4 +133,4 @@ def test_messages_are_not_changed():
 
 
 def test_namespaces_that_hold_each_other_can_be_written():
-    assert render("{% set a = namespace() %}{% set a.a = a %}{{ a }}") == "<namespace>"
+    assert render("{% set a = namespace() %}{% set a.a = a %}{{ a }}")["text"] == "<namespace>"

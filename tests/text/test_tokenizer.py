@@ -1,10 +1,12 @@
 """Ids, special tokens and what ends a sequence."""
 
+import base64
 import json
+import threading
 
 import pytest
 
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, UsageError
 from quantkit.testing import CHAT_TEMPLATE, tiny_tokenizer
 from quantkit.text.tokenizer import Tokenizer
 
@@ -140,4 +142,87 @@ def test_a_conversation_that_is_whole_ends_without_the_beginning_of_an_answer():
 
 
 def test_special_tokens_as_they_are_written():
-    assert make().specials == {"<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"}
+    assert set(make().controls.ids) == {"<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"}
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token"])
+def test_half_a_character_in_the_settings_is_an_error(role):
+    for value in ("\ud800", {"content": "\udfff"}):
+        with pytest.raises(SourceError, match=r"tokenizer_config\.json is not JSON") as caught:
+            make(settings={role: value})
+        assert "surrogate" in caught.value.why
+    assert make(settings={role: "😀", "note": "\\ud800"}).encode("a")  # neither is half
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_character_in_a_text_is_an_error(text):
+    tokenizer = make(settings={"chat_template": CHAT_TEMPLATE})
+    for use in (tokenizer.encode, lambda said: tokenizer.chat([{"role": "user", "content": said}]),
+                lambda said: tokenizer.encode(said, parse_special=False)):
+        with pytest.raises(UsageError, match="half a character"):
+            use(text)
+
+
+def changed(**parts):
+    content = json.loads(tiny_tokenizer().to_str())
+    return json.dumps({**content, **parts}).encode()
+
+
+BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+REPLACES = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+
+
+@pytest.mark.parametrize("parts", [{"pre_tokenizer": BACKTRACKS}, {"normalizer": REPLACES}])
+def test_a_panic_of_the_library_is_an_error_on_every_thread(parts):
+    """Its expressions backtrack up to a limit, and then it panics, which is no Exception."""
+    tokenizer, found = make(**{"tokenizer.json": changed(**parts)}), []
+
+    def work():
+        try:
+            tokenizer.encode("a" * 40 + "!")
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work()
+    assert [type(error) for error in found] == [SourceError] * 3
+    assert all("tokenizer failed" in error.what and "retry-limit" in error.why for error in found)
+    assert tokenizer.encode("hi")
+
+
+def test_a_panic_of_a_decoder_is_an_error():
+    tokenizer = make(**{"tokenizer.json": changed(decoder={"type": "Strip", "content": "a", "start": 0,
+                                                           "stop": 10**6})})
+    with pytest.raises(SourceError, match="failed on token ids"):
+        tokenizer.decode(tokenizer.encode("aa", special=False))
+    with pytest.raises(SourceError, match="failed on token ids"):
+        tokenizer.decode([-1])
+
+
+@pytest.mark.parametrize("parts", [
+    {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}},
+    {"normalizer": {"type": "Prepend", "prepend": "b" * 1000}},
+    {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40}},
+    {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a"}] * 40}},
+    {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+    {"normalizer": {"type": "Precompiled",
+                    "precompiled_charsmap": base64.b64encode(b"\0\0\0\0a\0" + b"b" * 1000).decode()}},
+    {"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}},
+    {"post_processor": {"type": "TemplateProcessing", "pair": [], "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 2000, "tokens": ["<s>"] * 2000}}}},
+], ids=range(8))
+def test_what_makes_gigabytes_of_a_text_is_refused(parts):
+    with pytest.raises(SourceError, match=r"times as long|around every text"):
+        make(**{"tokenizer.json": changed(**parts)})
+
+
+def test_names_of_templates_that_are_no_names():
+    odd = [{"name": {"a": 1}, "template": "x"}, {"name": "default", "template": {"b": 2}}]
+    assert not make(settings={"chat_template": odd}).has_chat

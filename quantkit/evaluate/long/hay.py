@@ -117,7 +117,7 @@ def bale(hay: Hay, tokenizer: Tokenizer, tokens: int, chance: random.Random) -> 
     starts: list[int] = []
     for sentence in hay.sentences(chance, tokens):
         starts.append(len(ids))
-        ids += tokenizer.encode(f" {sentence}", special=False)
+        ids += tokenizer.encode(f" {sentence}", special=False, parse_special=False)
         if len(ids) >= tokens:
             return Bale(tuple(ids[:tokens]), tuple(starts))
     raise UsageError(f"the text {hay.name} has {len(ids)} tokens, {tokens} are needed",

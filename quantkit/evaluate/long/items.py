@@ -119,9 +119,11 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Hay, *, length: int, depths
 def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple[str, int, int],
           chance: random.Random) -> Item:
     task, length, sample = key
-    intro = tokenizer.encode(f"{draft.intro}\n\n", special=False)
+    # what a user says is text: a control token written out in it is none
+    intro = tokenizer.encode(f"{draft.intro}\n\n", special=False, parse_special=False)
     questions = tuple(_question(tokenizer, frame, one) for one in draft.asked)
-    hidden = [(depth, tokenizer.encode(f" {text}", special=False)) for depth, text in draft.hidden]
+    hidden = [(depth, tokenizer.encode(f" {text}", special=False, parse_special=False))
+              for depth, text in draft.hidden]
     fixed = len(frame.before) + len(intro) + sum(len(ids) for _, ids in hidden)
     fixed += max(len(one.ids) + len(one.answer) for one in questions)
     if fixed >= length:

@@ -1,0 +1,173 @@
+"""Control tokens such as ``<|im_end|>``: a template's own open roles, those that a user types are plain text.
+
+A tokenizer finds control tokens wherever they are written, so a message could end its own turn and begin
+another role's. Two things keep it from that:
+
+- Before a template sees a message, every control token typed in it is replaced by a stand-in, one character
+  of Unicode's private use areas that no message has. Templates may strip, cut and join the text as ever.
+- In the template's result the remaining control tokens are its own. The result is encoded by a twin of the
+  tokenizer that knows control tokens by secret names only, which are put in their places; stand-ins become
+  what was typed. The tokenizer's own rules apply to both, as one text.
+
+The twin is made when a control token is first typed. Other conversations are encoded as they are; should more
+control tokens come out of one than its template wrote (a normalizer can turn ``＜s＞`` into ``<s>``), it is
+encoded by the twin too.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from quantkit.errors import SourceError, UsageError
+from quantkit.text import library
+
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+_UNKNOWN = "\U0010FFFD"
+"""A character that no vocabulary has."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer.
+
+    Args:
+        inner: the tokenizer.
+        ids: of its control tokens; those that aren't among its added tokens are ignored, as it doesn't look
+            for them either.
+        make: makes the same tokenizer again.
+
+    Attributes:
+        ids: id by token.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, ids: frozenset[int],
+                 make: Callable[[], tokenizers.Tokenizer]) -> None:
+        self._inner, self._make = inner, make
+        added = {number: token for number, token in inner.get_added_tokens_decoder().items()
+                 if number in ids and token.content}
+        self._added = {token.content: token for token in added.values()}
+        self.ids = {token.content: number for number, token in added.items()}
+        # the longest first, as the tokenizer takes them
+        self._written = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
+                                   or r"\b\B")
+        with library.guarded("the model's tokenizer failed"):  # what any text may yield
+            unknown = {token.id for token in inner.model.tokenize(_UNKNOWN)}
+        self._watched = frozenset(self.ids.values()) - unknown
+
+    def typed_in(self, text: str) -> bool:
+        """Whether a control token is written in a text."""
+        return self._written.search(text) is not None
+
+    def hide(self, messages: Messages) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Messages with stand-ins for the control tokens in them, and what each stands for.
+
+        Raises:
+            UsageError: no private character is left to stand in.
+        """
+        if not any(map(self.typed_in, _texts(messages))):
+            return [dict(message) for message in messages], {}
+        used = set().union(*map(set, _texts(messages)))
+        free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used)
+        stand_ins: dict[str, str] = {}
+
+        def stand_in(found: re.Match[str]) -> str:
+            if found[0] not in stand_ins:
+                if (character := next(free, None)) is None:
+                    raise UsageError("a message uses every private character of Unicode",
+                                     why="one is needed to keep the control tokens in it apart",
+                                     next="leave some out")
+                stand_ins[found[0]] = character
+            return stand_ins[found[0]]
+
+        hidden = _changed(list(messages), lambda text: self._written.sub(stand_in, text))
+        return hidden, {character: token for token, character in stand_ins.items()}
+
+    def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
+        """Ids of a template's result, nothing put around them.
+
+        Args:
+            text: control tokens in it are the template's own.
+            stand_ins: what stands for which typed token, of :meth:`hide`.
+
+        Raises:
+            SourceError: the tokenizer fails, or has a typed token in its vocabulary as plain text.
+        """
+        if not stand_ins:
+            ids = library.encode(self._inner, text, False)
+            own = sum(self.ids[found[0]] in self._watched for found in self._written.finditer(text))
+            if sum(one in self._watched for one in ids) == own:
+                return ids
+        return self._apart(text, stand_ins, False)
+
+    def plain(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text in which nothing is a control token; ``special``: with the tokenizer's around it."""
+        if not self.typed_in(text):
+            ids = library.encode(self._inner, text, False)
+            if self._watched.isdisjoint(ids):
+                return library.encode(self._inner, text, True) if special else ids
+        return self._apart("\uE000", {"\uE000": text}, special)
+
+    def _apart(self, text: str, stand_ins: Mapping[str, str], special: bool) -> list[int]:
+        twin, secret, real, cut = self._twin
+        text = self._written.sub(lambda found: secret[found[0]], text)
+        for between in ("", cut):  # the second time, typed tokens are cut in two
+            typed = {ord(character): token[:1] + between + token[1:]
+                     for character, token in stand_ins.items()}
+            ids = library.encode(twin, text.translate(typed), special)
+            around = library.encode(twin, "", special) if special else []
+            if sum(one in self._watched for one in ids) <= sum(one in self._watched for one in around):
+                cut_id = twin.token_to_id(cut)
+                return [real.get(one, one) for one in ids if one != cut_id]
+        raise SourceError("the tokenizer can't write a control token as plain text",
+                          why="its vocabulary has it as a word", next="leave it out of the message")
+
+    @functools.cached_property
+    def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int], str]:
+        """The twin; token → its secret name there; its id there → the real one; what cuts a word in two."""
+        twin = self._make()
+        secret = {token: _secret() for token in self._added}
+        cut = _secret()
+        with library.guarded("the model's tokenizer failed"):
+            twin.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in self._added])
+            twin.encode_special_tokens = True  # those are text like any other
+            twin.add_tokens([tokenizers.AddedToken(
+                secret[token], single_word=one.single_word, lstrip=one.lstrip, rstrip=one.rstrip,
+                normalized=one.normalized) for token, one in self._added.items()])
+            twin.add_tokens([tokenizers.AddedToken(cut, normalized=False)])
+            real = {number: self.ids[token] for token in self._added
+                    if (number := twin.token_to_id(secret[token])) is not None}
+        return twin, secret, real, cut
+
+
+def _secret() -> str:
+    # lower-case letters: what normalizers leave as it is
+    return "<|" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(32)) + "|>"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a message, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _changed(one, change) for key, one in value.items()}
+    return [_changed(one, change) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,79 @@
+"""Calls into the ``tokenizers`` library, whose Rust code a stranger's ``tokenizer.json`` can make panic.
+
+A panic is no ``Exception`` and would end the thread that it happens on; here every failure is a SourceError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import tokenizers
+
+from quantkit.errors import SourceError, UsageError
+from quantkit.text.growth import check_growth
+
+FILE = "tokenizer.json"
+_OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+
+
+@contextlib.contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turn whatever the library raises into a SourceError that says ``what`` failed."""
+    try:
+        yield
+    except BaseException as error:  # bare Exceptions, and PanicException, which is none
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | SourceError):
+            raise
+        raise SourceError(what, why=" ".join(str(error).split())[:200] or type(error).__name__,
+                          next="get the model's tokenizer.json again, or pip install --upgrade tokenizers"
+                          ) from None
+
+
+def read_tokenizer(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+    """The tokenizer in a model's side files, which neither cuts nor pads.
+
+    Raises:
+        SourceError: there is none, it can't be read, or it would make too much of a text.
+    """
+    if FILE not in files:
+        other = [name for name in _OTHER_FORMS if name in files]
+        raise SourceError(
+            f"the model has no {FILE}",
+            why=f"its tokenizer is in an older form: {', '.join(other)}" if other else
+                f"its side files: {', '.join(sorted(files)) or 'none'}",
+            next="python -c \"from transformers import AutoTokenizer as T; "
+                 "T.from_pretrained('DIR').save_pretrained('DIR')\" writes it into the model's folder DIR"
+            if other else "get the model's tokenizer files too")
+    with guarded(f"{FILE} can't be read"):
+        inner = tokenizers.Tokenizer.from_str(files[FILE].decode("utf-8"))
+        inner.no_truncation()
+        inner.no_padding()
+        check_growth(inner, FILE)
+    return inner
+
+
+def encode(inner: tokenizers.Tokenizer, text: str, special: bool) -> list[int]:
+    """Ids of a text; ``special``: with what the post-processor puts around it.
+
+    Raises:
+        UsageError: the text holds half a surrogate pair, which no UTF-8 has.
+        SourceError: the tokenizer fails.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the text holds half a character", next="correct or remove it",
+                         why=f"character {error.start} is U+{ord(text[error.start]):04X}, half of a pair"
+                         ) from None
+    with guarded("the model's tokenizer failed on a text"):
+        # a batch, because encoding a single text keeps every other thread waiting until it is done
+        ids: list[int] = inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
+
+
+def decode(inner: tokenizers.Tokenizer, ids: Sequence[int], skip_special: bool) -> str:
+    """Text of ids. Raises SourceError: the tokenizer fails."""
+    with guarded("the model's tokenizer failed on token ids"):
+        text: str = inner.decode(list(ids), skip_special_tokens=skip_special)
+    return text
