@@ -12,8 +12,9 @@ from pydantic import Field
 
 from quantkit.spec import Frozen
 
-Phase = Literal["prefill", "prefill_end", "decode", "replay"]
-"""``prefill_end`` is the prompt's last chunk; ``replay``: the prompt comes again, to be looked at."""
+Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "replay"]
+"""``prefill``: a whole chunk of the prompt; ``prefill_part``: less than a chunk, after which no policy acts;
+``prefill_end``: the prompt's last tokens; ``replay``: the prompt comes again, to be looked at."""
 MOST = 2**31
 """No option counts more tokens."""
 MOST_WAITING = 2**30
@@ -191,7 +192,7 @@ class KVPolicy(Frozen):
         """Whether it acts at the end of such a step (in decode: at every ``every``-th)."""
         if phase == "decode":
             return self.every is not None
-        if phase == "replay":
+        if phase in ("replay", "prefill_part"):
             return False
         return self.on_prefill == "chunk" or (self.on_prefill == "end" and phase == "prefill_end")
 

@@ -39,9 +39,15 @@ class Batch:
 
     @property
     def most(self) -> int | None:
-        """So many tokens of a sequence at once: more queries aren't kept until the policy has seen them."""
+        """So many tokens of a sequence at once, and none of two blocks of as many: more queries aren't kept
+        until the policy has seen them, and it sees the same ones together however the prompt was cut."""
         policy = self.cache.policy
         return policy.queries if policy.watches and policy.listens(self.phase) else None
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Tokens that each sequence had before this step."""
+        return self._starts
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence had."""
@@ -122,7 +128,7 @@ class Batch:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
         size = self.cache.policy.replays
         self.release()
-        if size is None or self.phase not in ("prefill", "prefill_end"):
+        if size is None or not self.phase.startswith("prefill"):
             return
         counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
         for row, (number, held, count) in enumerate(zip(self.numbers, self.sequences, counts)):

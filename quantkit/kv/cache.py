@@ -171,7 +171,8 @@ class KVCache:
 
         Args:
             ids: of :meth:`add`, each once.
-            phase: ``prefill_end`` for the prompt's last chunk, after which policies act.
+            phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; policies may act
+                after it.
         """
         return Batch(self, ids, phase)
 

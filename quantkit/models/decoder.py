@@ -113,6 +113,9 @@ class LanguageModel(Protocol):
         """See :meth:`CausalLM.__call__`. What comes back may be the model's own memory, which its next call
         writes."""
 
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """Whether a prompt that goes into such a cache gives the same bits however it is cut into chunks."""
+
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """See :meth:`CausalLM.hidden`."""
@@ -150,6 +153,10 @@ class CausalLM:
         self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
         self.head = Linear(HEAD, self.embedding) if config.tie_word_embeddings else linear(
             weights, HEAD, (config.vocab_size, config.hidden_size), False)
+
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """See :class:`LanguageModel`: libraries multiply and attend otherwise for another number of tokens."""
+        return False
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[B, T]`` → ``[B, T, hidden]``."""

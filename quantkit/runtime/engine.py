@@ -15,15 +15,17 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kv.room import Room
 from quantkit.ops import gpu
+from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.prompt import feed
 from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
 from quantkit.spec import KVSpec
 
 PREFILL_CHUNK = 512
-"""Prompt tokens that go through the model at once; others decode between two chunks."""
+"""Prompt tokens that go through the model at once, at most; others decode between two chunks."""
 
 
 class EngineFull(QuantkitError):
@@ -72,6 +74,10 @@ class Engine:
             is room for it. By default the cache grows and shrinks, and on a GPU takes what is left there.
         context: tokens of the longest request, by default what the model was made for: more than all
             sequences of so many tokens need is not taken.
+        max_itl: seconds between two tokens of a sequence while another's prompt is read:
+            :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks so that they fit. Without,
+            and with a model whose results depend on the cut, chunks have :data:`PREFILL_CHUNK` tokens.
+        clock: seconds that only grow.
 
     Attributes:
         cache: the KV cache.
@@ -80,7 +86,8 @@ class Engine:
     """
 
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, max_batch: int = 8,
-                 max_queue: int = 64, memory: int | None = None, context: int | None = None) -> None:
+                 max_queue: int = 64, memory: int | None = None, context: int | None = None,
+                 max_itl: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
@@ -93,7 +100,9 @@ class Engine:
         if size is not None:
             self.room = Room(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
                              PREFILL_CHUNK)
-        self.timing = Timing()
+        self.timing, self._clock = Timing(), clock
+        invariant = loaded.model.chunk_invariant(self.cache.batch([]))
+        self._sizer = ChunkSizer(PREFILL_CHUNK, max_itl if invariant else None)
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
         self._running: list[Ticket] = []
@@ -153,7 +162,10 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> bool:
         self._sweep()
-        worked = self._prefill()
+        begin, beside, ahead = self._clock(), bool(self._running), self._flight is not None
+        worked = self._prefilling is not None
+        fed = self._prefill()
+        ended = worked and self._prefilling is None
         if self._running:
             running = list(self._running)
             # no more rows at once than what is independent of its neighbours
@@ -162,6 +174,10 @@ class Engine:
                 self._decode(running[start:start + most], len(running) <= most)
             worked = True
         self._retire()
+        if beside and not ended:
+            self._sizer.observe(self._clock() - begin, fed, ahead=ahead)
+        else:
+            self._sizer.skip()
         return worked
 
     def stats(self) -> dict[str, int]:
@@ -254,24 +270,16 @@ class Engine:
                     self.room.promise(first.row, size)
                 self._prefilling = self._waiting.popleft()
 
-    def _prefill(self) -> bool:
-        """One chunk of the prompt whose turn it is."""
+    def _prefill(self) -> int:
+        """One chunk of the prompt whose turn it is; returns its tokens."""
         ticket = self._prefilling
         if ticket is None:
-            return False
-        begin = time.perf_counter()
-        chunk = ticket.prompt[ticket.fed:ticket.fed + PREFILL_CHUNK]
-        end = ticket.fed + len(chunk) == len(ticket.prompt)
-        batch = self.cache.batch([ticket.row], "prefill_end" if end else "prefill")
+            return 0
+        begin, before = self._clock(), ticket.fed
+        size = self._sizer.size if self._running else PREFILL_CHUNK
         try:
-            ids = gpu.sent(torch.tensor([chunk]), self.loaded.model.device)
-            last = None if ticket.wants_prompt_logprobs else torch.tensor([len(chunk) - 1])
-            logits = self.loaded.model(ids, cache=batch, last=last)
-            ticket.fed += len(chunk)
-            if last is None:
-                ticket.see_prompt(logits[0])
-                logits = logits[:, -1]
-            if end:
+            logits = feed(self.loaded, self.cache, ticket, size, PREFILL_CHUNK)
+            if logits is not None:
                 if self.room is not None:
                     self.room.settle(ticket.row)
                 self._running.append(ticket)
@@ -279,9 +287,10 @@ class Engine:
                 self._push([ticket], logits)
         except Exception as error:  # of one request; the others go on
             self._fail(ticket, error)
-        self.timing.prefill_tokens += len(chunk)
-        self.timing.prefill_s += time.perf_counter() - begin
-        return True
+        fed = ticket.fed - before
+        self.timing.prefill_tokens += fed
+        self.timing.prefill_s += self._clock() - begin
+        return fed
 
     def _decode(self, rows: list[Ticket], alone: bool) -> None:
         """One token of each of these sequences.
@@ -293,7 +302,7 @@ class Engine:
             rows: the sequences.
             alone: there are no others.
         """
-        begin = time.perf_counter()
+        begin = self._clock()
         flight, self._flight = self._flight, None
         failed = None
         if flight is not None and alone and flight.rows == rows and not any(one.last for one in rows):
@@ -318,7 +327,7 @@ class Engine:
         except Exception as error:
             for ticket in rows:
                 self._fail(ticket, error)
-        self.timing.decode_s += time.perf_counter() - begin
+        self.timing.decode_s += self._clock() - begin
 
     def _logits(self, rows: Sequence[Ticket], ids: torch.Tensor) -> torch.Tensor:
         batch = self.cache.batch([ticket.row for ticket in rows], "decode")

@@ -123,6 +123,10 @@ class FusedModel:
         """Why a step over these sequences goes operation by operation instead."""
         return cache_declines(batch.cache)
 
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """See :class:`~quantkit.models.decoder.LanguageModel`: operation by operation it isn't."""
+        return isinstance(cache, Batch) and self.declines(cache) is None
+
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
         """See :meth:`CausalLM.__call__`."""
@@ -134,7 +138,7 @@ class FusedModel:
         wanted = [range(count) for count in counts] if last is None else [
             only(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = [program.step(batch, ids, pieces, picked(pieces, wanted))
-                 for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         rows = joined(parts, self.config.vocab_size)
@@ -149,7 +153,7 @@ class FusedModel:
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
         parts = [program.run(batch, ids, pieces).clone()
-                 for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])

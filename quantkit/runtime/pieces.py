@@ -17,14 +17,24 @@ class Piece:
     count: int
 
 
-def pieces_of(counts: Sequence[int], rows: int, most: int | None) -> Iterable[list[Piece]]:
-    """Portions of at most ``rows`` tokens, of a sequence ``most`` at once at most."""
+def pieces_of(counts: Sequence[int], rows: int, most: int | None = None,
+              starts: Sequence[int] = ()) -> Iterable[list[Piece]]:
+    """Portions of tokens.
+
+    Args:
+        counts: tokens of each sequence.
+        rows: tokens of a portion, at most.
+        most: a sequence's tokens in a portion are of one block of so many positions.
+        starts: the position of each sequence's first token; needed with ``most``.
+    """
     now: list[Piece] = []
     room = rows
     for sequence, count in enumerate(counts):
         start = 0
         while start < count:
-            take = min(room, count - start, most or room)
+            take = min(room, count - start)
+            if most is not None:
+                take = min(take, most - (starts[sequence] + start) % most)
             now.append(Piece(sequence, start, take))
             start, room = start + take, room - take
             if not room or start < count:

@@ -169,6 +169,10 @@ class GpuModel:
         """Why a step over these sequences can't be run."""
         return self._declines(batch.cache)
 
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """See :class:`~quantkit.models.decoder.LanguageModel`."""
+        return True
+
     def check(self, cache: KVCache) -> None:
         """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which
         lie in the kernels' order."""
@@ -199,7 +203,8 @@ class GpuModel:
             wanted = [range(count) for count in counts] if last is None else [
                 only(int(at), count) for at, count in zip(last, counts, strict=True)]
             rows = joined([self._some(running.prefill(batch, ids, pieces), picked(pieces, wanted))
-                           for pieces in pieces_of(counts, MOST_ROWS, batch.most)], self.config.vocab_size)
+                           for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)],
+                          self.config.vocab_size)
         batch.finish(counts)
         batch.done(self, ids, positions)
         return rows if last is not None else padded(rows, counts, ids.shape[1])
@@ -219,7 +224,7 @@ class GpuModel:
             counts = batch.counts(ids.shape, positions)
             running = self._of(batch.cache)
             parts = [running.prefill(batch, ids, pieces)
-                     for pieces in pieces_of(counts, MOST_ROWS, batch.most)]
+                     for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
             batch.finish(counts)
             batch.done(self, ids, positions)
             return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])

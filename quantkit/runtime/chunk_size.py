@@ -1,0 +1,78 @@
+"""How many prompt tokens go through the model between two tokens of the sequences that decode beside it."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+SLOWDOWN = 3
+"""A gap between tokens may be so many times the usual one, if that is more than the limit."""
+AIM = 0.95
+"""Part of the longest gap that a chunk is sized for: two steps never take exactly the same time."""
+LEAST = 4
+"""A prompt gets on by so many tokens a step, however slow the machine is."""
+GAPS, CHUNKS = 15, 3
+"""Of so many recent measurements the median counts, so that one that was disturbed doesn't."""
+
+
+class ChunkSizer:
+    """Sizes the chunks of prompts by measured time, so that gaps between others' tokens stay short.
+
+    The next chunk is what fits beside a usual decode step if a token costs what it did in the last chunks. Their
+    fixed cost is in that, and attention's to a context that grows: both change little from a chunk to the next. A
+    chunk is at most twice as large as the largest of those, so that nothing is risked on a guess.
+
+    Args:
+        largest: tokens of a chunk, at most.
+        max_itl: seconds between two tokens of a sequence; :data:`SLOWDOWN` times the usual gap if that is more.
+            ``None``: every chunk is the largest.
+    """
+
+    def __init__(self, largest: int, max_itl: float | None) -> None:
+        self._largest, self._max_itl = largest, max_itl
+        self._gaps: deque[float] = deque(maxlen=GAPS)
+        self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens, and seconds of each token
+        self._running = 0  # tokens of the chunk that a device was given in the last step
+
+    @property
+    def size(self) -> int:
+        """Tokens of the next chunk while others decode."""
+        if self._max_itl is None:
+            return self._largest
+        least = min(LEAST, self._largest)
+        if not self._chunks:
+            return least
+        fits = int((AIM * self.longest_gap - self._usual) / median(cost for _, cost in self._chunks))
+        tried = max(tokens for tokens, _ in self._chunks)
+        return max(least, min(fits, 2 * tried, self._largest))
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two tokens, at most."""
+        return max(self._max_itl or 0.0, SLOWDOWN * self._usual)
+
+    @property
+    def _usual(self) -> float:
+        return median(self._gaps) if self._gaps else 0.0
+
+    def observe(self, seconds: float, tokens: int, *, ahead: bool = False) -> None:
+        """Learn from a step in which others decoded.
+
+        Args:
+            seconds: that it took.
+            tokens: of the chunk that it ran; 0: none.
+            ahead: it waited for what a device was given in the step before, and its own chunk still runs.
+        """
+        if ahead:
+            tokens, self._running = self._running, tokens
+        else:
+            self._running = 0
+        if not tokens:
+            self._gaps.append(seconds)
+            return
+        # where a step's time varies by more than the chunk takes, the chunk still takes something
+        self._chunks.append((tokens, max(seconds - self._usual, seconds / 10) / tokens))
+
+    def skip(self) -> None:
+        """A step that says nothing: nobody decoded, or a prompt ended, after which its policy acts."""
+        self._running = 0

@@ -1,0 +1,224 @@
+"""Chunks of a prompt beside others that decode, on machines whose time is made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from statistics import median
+
+import pytest
+
+from quantkit.runtime.chunk_size import CHUNKS, LEAST, SLOWDOWN, ChunkSizer
+from quantkit.runtime.engine import PREFILL_CHUNK, Engine
+from quantkit.runtime.sampler import Sampling
+
+ITL = 0.05
+
+
+@dataclasses.dataclass
+class Machine:
+    """Seconds of a decode step, of a chunk, of each of its tokens, and of each token for each before it."""
+
+    decode: float
+    fixed: float
+    token: float
+    context: float
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        self._random = random.Random(self.seed)
+
+    def step(self, tokens=0, context=0):
+        """Seconds of a step with so many tokens of a prompt."""
+        chunk = self.fixed + tokens * (self.token + self.context * (context + tokens / 2)) if tokens else 0
+        return (self.decode + chunk) * self._random.lognormvariate(0, self.noise)
+
+    def read(self, sizer, length, start=0):
+        """A prompt beside others, after tokens of theirs alone: sizes of its chunks, and steps' seconds."""
+        for _ in range(20):
+            sizer.observe(self.step(), 0)
+        sizes, gaps, at = [], [], start
+        while at < start + length:
+            sizes.append(min(sizer.size, start + length - at))
+            gaps.append(self.step(sizes[-1], at))
+            sizer.observe(gaps[-1], sizes[-1])
+            at += sizes[-1]
+        return sizes, gaps
+
+
+MACHINES = {"a small model on two cores": Machine(0.009, 0.003, 0.0006, 4e-7),
+            "the same, five times slower": Machine(0.045, 0.015, 0.003, 2e-6),
+            "a large model on a few cores": Machine(0.5, 0.45, 0.04, 1e-6),
+            "a GPU": Machine(0.006, 0.004, 0.00002, 1e-9),
+            "one where a chunk costs much by itself": Machine(0.02, 0.015, 0.0001, 1e-8)}
+
+
+def limit(machine):
+    return max(ITL, SLOWDOWN * machine.decode)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_gaps_are_short_and_hardly_shorter_than_they_may_be(name):
+    machine = MACHINES[name]
+    sizes, gaps = machine.read(ChunkSizer(PREFILL_CHUNK, ITL), 6000)
+    assert sum(sizes) == 6000 and max(gaps) <= limit(machine)
+    # growing to the size that fits takes some chunks; from there on what is free is used
+    free = [gap for size, gap in zip(sizes[15:-1], gaps[15:-1]) if size < PREFILL_CHUNK]
+    one_more = machine.token + machine.context * 6000
+    assert all(gap + one_more > 0.9 * limit(machine) for gap in free)
+
+
+def test_the_first_token_comes_a_third_later():
+    """On a machine whose gaps may be five times the usual: the rest is the prompt's."""
+    machine = MACHINES["a small model on two cores"]
+    _, gaps = machine.read(ChunkSizer(PREFILL_CHUNK, ITL), 3000)
+    _, whole = machine.read(ChunkSizer(PREFILL_CHUNK, None), 3000)
+    assert len(whole) == 6 and sum(gaps) < 4 / 3 * sum(whole)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", MACHINES)
+def test_on_a_noisy_machine_most_gaps_are_short(name, seed):
+    machine = dataclasses.replace(MACHINES[name], noise=0.2, seed=seed)
+    _, gaps = machine.read(ChunkSizer(PREFILL_CHUNK, ITL), 5000)
+    assert median(gaps) < 1.05 * limit(machine)
+    assert sorted(gaps)[int(0.95 * len(gaps))] < 1.7 * limit(machine)
+
+
+def test_a_disturbed_step_changes_nothing():
+    machine, sizer = MACHINES["a small model on two cores"], ChunkSizer(PREFILL_CHUNK, ITL)
+    machine.read(sizer, 600)
+    before = sizer.size
+    sizer.observe(40 * ITL, before)
+    assert sizer.size > 0.95 * before
+    sizer.observe(40 * ITL, 0)
+    assert sizer.longest_gap == pytest.approx(ITL)
+
+
+def test_a_prompt_gets_on_however_slow_the_machine_is():
+    sizes, _ = Machine(0.001, 0.0, 9.0, 0.0).read(ChunkSizer(PREFILL_CHUNK, ITL), 100)
+    assert sizes == [LEAST] * 25
+    assert ChunkSizer(4, ITL).size == 4
+
+
+def test_a_machine_that_becomes_slower_or_faster_is_followed():
+    sizer = ChunkSizer(PREFILL_CHUNK, ITL)
+    machine, slower = MACHINES["a small model on two cores"], Machine(0.012, 0.004, 0.002, 1e-6)
+    sizes, _ = machine.read(sizer, 2000)
+    less, gaps = slower.read(sizer, 2000)
+    assert less[CHUNKS] < 0.7 * sizes[-2] and max(gaps[CHUNKS:]) <= ITL
+    more, gaps = machine.read(sizer, 2000)
+    assert max(more) > 2 * max(less[CHUNKS:]) and max(gaps) <= ITL
+
+
+def test_what_runs_ahead_is_counted_where_it_is_waited_for():
+    together, sizer = ChunkSizer(PREFILL_CHUNK, ITL), ChunkSizer(PREFILL_CHUNK, ITL)
+    for one in (together, sizer):
+        one.observe(0.01, 0)
+    together.observe(0.03, 100)
+    sizer.observe(0.01, 100, ahead=True)
+    assert sizer.size == LEAST and sizer.longest_gap == ITL
+    sizer.observe(0.03, 50, ahead=True)
+    assert sizer.size == together.size == 187
+    # of the second chunk nobody knows what it took
+    sizer.skip()
+    sizer.observe(0.01, 0, ahead=True)
+    assert sizer.size == 187
+
+
+def test_without_a_limit_chunks_are_the_largest():
+    sizer = ChunkSizer(PREFILL_CHUNK, None)
+    sizer.observe(99.0, 512)
+    assert sizer.size == PREFILL_CHUNK
+
+
+# -- in the engine
+
+
+class Timed:
+    """A model that takes the time of another machine."""
+
+    def __init__(self, model, machine):
+        self._model, self._machine, self.now, self.chunks = model, machine, 0.0, []
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def _take(self, ids, cache):
+        tokens = ids.shape[1] if cache.phase != "decode" else 0
+        if tokens:
+            self.chunks.append(tokens)
+            self.now -= self._machine.decode  # it is the next call's
+        self.now += self._machine.step(tokens, cache.starts[0])
+
+    def __call__(self, ids, positions=None, cache=None, last=None):
+        self._take(ids, cache)
+        return self._model(ids, positions, cache, last)
+
+    def hidden(self, ids, positions=None, cache=None):
+        self._take(ids, cache)
+        return self._model.hidden(ids, positions, cache)
+
+
+@pytest.fixture
+def timed(small):
+    """``timed(machine, **options)`` → an engine on it, its model, and what :func:`decoding` notes there."""
+    def make(machine, loaded=small, **options):
+        model = Timed(loaded.model, machine)
+        return Engine(dataclasses.replace(loaded, model=model), clock=lambda: model.now, **options), model
+
+    return make
+
+
+def decoding(engine, model, submit, count):
+    """Streams that have decoded for a while; returns the times of the first one's tokens."""
+    times = []
+    for index in range(count):
+        submit(engine, 4, seed=index, on_token=lambda info, index=index: index or times.append(model.now))
+    for _ in range(20):
+        engine.step()
+    return times
+
+
+def gaps_of(times):
+    return [other - one for one, other in zip(times, times[1:])]
+
+
+SLOW = Machine(0.009, 0.003, 0.002, 1e-6)
+
+
+def test_two_long_prompts_leave_short_gaps(timed, submit):
+    engine, model = timed(SLOW, max_itl=ITL)
+    times, one = decoding(engine, model, submit, 4), Sampling(max_tokens=1, ignore_eos=True)
+    del model.chunks[:]
+    tickets = [submit(engine, 200, one, seed=seed)[0] for seed in (7, 8)]
+    while not all(ticket.done for ticket in tickets):
+        engine.step()
+    assert sum(model.chunks) == 400 and max(gaps_of(times)) <= ITL
+    # of 2 ms each some 17 tokens fit
+    assert len(model.chunks) < 30
+
+
+def test_without_a_limit_a_prompt_goes_in_the_largest_chunks(timed, submit):
+    engine, model = timed(SLOW)
+    times = decoding(engine, model, submit, 4)
+    submit(engine, 200)
+    engine.step()
+    assert model.chunks[-1] == 200 and max(gaps_of(times)) > 8 * ITL
+
+
+def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit):
+    engine, model = timed(SLOW, max_itl=ITL)
+    ticket, _ = submit(engine, 200)
+    engine.step()
+    assert model.chunks == [200] and ticket.result.token_ids
+
+
+def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(timed, submit, loaded):
+    """Operation by operation in float32."""
+    engine, model = timed(SLOW, loaded, max_itl=ITL)
+    decoding(engine, model, submit, 2)
+    submit(engine, 200)
+    engine.step()
+    assert model.chunks[-1] == 200
