@@ -230,6 +230,7 @@ def test_yaml_is_1_2():
     ("%YAML 1.1\n---\na: no\n", "directives"), ("a: 1\n---\nb: 2\n", "one document"),
     ("- a\n", "must be a mapping"), ("", "must be a mapping"), ("just text", "must be a mapping"),
     ("a: .inf\n", "not finite"), ("a: [.nan]\n", "not finite"), ("a: 2001-01-01\n", "quote it"),
+    ('a: "\\ud800"\n', "surrogate"), ('"\\udfff": 1\n', "surrogate"),
     ("1: a\n", "must be text"), ("? [a]\n: b\n", "plain word"), ("a: [\n", "line"), ("a: \x07\n", "x.yaml"),
     ("a: &x [*x]\n", "expand to more"), ("[" * 100, f"deeper than {MAX_DEPTH}"),
     ("a: " + "9" * 5000, "not valid YAML"), ("a: *nothing\n", "line 1"),

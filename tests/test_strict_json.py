@@ -26,7 +26,8 @@ def test_what_json_says_is_what_comes_back(data):
     (b'{"a": 1, "\\u0061": 2}', "'a' twice"), (b"[1]", "list"), (b"3", "int"), (b"", "not JSON"),
     (b'{"a": NaN}', "not JSON"), (b'{"a": -Infinity}', "not JSON"), (b"{'a': 1}", "not JSON"),
     (b'{"a": 1}x', "not JSON"), (b'\xff{"a": 1}', "not JSON"), (b'{"a": ' + b"[" * 100_000, "not JSON"),
-    (b'{"a": ' + b"9" * 10_000 + b"}", "not JSON"),
+    (b'{"a": ' + b"9" * 10_000 + b"}", "not JSON"), (b'{"_name_or_path": "\\ud800"}', "not JSON"),
+    (b'{"\\uDfFf": 1}', "not JSON"),
 ])
 def test_refused(raw, what):
     with pytest.raises(SourceError, match=what) as caught:

@@ -114,6 +114,8 @@ def test_a_missing_file_says_everything(task, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("content", "said"), [
     (b"", "is empty"), (b"\n \n", "is empty"), (b'{"q": 1', "line 1 is not JSON"), (b"\xff\xfe", "not JSON"),
+    (b'{"q": "\\ud800", "options": ["a", "b"], "gold": 0}', "line 1 is not JSON"),
+    (b'{"q": "\xed\xa0\x80", "options": ["a", "b"], "gold": 0}', "line 1 is not JSON"),
     (b"[1]", "not a JSON object"), (b"[" * 100_000, "not JSON"),
     (b'{"q": "x", "options": ["a"], "gold": 0}\n{"q": "x"}', "line 2"),
     (b'{"q": "x", "options": ["a", "b"], "gold": 2}', "none of 2 choices"),

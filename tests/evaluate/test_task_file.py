@@ -101,6 +101,12 @@ def test_a_broken_file_is_never_skipped(folder):
     ("test_split: test", "test_split: test\ncustom_dataset: os.system", "custom_dataset"),
     ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: regex, "
      "regex_pattern: '('}, {function: take_first}]}]", "regular expression"),
+    ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: regex, "
+     f"regex_pattern: '{'(' * 900}'}}, {{function: take_first}}]}}]", "regular expression"),
+    ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: regex, "
+     f"regex_pattern: '{'x' * 1001}'}}, {{function: take_first}}]}}]", "longer than 1000"),
+    ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: regex, "
+     "regex_pattern: 'a{99999999999}'}, {function: take_first}]}]", "regular expression"),
     ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: regex}]}]",
      "take_first"),
     ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: os.system}]}]",

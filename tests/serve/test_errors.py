@@ -12,6 +12,7 @@ from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.runtime.sequence import ContextLengthError
 from quantkit.serve import guard
 from quantkit.serve.errors import api_error
+from quantkit.text.chat import TemplateError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -276,8 +277,8 @@ def test_an_internal_error_says_nothing_about_the_inside(live, monkeypatch, even
 def test_a_template_that_refuses_is_the_requests_fault(live, monkeypatch):
     made = live()
 
-    def refuse(*_):
-        raise SourceError("the chat template refused the conversation", why="roles must alternate")
+    def refuse(*_, **options):
+        raise TemplateError("the chat template refused the conversation", why="roles must alternate")
 
     monkeypatch.setattr(type(made.loaded.tokenizer), "chat", refuse)
     check(made.post(CHAT, {"messages": USER}), 400, "messages", "chat_template_error", "must alternate")
@@ -286,6 +287,7 @@ def test_a_template_that_refuses_is_the_requests_fault(live, monkeypatch):
 @pytest.mark.parametrize(("error", "status", "code"), [
     (EngineFull("x"), 503, "overloaded"), (EngineClosed("x"), 503, "shutting_down"),
     (ContextLengthError(5, 6, 10), 400, "context_length_exceeded"), (UsageError("x"), 400, None),
+    (SourceError("x"), 400, "tokenizer_error"), (TemplateError("x"), 400, "chat_template_error"),
     (QuantkitError("x"), 500, "internal_error"), (RuntimeError("secret"), 500, "internal_error"),
 ])
 def test_errors_of_ours_in_openais_words(error, status, code):
