@@ -13,7 +13,7 @@ from quantkit import quantize as module
 from quantkit.calibrate.prepare import prepare
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
-from quantkit.errors import CalibrationError, CheckpointError, SpecError, Stopped
+from quantkit.errors import CalibrationError, CheckpointError, SourceError, SpecError, Stopped
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
@@ -238,12 +238,11 @@ def test_something_at_out_is_refused_before_the_source_is_opened(llama, tmp_path
 def test_calibration_needs_a_tokenizer_that_fits(llama, gptq_recipe, tmp_path):
     model = changed(llama, tmp_path / "model")
     (model / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(CalibrationError, match=r"tokenizer\.json can't be read"):
+    with pytest.raises(SourceError, match=r"tokenizer\.json can't be read"):
         quantize(str(model), gptq_recipe, tmp_path / "out")
     (model / "tokenizer.json").unlink()
-    with pytest.raises(CalibrationError, match=r"the model has no tokenizer\.json") as caught:
+    with pytest.raises(SourceError, match=r"the model has no tokenizer\.json"):
         quantize(str(model), gptq_recipe, tmp_path / "out")
-    assert "quantkit recipes list" in caught.value.next
     small = tiny_model(tmp_path / "small", vocab_size=40)
     with pytest.raises(CalibrationError, match="the model knows 40"):
         quantize(str(small), gptq_recipe, tmp_path / "out")

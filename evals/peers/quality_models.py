@@ -11,11 +11,12 @@ from gguf.quants import dequantize
 from llama_cpp import Theirs
 from safetensors.torch import save_file
 
-from quantkit.calibrate.data import load_calibration, model_tokenizer
+from quantkit.calibrate.data import load_calibration
 from quantkit.models.architecture import parse_config
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
 from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
 
 OVERRIDES = ("--override-kv", "tokenizer.ggml.add_bos_token=bool:false")  # a window is what the text has
 
@@ -69,7 +70,7 @@ def calibration_tokens(folder: Path, text: Path, samples: int, length: int) -> t
     the same as text again."""
     source = LocalSource(folder, str(folder))
     config = source.config()
-    tokenizer = model_tokenizer(source.side_files(), config)
+    tokenizer = Tokenizer(source.side_files(), config)
     spec = CalibrationSpec(text=str(text), samples=samples, length=length)
     tokens = load_calibration(spec, tokenizer, parse_config(config).vocab_size, 1).tokens
     return tokens, tokenizer.decode(tokens.flatten().tolist())
@@ -78,7 +79,7 @@ def calibration_tokens(folder: Path, text: Path, samples: int, length: int) -> t
 def check_tokens(folder: Path, file: Path, text: Path, theirs: Theirs) -> None:
     """Exits unless llama.cpp splits the text into the tokens that quantkit scores."""
     source = LocalSource(folder, str(folder))
-    ours = model_tokenizer(source.side_files(), source.config()).encode(
+    ours = Tokenizer(source.side_files(), source.config()).encode(
         text.read_text(encoding="utf-8"), special=False)
     said = theirs.run("llama-tokenize", "-m", str(file), "-f", str(text), "--ids", "--no-bos")
     if json.loads(said) != ours:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -126,16 +125,6 @@ class _Exams:
         return coverage.model_copy(update={
             "used": tokens.numel(), "distinct": tokens.unique().numel(), "same": same, "similar": similar,
             "overlaps": tuple(overlaps)})
-
-
-def model_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Tokenizer:
-    """Of a model's side files and ``config.json``. Raises CalibrationError if there is none."""
-    try:
-        return Tokenizer(files, config)
-    except SourceError as error:
-        raise CalibrationError(f"calibration needs the model's tokenizer: {error.what}", why=error.why,
-                               next="add it to the model's folder, or use a data-free recipe: "
-                                    "quantkit recipes list") from error
 
 
 def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:

@@ -6,13 +6,7 @@ import warnings
 
 import torch
 
-from quantkit.calibrate.data import (
-    SELF,
-    CalibrationData,
-    load_calibration,
-    model_tokenizer,
-    own_calibration,
-)
+from quantkit.calibrate.data import SELF, CalibrationData, load_calibration, own_calibration
 from quantkit.calibrate.written import Form, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
@@ -22,6 +16,7 @@ from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
 
 
 def prepare(plan: Plan, source: ModelSource, progress: Listener = silent,
@@ -53,7 +48,7 @@ def read(spec: CalibrationSpec, source: ModelSource, widest: int, progress: List
     if spec.length > (context := parse_config(config).max_position_embeddings):
         raise CalibrationError(f"windows of {spec.length} tokens are longer than the model's context",
                                why=f"it was made for {context} tokens", next=f"--length {context}, or less")
-    tokenizer = model_tokenizer(source.side_files(), config)
+    tokenizer = Tokenizer(source.side_files(), config)
     if spec.text == SELF:
         form = Form.of(tokenizer)  # raises where it can't
         if strict and form.fallback:
@@ -72,7 +67,7 @@ def write(plan: Plan, source: ModelSource, weights: Weights, progress: Listener)
     """Let the model write the windows, int64 ``[samples, length]``. Raises CalibrationError."""
     spec, config = plan.recipe.calibration, source.config()
     assert spec is not None
-    tokenizer, total = model_tokenizer(source.side_files(), config), spec.samples * spec.length
+    tokenizer, total = Tokenizer(source.side_files(), config), spec.samples * spec.length
     return write_windows(parse_config(config), weights, tokenizer, spec,
                          lambda done: progress(Event(done, total, "writing its calibration text")))
 
@@ -81,7 +76,7 @@ def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationDat
     """As :func:`prepare`, of what it has written."""
     spec, config = plan.recipe.calibration, source.config()
     assert spec is not None
-    tokenizer = model_tokenizer(source.side_files(), config)
+    tokenizer = Tokenizer(source.side_files(), config)
     return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, _widest(plan),
                                    Form.of(tokenizer).fallback))
 

@@ -11,7 +11,7 @@ import pytest
 
 from quantkit.calibrate import data as module
 from quantkit.calibrate import hub
-from quantkit.calibrate.data import load_calibration, model_tokenizer
+from quantkit.calibrate.data import load_calibration
 from quantkit.calibrate.files import DataFile
 from quantkit.errors import CalibrationError
 from quantkit.evaluate.text import load_text
@@ -36,7 +36,7 @@ def files(folder) -> dict[str, bytes]:
 def load(files, texts, widest=64, **fields):
     texts = str(texts) if isinstance(texts, str | Path) else tuple(map(str, texts))
     spec = CalibrationSpec(**{"text": texts, "samples": 4, "length": 32} | fields)
-    return load_calibration(spec, model_tokenizer(files, {}), VOCAB, widest)
+    return load_calibration(spec, Tokenizer(files, {}), VOCAB, widest)
 
 
 def jsonl(path: Path, *rows: object) -> Path:

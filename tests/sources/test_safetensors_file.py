@@ -111,7 +111,7 @@ ENTRY = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 @pytest.mark.parametrize("header,what", [
     ('{"a": %s, "a": %s}', "'a' twice"), ('{"a": {"dtype": "U8", "dtype": "U8"}}', "'dtype' twice"),
     ('{"../../a": %s}', "name"), ('{"a/b": %s}', "name"), ('{"a\\\\b": %s}', "name"), ('{"..": %s}', "name"),
-    ('{"a\\u0000": %s}', "name"), ('{"": %s}', "name"), ('{"\\ud800": %s}', "name"),
+    ('{"a\\u0000": %s}', "name"), ('{"": %s}', "name"), ('{"\\ud800": %s}', "not JSON"),
     ('{"a\\u001b[31m": %s}', "name"), ('{"' + "a" * 513 + '": %s}', "name"),
     ('{"a": %s, "b": %s}', "offset 0, the one before ends at 4"), ("{}", "take 0 bytes, 4 follow"),
     ('{"__metadata__": [], "a": %s}', "__metadata__"), ('{"__metadata__": null, "a": %s}', "__metadata__"),
@@ -211,8 +211,8 @@ def test_shards_are_one_model(tmp_path):
 ])
 def test_an_index_names_plain_files_only(tmp_path, name):
     (tmp_path.parent / "x.safetensors").write_bytes(save({"z": torch.ones(1)}))
-    error = folder_refused(shards(tmp_path, {"z": name}), "weight file|missing|reached")
-    assert "folder" in (error.why or "") + (error.next or "") or "reached" in error.what
+    error = folder_refused(shards(tmp_path, {"z": name}), "weight file|missing|reached|not JSON")
+    assert "folder" in f"{error.why} {error.next}" or "reached" in error.what or "surrogates" in error.why
 
 
 def test_a_missing_and_a_truncated_shard_are_named(tmp_path):
