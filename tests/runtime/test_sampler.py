@@ -87,7 +87,8 @@ def test_the_logits_are_not_written_to(logits, sampling):
 
 
 EXTREMES = st.builds(
-    Sampling, temperature=st.sampled_from([MIN_TEMPERATURE, 1.0, 100.0]), top_k=st.sampled_from([0, 1, 2**31]),
+    Sampling, temperature=st.sampled_from([MIN_TEMPERATURE, 1.0, 100.0]), top_k=st.sampled_from([0, 1,
+                                                                                                 2**31]),
     top_p=st.sampled_from([5e-324, 1e-310, 1e-45, 1e-38, math.nextafter(1, 0), 1.0]),
     min_p=st.sampled_from([0.0, 5e-324, 1e-310, 1e-38, math.nextafter(1, 0), 1.0]),
     repetition_penalty=st.sampled_from([0.01, math.nextafter(1, 0), math.nextafter(1, 2), 100.0]),
