@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from quantkit import __version__
@@ -23,8 +22,11 @@ from quantkit.serve.page import page
 from quantkit.serve.reply import Model, Reply
 from quantkit.serve.schema import ChatRequest, CompletionRequest
 from quantkit.serve.sse import EventStream, Gone, while_there
+from quantkit.serve.threads import BoundedThreads
 from quantkit.serve.work import Work
 
+PREPARING = 2
+"""Requests whose prompts are made into tokens at once."""
 OnError = Callable[[BaseException], None]
 
 
@@ -96,16 +98,21 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
 
 
 def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> None:
+    threads = BoundedThreads(PREPARING, model.engine.stats()["max_queue"])
+
     async def respond(request: Request, make: Callable[[], Reply]) -> Response:
         # templates and tokenizers may take their time with a long text; others' tokens go on meanwhile
-        reply = await run_in_threadpool(make)
+        try:
+            reply = await while_there(request.receive, threads.run(make))
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
         work = Work(model.engine, reply.jobs)
         if reply.body.stream:
             return EventStream(reply.pieces(work), work.cancel, on_error)
         try:
             return JSONResponse(await while_there(request.receive, reply.whole(work)))
         except Gone:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)
         except Exception as error:
             known = api_error(error)
             if known.status_code == 500 and on_error is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from quantkit.errors import SourceError
 from quantkit.text.chat import ChatTemplate
+from quantkit.text.length import TokenLength, token_length
 from quantkit.text.stream import StreamDecoder
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -70,16 +71,25 @@ class Tokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def least_tokens(self, text: str) -> int:
+        """How few tokens ``text`` can have, from its length alone; 0 where its length says nothing."""
+        return 0 if self._length is None else self._length.least(text)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]],
+             check: Callable[[str], None] | None = None) -> list[int]:
         """Ids of a conversation in the model's own format, ready for its answer.
 
         Args:
             messages: ``role`` (``system``, ``user``, ``assistant``) and ``content`` each.
+            check: called with the text before it is encoded; may refuse it.
 
         Raises:
             SourceError: the model has no chat template, or it fails.
         """
-        return self.encode(self.chat_text(messages), special=False)
+        text = self.chat_text(messages)
+        if check is not None:
+            check(text)
+        return self.encode(text, special=False)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
         """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
@@ -103,6 +113,10 @@ class Tokenizer:
     def stream(self) -> StreamDecoder:
         """A decoder for ids that come one at a time."""
         return StreamDecoder(self.decode)
+
+    @functools.cached_property
+    def _length(self) -> TokenLength | None:
+        return token_length(_json(self._files, FILE))
 
     @functools.cached_property
     def _template(self) -> ChatTemplate | None:
