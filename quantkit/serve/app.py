@@ -13,6 +13,7 @@ from quantkit import __version__
 from quantkit.errors import SourceError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
+from quantkit.serve.body import BodyRoute
 from quantkit.serve.chat import ChatReply
 from quantkit.serve.completions import CompletionReply
 from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error, install
@@ -81,6 +82,7 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     """
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
+    api.router.route_class = BodyRoute
     install(api)
     model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer))
     guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)

@@ -47,7 +47,7 @@ class PromptReader:
             ApiError: it can't fit; the message has both numbers.
         """
         least = self._tokenizer.least_tokens(text)
-        if least + self._answer > self._context:
+        if least >= self._context:  # and at least one token is to follow
             raise self._too_long(f"at least {least} (it has {len(text.encode())} bytes)")
         size = max(8 * self._context, HEAD_CHARACTERS)
         while size < len(text):
