@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,12 +13,14 @@ from quantkit import __version__
 from quantkit.errors import SourceError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
+from quantkit.serve.answers import ChatCompletion, Health, Models, Ready, ServedModel, TextCompletion
 from quantkit.serve.body import BodyRoute
 from quantkit.serve.chat import ChatReply
 from quantkit.serve.completions import CompletionReply
 from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error, install
 from quantkit.serve.guard import Guard
 from quantkit.serve.logprobs import TokenTexts
+from quantkit.serve.openapi import describe, responses
 from quantkit.serve.page import page
 from quantkit.serve.reply import Model, Reply
 from quantkit.serve.schema import ChatRequest, CompletionRequest
@@ -87,9 +89,11 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer))
     guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     application = Application(api, guard, engine)
-    _add_completions(api, model, on_error)
-    _add_models(api, model)
-    _add_health(api, application, engine)
+    locked = () if key is None else (401,)
+    _add_completions(api, model, locked, on_error)
+    _add_models(api, model, locked)
+    _add_health(api, application, engine, locked)
+    describe(api, model, key=key is not None)
     html, policy = page()
 
     @api.get("/", include_in_schema=False)
@@ -99,7 +103,7 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     return application
 
 
-def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> None:
+def _add_completions(api: FastAPI, model: Model, locked: Sequence[int], on_error: OnError | None) -> None:
     threads = BoundedThreads(PREPARING, model.engine.stats()["max_queue"])
 
     async def respond(request: Request, make: Callable[[], Reply]) -> Response:
@@ -123,18 +127,22 @@ def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> No
         finally:
             work.cancel()
 
-    @api.post("/v1/chat/completions", summary="The next turn of a conversation")
+    may = (404, 413, 503)
+
+    @api.post("/v1/chat/completions", summary="The next turn of a conversation",
+              responses=responses(ChatCompletion, *may, *locked, stream=True))
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: ChatReply(model, body))
 
-    @api.post("/v1/completions", summary="The continuation of one or more prompts")
+    @api.post("/v1/completions", summary="The continuation of one or more prompts",
+              responses=responses(TextCompletion, *may, *locked, stream=True))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: CompletionReply(model, body))
 
 
-def _add_models(api: FastAPI, model: Model) -> None:
+def _add_models(api: FastAPI, model: Model, locked: Sequence[int]) -> None:
     try:
         chat = model.loaded.tokenizer.has_chat
     except SourceError:  # there is a template and it can't be used; a request to chat is told why
@@ -146,22 +154,24 @@ def _add_models(api: FastAPI, model: Model) -> None:
                 "max_model_len": model.context, "chat": chat, "method": loaded.label,
                 "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(model.engine.cache.spec)}
 
-    @api.get("/v1/models", summary="What is served: one model")
+    @api.get("/v1/models", summary="What is served: one model", responses=responses(Models, *locked))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [about()]}
 
-    @api.get("/v1/models/{name:path}", summary="The same by name")
+    @api.get("/v1/models/{name:path}", summary="The same by name",
+             responses=responses(ServedModel, 404, *locked))
     async def one(name: str) -> dict[str, Any]:
         _check(model, name)
         return about()
 
 
-def _add_health(api: FastAPI, application: Application, engine: Engine) -> None:
-    @api.get("/health", summary="Whether the process lives")
+def _add_health(api: FastAPI, application: Application, engine: Engine, locked: Sequence[int]) -> None:
+    @api.get("/health", summary="Whether the process lives", responses=responses(Health))
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @api.get("/ready", summary="Whether it takes requests, and what it is doing")
+    @api.get("/ready", summary="Whether it takes requests, and what it is doing",
+             responses=responses(Ready, 503, *locked))
     async def ready() -> dict[str, Any]:
         if application.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from quantkit.errors import did_you_mean
@@ -31,9 +39,18 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _integer(value: Any) -> Any:
+    # JSON has one kind of number: 2.0 is an integer to its schemas
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _integers(value: Any) -> Any:
+    return [*map(_integer, value)] if isinstance(value, list) and float in {*map(type, value)} else value
+
+
 String = Annotated[str, AfterValidator(_unicode)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_unicode)]
-Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
 
 
 class Body(BaseModel):
@@ -66,7 +83,7 @@ class Body(BaseModel):
                 if field is not None and field.is_required():
                     raise Refused(name, cls._null(name), "missing_parameter")
             elif field is not None:
-                kept[name] = value
+                kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
                 raise Refused(_printable(name), cls._refusal(name))
         return kept
@@ -125,13 +142,14 @@ class Request(Body):
     }
 
     model: String
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
-    n: int = Field(default=1, ge=1, le=MAX_N)
+    n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
         default_factory=list)
-    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -210,9 +228,12 @@ class ChatRequest(Request):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="OpenAI's newer name of max_tokens; if both are given "
+                                                       "they must be equal.")
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -234,10 +255,11 @@ class CompletionRequest(Request):
 
     prompt: (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids
              | Annotated[list[Ids], Field(min_length=1, fail_fast=True)])
-    max_tokens: int = Field(default=16, ge=0, le=MAX_TOKENS)
+    max_tokens: int = Field(
+        default=16, ge=0, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N, description="Must be equal to n.")
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:

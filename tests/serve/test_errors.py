@@ -43,7 +43,7 @@ def _still_serves(request):
     ({"temperature": "hot"}, "temperature"), ({"top_p": -0.1}, "top_p"), ({"top_p": 1.1}, "top_p"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 2**40}, "max_tokens"),
     ({"stop": ""}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a" * 2000]}, "stop[0]"),
-    ({"stop": [1]}, "stop[0]"), ({"seed": 2**63}, "seed"), ({"seed": 1.0}, "seed"),
+    ({"stop": [1]}, "stop[0]"), ({"seed": 2**63}, "seed"), ({"seed": 1.5}, "seed"),
     ({"stream": "yes"}, "stream"), ({"stream_options": {"usage": True}}, "stream_options.usage"),
     ({"model": 3}, "model"), ({"top_k": -1}, "top_k"), ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"ignore_eos": 1}, "ignore_eos"),
@@ -102,7 +102,7 @@ def test_messages_that_cant_be_are_refused_where_they_are_wrong(shared, messages
 @pytest.mark.parametrize(("prompt", "said"), [
     ([], "empty"), (["a", 3], "prompt"), ([3, "a"], "prompt"), ([[3], "a"], "prompt"), ({"a": 1}, "prompt"),
     ([True], "prompt"), ([-1], "doesn't know"), ([10**9], "doesn't know"), ([2**70], "doesn't know"),
-    ([[]], "empty"), (3, "prompt"), (None, "prompt"), ([1.0], "prompt"),
+    ([[]], "empty"), (3, "prompt"), (None, "prompt"), ([1.5], "prompt"),
 ])
 def test_prompts_that_cant_be(shared, prompt, said):
     check(shared.post(TEXT, {"prompt": prompt}), 400, said=said)

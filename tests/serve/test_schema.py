@@ -113,6 +113,19 @@ def test_extreme_numbers_are_obeyed_or_refused(shared, name):
     assert statuses == {200, 400} and not shared.errors
 
 
+def test_a_whole_number_may_have_a_point(shared):
+    """As JSON schemas have it."""
+    whole = {"max_tokens": 2, "n": 2, "top_k": 5, "logprobs": 1, "seed": 3}
+    written = {name: float(value) for name, value in whole.items()}
+    for prompt in ([5, 6], [[5, 6], [7]]):
+        found = [shared.post(TEXT, {"prompt": prompt, **whole}), shared.post(TEXT, {
+            "prompt": json.loads(json.dumps(prompt).replace("6", "6.0").replace("7", "7.0")), **written})]
+        assert found[0].json()["choices"] == found[1].json()["choices"]
+    for wrong in (1.5, 1e300, True, "1"):
+        assert shared.post(TEXT, {"prompt": [5, wrong]}).status_code == 400
+        assert shared.post(TEXT, {"prompt": [5], "n": wrong}).status_code == 400
+
+
 def test_extreme_numbers_together(shared):
     for top_p in TINY:
         body = {"prompt": "the cat", "max_tokens": 3, "n": 3, "temperature": 2, "top_p": top_p,
