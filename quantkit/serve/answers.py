@@ -88,6 +88,34 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
+class Delta(Answer):
+    """What is new of a turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatDelta(Answer):
+    """What is new of one choice; the last has a reason."""
+
+    index: Count
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class ChatChunk(Answer):
+    """An event of a streamed turn; with ``include_usage`` the last one has the usage and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
 class TextLogprobs(Answer):
     """Of all tokens of a choice, an entry each; the first of a prompt has none."""
 
@@ -115,6 +143,26 @@ class TextCompletion(Answer):
     model: str
     choices: list[TextChoice]
     usage: Usage
+
+
+class TextDelta(Answer):
+    """What is new of one choice; the last has a reason."""
+
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish | None
+
+
+class TextChunk(Answer):
+    """An event of a streamed continuation; the usage comes as in :class:`ChatChunk`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextDelta]
+    usage: Usage | None = None
 
 
 class ServedModel(Answer):

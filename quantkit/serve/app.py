@@ -13,7 +13,16 @@ from quantkit import __version__
 from quantkit.errors import SourceError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.serve.answers import ChatCompletion, Health, Models, Ready, ServedModel, TextCompletion
+from quantkit.serve.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Health,
+    Models,
+    Ready,
+    ServedModel,
+    TextChunk,
+    TextCompletion,
+)
 from quantkit.serve.body import BodyRoute
 from quantkit.serve.chat import ChatReply
 from quantkit.serve.completions import CompletionReply
@@ -130,13 +139,13 @@ def _add_completions(api: FastAPI, model: Model, locked: Sequence[int], on_error
     may = (404, 413, 503)
 
     @api.post("/v1/chat/completions", summary="The next turn of a conversation",
-              responses=responses(ChatCompletion, *may, *locked, stream=True))
+              responses=responses(ChatCompletion, *may, *locked, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: ChatReply(model, body))
 
     @api.post("/v1/completions", summary="The continuation of one or more prompts",
-              responses=responses(TextCompletion, *may, *locked, stream=True))
+              responses=responses(TextCompletion, *may, *locked, chunk=TextChunk))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: CompletionReply(model, body))

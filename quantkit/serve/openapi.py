@@ -7,8 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from quantkit.serve.answers import Error
+from quantkit.serve.answers import ChatChunk, Error, TextChunk
 from quantkit.serve.reply import Model
 from quantkit.serve.schema import INT64
 
@@ -17,13 +18,27 @@ ANY = (400, 403, 405, 408, 500)
 """Errors that any route may answer with: 400 what isn't HTTP, 408 headers that don't come."""
 
 
-def responses(answer: type[BaseModel], *others: int, stream: bool = False) -> Responses:
-    """What a route answers: 200 with ``answer``, or with events of it, and errors of these statuses."""
-    content = {"text/event-stream": {"schema": {"type": "string", "description": (
-        "Server-sent events: `data: ` and a JSON object, then `data: [DONE]`; with `\"stream\": true`.")}}}
-    good: dict[str, Any] = {"model": answer, **({"content": content} if stream else {})}
+def responses(answer: type[BaseModel], *others: int, chunk: type[BaseModel] | None = None) -> Responses:
+    """What a route answers.
+
+    Args:
+        answer: with 200.
+        others: statuses of errors beside :data:`ANY`.
+        chunk: with 200 too, if a stream is asked for: what its events hold.
+    """
+    good: dict[str, Any] = {"model": answer}
+    if chunk is not None:
+        good["content"] = {"text/event-stream": {"itemSchema": _event(chunk)}}
     return {200: good, **{status: {"model": Error, "description": HTTPStatus(status).phrase}
                           for status in sorted({*ANY, *others})}}
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """A server-sent event as OpenAPI 3.2 describes one."""
+    content = {"anyOf": [{"$ref": f"#/components/schemas/{part.__name__}"} for part in (chunk, Error)]}
+    data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json",
+                                            "contentSchema": content}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def describe(api: FastAPI, model: Model, *, key: bool) -> None:
@@ -47,6 +62,9 @@ def describe(api: FastAPI, model: Model, *, key: bool) -> None:
 
 def _refine(schema: dict[str, Any], model: Model, key: bool) -> None:
     parts = schema["components"]["schemas"]
+    _, chunks = models_json_schema([(ChatChunk, "serialization"), (TextChunk, "serialization")],
+                                   ref_template="#/components/schemas/{model}")
+    parts.update(chunks["$defs"])
     for unused in ("HTTPValidationError", "ValidationError"):  # the framework's own, which nothing answers
         parts.pop(unused, None)
     for operations in schema["paths"].values():

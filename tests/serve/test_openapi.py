@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from quantkit.serve.answers import ChatChunk, TextChunk
 from quantkit.testing import tiny_model
 
 CONTEXT = 8192
@@ -86,6 +87,21 @@ def test_every_error_has_the_one_shape_and_streams_their_type(described):
                     assert ("text/event-stream" in content) == path.endswith("completions")
             assert {"200", "400", "403", "405", "408", "500"} <= set(operation["responses"])
     assert "securitySchemes" not in described["components"]
+
+
+@pytest.mark.parametrize(("path", "asked", "chunk"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, ChatChunk),
+    ("/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True}, TextChunk)])
+def test_events_are_what_is_described(shared, described, path, asked, chunk):
+    answer = shared.post(path, {**asked, "max_tokens": 3, "stream": True,
+                                "stream_options": {"include_usage": True}})
+    *events, last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert last == "[DONE]" and len(events) > 3
+    for event in events:
+        chunk.model_validate_json(event, strict=True)
+    assert chunk.__name__ in described["components"]["schemas"]
+    event = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
+    assert chunk.__name__ in json.dumps(event)
 
 
 def test_a_key_is_described(live):
