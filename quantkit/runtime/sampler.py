@@ -16,6 +16,7 @@ MAX_TOKENS = 2**31
 MIN_TEMPERATURE = 1e-4
 """Below it is greedy in all but name, and soon out of float32's range."""
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
     there = gpu.sent(torch.cat((whole, real.view(torch.int64))), logits.device)  # all in one copy
     seed, step, top_k = there[:3]
     temperature, top_p, min_p = there[3:].view(torch.float64).float()
+    top_p = top_p.clamp(min=_SMALLEST)
     return chosen(logits, temperature, seed, step, top_k if any(one.top_k for one in given) else None,
                   top_p if any(one.top_p < 1 for one in given) else None,
                   min_p if any(one.min_p for one in given) else None)
@@ -230,7 +232,9 @@ def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> 
         seen = torch.tensor(sorted(set(history)))
         old = scores[seen]
         penalty = sampling.repetition_penalty
-        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
+        # a penalty far from 1 may lead out of float32's range
+        changed = torch.where(old < 0, old * penalty, old / penalty).clamp(-_LARGEST, _LARGEST)
+        scores = scores.index_put((seen,), changed)
     if sampling.greedy:
         return scores
     # with the largest at 0 nothing overflows at a small temperature, and min-p is one comparison
@@ -240,8 +244,9 @@ def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> 
     if sampling.top_p < 1:
         values, order = scores.sort(descending=True, stable=True)
         chances = values.softmax(-1)
-        before = chances.cumsum(-1) - chances
-        scores = scores.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+        excluded = chances.cumsum(-1) - chances >= sampling.top_p
+        excluded[0] = False  # also where top_p is 0 in float32
+        scores = scores.index_fill(0, order[excluded], -torch.inf)
     if sampling.min_p > 0:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores
@@ -252,4 +257,6 @@ def _whole(value: object, low: int, high: int) -> bool:
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)  # which may be too large for a float

@@ -206,6 +206,6 @@ def check_request(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling
 
 def check_ids(loaded: LoadedModel, prompt: Sequence[int]) -> None:
     """Raises UsageError: an id is unknown."""
-    if not all(0 <= token < loaded.config.vocab_size for token in prompt):
+    if prompt and not 0 <= min(prompt) <= max(prompt) < loaded.config.vocab_size:
         raise UsageError("a prompt has a token that the model doesn't know",
                          why=f"ids go from 0 to {loaded.config.vocab_size - 1}")

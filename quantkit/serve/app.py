@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from quantkit import __version__
 from quantkit.errors import SourceError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
+from quantkit.serve.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Health,
+    Models,
+    Ready,
+    ServedModel,
+    TextChunk,
+    TextCompletion,
+)
+from quantkit.serve.body import BodyRoute
 from quantkit.serve.chat import ChatReply
 from quantkit.serve.completions import CompletionReply
 from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error, install
 from quantkit.serve.guard import Guard
 from quantkit.serve.logprobs import TokenTexts
+from quantkit.serve.openapi import describe, responses
 from quantkit.serve.page import page
 from quantkit.serve.reply import Model, Reply
 from quantkit.serve.schema import ChatRequest, CompletionRequest
 from quantkit.serve.sse import EventStream, Gone, while_there
+from quantkit.serve.threads import BoundedThreads
 from quantkit.serve.work import Work
 
+PREPARING = 2
+"""Requests whose prompts are made into tokens at once."""
 OnError = Callable[[BaseException], None]
 
 
@@ -80,13 +94,16 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     """
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
+    api.router.route_class = BodyRoute
     install(api)
     model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer), parse_special)
     guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     application = Application(api, guard, engine)
-    _add_completions(api, model, on_error)
-    _add_models(api, model)
-    _add_health(api, application, engine)
+    locked = () if key is None else (401,)
+    _add_completions(api, model, locked, on_error)
+    _add_models(api, model, locked)
+    _add_health(api, application, engine, locked)
+    describe(api, model, key=key is not None)
     html, policy = page()
 
     @api.get("/", include_in_schema=False)
@@ -96,17 +113,22 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     return application
 
 
-def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> None:
+def _add_completions(api: FastAPI, model: Model, locked: Sequence[int], on_error: OnError | None) -> None:
+    threads = BoundedThreads(PREPARING, model.engine.stats()["max_queue"])
+
     async def respond(request: Request, make: Callable[[], Reply]) -> Response:
         # templates and tokenizers may take their time with a long text; others' tokens go on meanwhile
-        reply = await run_in_threadpool(make)
+        try:
+            reply = await while_there(request.receive, threads.run(make))
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
         work = Work(model.engine, reply.jobs)
         if reply.body.stream:
             return EventStream(reply.pieces(work), work.cancel, on_error)
         try:
             return JSONResponse(await while_there(request.receive, reply.whole(work)))
         except Gone:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)
         except Exception as error:
             known = api_error(error)
             if known.status_code == 500 and on_error is not None:
@@ -115,18 +137,22 @@ def _add_completions(api: FastAPI, model: Model, on_error: OnError | None) -> No
         finally:
             work.cancel()
 
-    @api.post("/v1/chat/completions", summary="The next turn of a conversation")
+    may = (404, 413, 503)
+
+    @api.post("/v1/chat/completions", summary="The next turn of a conversation",
+              responses=responses(ChatCompletion, *may, *locked, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: ChatReply(model, body))
 
-    @api.post("/v1/completions", summary="The continuation of one or more prompts")
+    @api.post("/v1/completions", summary="The continuation of one or more prompts",
+              responses=responses(TextCompletion, *may, *locked, chunk=TextChunk))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check(model, body.model)
         return await respond(request, lambda: CompletionReply(model, body))
 
 
-def _add_models(api: FastAPI, model: Model) -> None:
+def _add_models(api: FastAPI, model: Model, locked: Sequence[int]) -> None:
     try:
         chat = model.loaded.tokenizer.has_chat
     except SourceError:  # there is a template and it can't be used; a request to chat is told why
@@ -138,22 +164,24 @@ def _add_models(api: FastAPI, model: Model) -> None:
                 "max_model_len": model.context, "chat": chat, "method": loaded.label,
                 "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(model.engine.cache.spec)}
 
-    @api.get("/v1/models", summary="What is served: one model")
+    @api.get("/v1/models", summary="What is served: one model", responses=responses(Models, *locked))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [about()]}
 
-    @api.get("/v1/models/{name:path}", summary="The same by name")
+    @api.get("/v1/models/{name:path}", summary="The same by name",
+             responses=responses(ServedModel, 404, *locked))
     async def one(name: str) -> dict[str, Any]:
         _check(model, name)
         return about()
 
 
-def _add_health(api: FastAPI, application: Application, engine: Engine) -> None:
-    @api.get("/health", summary="Whether the process lives")
+def _add_health(api: FastAPI, application: Application, engine: Engine, locked: Sequence[int]) -> None:
+    @api.get("/health", summary="Whether the process lives", responses=responses(Health))
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @api.get("/ready", summary="Whether it takes requests, and what it is doing")
+    @api.get("/ready", summary="Whether it takes requests, and what it is doing",
+             responses=responses(Ready, 503, *locked))
     async def ready() -> dict[str, Any]:
         if application.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)

@@ -7,6 +7,7 @@ from typing import Any
 from quantkit.runtime.sequence import Completion, TokenInfo
 from quantkit.serve.errors import ApiError
 from quantkit.serve.logprobs import chat_logprobs
+from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Model, Reply
 from quantkit.serve.schema import ChatRequest
 from quantkit.serve.work import Job, Work, check_size
@@ -23,7 +24,8 @@ class ChatReply(Reply):
             raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
                            param="messages", code="no_chat_template")
         check_size(body.n, model.engine.stats()["max_queue"])
-        prompt = tokenizer.chat([message.plain() for message in body.messages],
+        reader = PromptReader(tokenizer, model.context, body.wanted or 1, "messages")
+        prompt = tokenizer.chat([message.plain() for message in body.messages], reader.check,
                                 parse_special=model.parse_special)
         # a prompt that leaves no room asks for one token, and is refused with the numbers
         most = body.wanted or max(model.context - len(prompt), 1)

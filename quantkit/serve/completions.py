@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.runtime.sequence import Completion, TokenInfo, check_ids
 from quantkit.serve.logprobs import Offsets, text_logprobs
+from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Model, Reply
 from quantkit.serve.schema import CompletionRequest
 from quantkit.serve.work import Job, Work, check_size
@@ -19,7 +20,8 @@ class CompletionReply(Reply):
     def __init__(self, model: Model, body: CompletionRequest) -> None:
         tokenizer = model.loaded.tokenizer
         check_size(len(body.prompts) * body.n, model.engine.stats()["max_queue"])
-        prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts]
+        reader = PromptReader(tokenizer, model.context, body.max_tokens or 1, "prompt")
+        prompts = [reader.encode(p) if isinstance(p, str) else p for p in body.prompts]
         for prompt in prompts:  # before an unknown id is turned into text
             check_ids(model.loaded, prompt)
         self._texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -48,16 +48,17 @@ class ApiError(HTTPException):
 
 
 class Refused(ValueError):
-    """While a body is read: a key that isn't known or can't be obeyed.
+    """While a body is read: a key that isn't known or can't be obeyed, or a value that it can't have.
 
     Args:
         param: its name.
         reason: why.
+        code: for programs.
     """
 
-    def __init__(self, param: str, reason: str) -> None:
+    def __init__(self, param: str, reason: str, code: str = "unsupported_parameter") -> None:
         super().__init__(reason)
-        self.param = param
+        self.param, self.code = param, code
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -109,38 +110,63 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
 
 
+_TYPES = {"string_type": "a string", "list_type": "a list", "int_type": "an integer",
+          "float_type": "a number",
+          "bool_type": "a boolean", "model_type": "an object", "dict_type": "an object",
+          "model_attributes_type": "an object"}
+_BRANCHES = {"str", "int", "float", "bool", "constrained-str"}
+
+
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
-    # of a value that may be one of several things, the branch that got furthest knows best what is wrong
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
-    kind, place = first["type"], [part for part in first["loc"] if part != "body"]
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
+    found = [(_place(one["loc"]), one) for one in error.errors()]
+    # of a value that may be one of several things, the branch that got furthest knows best what is wrong
+    place, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
+    kind, cause = first["type"], first.get("ctx", {}).get("error")
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Refused):
-        return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code="unsupported_parameter")
+        return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code=cause.code)
     param = _dotted(place)
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+    if kind in _TYPES:
+        types = [_TYPES[one["type"]] for at, one in found if at == place and one["type"] in _TYPES]
+        message = f"it must be {' or '.join(dict.fromkeys(types))}"
+    else:
+        message = _explained(first)
     return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param or None,
                     code="missing_parameter" if kind == "missing" else "invalid_value")
 
 
-def _dotted(place: list[Any]) -> str:
-    """``messages[0].content``; names of a union's branches are left out."""
+def _explained(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value of the right type."""
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "it is missing"
+    if kind == "too_long":
+        return f"{limits['actual_length']} items are given; at most {limits['max_length']} are accepted"
+    if kind == "string_too_long":
+        return f"{len(error['input'])} characters are given; at most {limits['max_length']} are accepted"
+    if kind in ("too_short", "string_too_short"):
+        return "it is empty"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def _place(location: Sequence[Any]) -> list[Any]:
+    """Where in the body; names of a union's branches are left out."""
+    return [part for part in location[1:]
+            if isinstance(part, int) or (part not in _BRANCHES and "[" not in part)]
+
+
+def _dotted(place: Sequence[Any]) -> str:
+    """``messages[0].content``."""
     out = ""
     for part in place:
-        if isinstance(part, int):
-            out += f"[{part}]"
-        elif part not in _BRANCHES and "[" not in part:
-            out += f".{part}" if out else part
+        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
     return out
-
-
-_BRANCHES = {"str", "int", "float", "bool"}
 
 
 def _text(error: QuantkitError) -> str:

@@ -12,8 +12,9 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -50,7 +51,7 @@ class Guard:
     def __init__(self, app: ASGIApp, *, loopback: bool = True, hosts: Collection[str] = (),
                  key: str | None = None, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._app, self._loopback, self._on_error = app, loopback, on_error
-        self._hosts = {name.lower().rstrip(".") for name in hosts} | {"localhost"}
+        self._hosts = {_listed(name) for name in hosts} | {"localhost"}
         self._key = None if key is None else key.encode()
         self.active = 0
         self._idle = asyncio.Event()
@@ -117,21 +118,22 @@ class Guard:
     def _admit(self, scope: Scope) -> None:
         headers = _headers(scope)
         host = headers.get(b"host", b"").decode("latin-1")
-        if not self._ours(host):
+        if not self._ours(authority(host)):
             raise ApiError(403, f"the host {host[:80]!r} is not this server's", code="forbidden_host")
         origin = headers.get(b"origin")
-        if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
+        if origin is not None and not _same_origin(origin.decode("latin-1"), host):
             raise ApiError(403, "requests from other origins are refused", code="forbidden_origin")
         if self._key is not None and scope["path"] not in OPEN and not self._knows(headers):
             scheme = "Basic" if scope["path"] == "/" else "Bearer"
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                            code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="quantkit"'})
 
-    def _ours(self, host: str) -> bool:
-        name, address = _split(host)
-        if address is None:
-            return name in self._hosts
-        return address.is_loopback or not self._loopback or str(address) in self._hosts
+    def _ours(self, host: Authority | None) -> bool:
+        if host is None:
+            return False
+        if host.address is None:
+            return host.name in self._hosts
+        return host.address.is_loopback or not self._loopback or host.name in self._hosts
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         assert self._key is not None
@@ -179,7 +181,6 @@ class _Measured:
             raise _too_large()
         return message
 
-
     def stop(self) -> None:
         """What hasn't come by now, but for what the next moment brings, isn't waited for."""
         self._stopped, self._until = True, asyncio.get_running_loop().time() + LAST_BODY
@@ -199,21 +200,63 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
     return found
 
 
-def _split(host: str) -> tuple[str, Any]:
-    """``name:port`` → the name in lower case, and the address if it is one."""
-    name = host.strip().lower()
-    if name.startswith("["):
-        name = name[1:].partition("]")[0]
-    elif name.count(":") <= 1:
-        name = name.partition(":")[0]
-    name = name.removesuffix(".")
+@dataclass(frozen=True)
+class Authority:
+    """Who a request is for.
+
+    Attributes:
+        name: in lower case, without the dot that a full name may end with; of an address its usual form.
+        address: if it is one.
+        port: ``None`` if it isn't said.
+    """
+
+    name: str
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
+    port: int | None
+
+
+def authority(host: str) -> Authority | None:
+    """``name:port``, ``1.2.3.4:port`` or ``[::1]:port`` as the header ``Host`` has it; ``None`` if it is
+    anything else: a list, a user, a zone, an address as one number."""
+    match = _AUTHORITY.fullmatch(host)
+    if match is None:
+        return None
+    port = int(match["port"]) if match["port"] else None
+    if port is not None and port > 65535:
+        return None
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
     try:
-        return name, ipaddress.ip_address(name)
+        if match["inside"] is not None:
+            address = ipaddress.IPv6Address(match["inside"])
+            return Authority(str(address), address.ipv4_mapped or address, port)
+        address = ipaddress.IPv4Address(match["name"])
+        return Authority(str(address), address, port)
     except ValueError:
-        return name, None
+        return None if match["inside"] is not None else Authority(_plain(match["name"]), None, port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or address to bind to is this machine's own, without asking a resolver."""
-    name, address = _split(host)
-    return name == "localhost" if address is None else bool(address.is_loopback)
+_AUTHORITY = re.compile(r"(?:\[(?P<inside>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z_-]+(?:\.[0-9A-Za-z_-]+)*\.?))"
+                        r"(?::(?P<port>[0-9]{0,5}))?", re.ASCII)
+
+
+def _listed(host: str) -> str:
+    """A host's name as somebody lists it: an IPv6 address may stand without brackets."""
+    found = authority(host) or authority(f"[{host}]")
+    return _plain(host) if found is None else found.name
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _same_origin(origin: str, host: str) -> bool:
+    """Whether a page of that origin came from this server: over HTTP, or HTTPS if a proxy adds it."""
+    scheme, separator, rest = origin.partition("://")
+    there, here = authority(rest), authority(host)
+    if not separator or scheme not in _PORTS or there is None or here is None:
+        return False
+    port = _PORTS[scheme]
+    return (there.name, there.port or port) == (here.name, here.port or port)
+
+
+_PORTS = {"http": 80, "https": 443}

@@ -7,9 +7,18 @@ https://platform.openai.com/docs/api-reference/chat/create.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from quantkit.errors import did_you_mean
 from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
@@ -19,17 +28,6 @@ MAX_N, MAX_STOPS, MAX_LOGPROBS = 16, 16, 20
 MIN_TOP_P = 1e-9
 MAX_KEYS = 64
 INT64 = 2**63
-
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                     "prompt_cache_retention", "parallel_tool_calls"})
-"""Keys that change nothing in the answer's text."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "logit_bias": ({},), "suffix": ("",), "modalities": (["text"],),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "audio": (), "prediction": (),
-    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "moderation": (),
-}
-"""Keys of OpenAI's that would change the answer and aren't implemented, with values that ask for nothing."""
 
 
 def _unicode(text: str) -> str:
@@ -41,15 +39,34 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _integer(value: Any) -> Any:
+    # JSON has one kind of number: 2.0 is an integer to its schemas
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _integers(value: Any) -> Any:
+    return [*map(_integer, value)] if isinstance(value, list) and float in {*map(type, value)} else value
+
+
 String = Annotated[str, AfterValidator(_unicode)]
-Stop = Annotated[String, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_unicode)]
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
 
 
 class Body(BaseModel):
-    """Base of all parts of a request: nothing is coerced, nothing is ignored in silence."""
+    """Base of all parts of a request: nothing is coerced, nothing is ignored in silence.
+
+    A key whose value is null is as good as absent.
+
+    Attributes:
+        ignored: keys of OpenAI's that change nothing in the answer's text.
+        neutral: keys of OpenAI's that would change the answer and aren't implemented, with the values that
+            ask for nothing.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -58,22 +75,50 @@ class Body(BaseModel):
             return data
         if len(data) > MAX_KEYS:
             raise ValueError(f"{len(data)} keys; at most {MAX_KEYS} are read")
+        cls._first(data)
         kept = {}
         for name, value in data.items():
-            if value is None or name in IGNORED:
-                continue
-            if name not in cls.model_fields:
-                if name in NEUTRAL and value in NEUTRAL[name]:
-                    continue
+            field = cls.model_fields.get(name)
+            if value is None:
+                if field is not None and field.is_required():
+                    raise Refused(name, cls._null(name), "missing_parameter")
+            elif field is not None:
+                kept[name] = _integer(value) if field.annotation in (int, int | None) else value
+            elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
                 raise Refused(_printable(name), cls._refusal(name))
-            kept[name] = value
         return kept
 
     @classmethod
+    def _first(cls, data: dict[Any, Any]) -> None:
+        """Raises Refused: what better explains what is wrong than the first key would."""
+
+    @classmethod
+    def _null(cls, name: str) -> str:
+        """Why null is no value of a field that must be given."""
+        return f"{name} is null; it must have a value"
+
+    @classmethod
     def _refusal(cls, name: str) -> str:
-        if name in NEUTRAL:
+        """Why a key is refused."""
+        if name in cls.neutral:
             return f"{name} is not supported, and leaving it out would change the answer"
         return f"no parameter is called {_printable(name)!r}; {did_you_mean(name[:80], cls.model_fields)}"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What :meth:`_keys` does, for ``/openapi.json``."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in cls.model_fields.items():
+            if not field.is_required():
+                schema["properties"][name] = _nullable(schema["properties"][name])
+        for name in sorted(cls.ignored):
+            schema["properties"][name] = {"title": name, "description": "Accepted, and changes nothing."}
+        for name, values in cls.neutral.items():
+            schema["properties"][name] = {"title": name, "enum": [*values, None],
+                                          "description": "Not supported beyond these values."}
+        # a key that nobody knows is taken if it asks for nothing
+        schema["additionalProperties"] = {"type": "null"}
+        return schema
 
 
 class StreamOptions(Body):
@@ -86,14 +131,25 @@ class StreamOptions(Body):
 class Request(Body):
     """What both kinds of request have. Defaults are OpenAI's: temperature 1, all of the distribution."""
 
+    ignored = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                         "prompt_cache_retention", "parallel_tool_calls"})
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+        "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
+        "suffix": ("",), "modalities": (["text"],), "presence_penalty": (0,), "frequency_penalty": (0,),
+        "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+        "web_search_options": (), "moderation": (),
+    }
+
     model: String
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
-    n: int = Field(default=1, ge=1, le=MAX_N)
+    n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
         default_factory=list)
-    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -111,7 +167,7 @@ class Request(Body):
         temperature = float(self.temperature) if self.temperature >= MIN_TEMPERATURE else 0.0
         return Sampling(
             max_tokens=max_tokens, temperature=temperature, top_k=self.top_k,
-            top_p=float(self.top_p) or MIN_TOP_P, min_p=float(self.min_p), ignore_eos=self.ignore_eos,
+            top_p=max(float(self.top_p), MIN_TOP_P), min_p=float(self.min_p), ignore_eos=self.ignore_eos,
             repetition_penalty=float(self.repetition_penalty),
             seed=None if self.seed is None else (self.seed + choice) % INT64,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -131,11 +187,34 @@ class Text(Body):
 class Message(Body):
     """One turn. What an assistant's earlier answer has beside its text must be empty."""
 
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],), "annotations": ([],), "refusal": (), "audio": (), "function_call": (),
+        "tool_call_id": ()}
+
     role: Literal["system", "developer", "user", "assistant"]
     content: String | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-    name: String | None = Field(default=None, max_length=64)
-    tool_calls: list[Any] | None = Field(default=None, max_length=0)
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    name: Annotated[str, Field(max_length=64), AfterValidator(_unicode)] | None = None
+
+    @classmethod
+    def _first(cls, data: dict[Any, Any]) -> None:
+        if data.get("role") in ("tool", "function"):
+            raise Refused("role", f"messages of the role {data['role']!r} are not supported: the model is "
+                                  "given no tools, so there are no results of theirs")
+        calls = data.get("tool_calls")
+        if calls is not None and calls != []:
+            raise Refused("tool_calls", cls._refusal("tool_calls"))
+
+    @classmethod
+    def _null(cls, name: str) -> str:
+        return super()._null(name) if name != "content" else (
+            "content is null; a message must have a text (only one with tool_calls may do without, and "
+            "tool_calls are not supported)")
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        if name in cls.neutral:
+            return f"{name} is not supported in a message"
+        return super()._refusal(name)
 
     def plain(self) -> dict[str, str]:
         """As a chat template wants it; ``developer`` is OpenAI's newer word for ``system``."""
@@ -149,16 +228,20 @@ class ChatRequest(Request):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="OpenAI's newer name of max_tokens; if both are given "
+                                                       "they must be equal.")
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise Refused("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+            raise Refused("max_tokens", "max_tokens and max_completion_tokens differ; give one",
+                          "invalid_value")
         return self
 
     @property
@@ -172,10 +255,11 @@ class CompletionRequest(Request):
 
     prompt: (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids
              | Annotated[list[Ids], Field(min_length=1, fail_fast=True)])
-    max_tokens: int = Field(default=16, ge=0, le=MAX_TOKENS)
+    max_tokens: int = Field(
+        default=16, ge=0, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N, description="Must be equal to n.")
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
@@ -191,6 +275,21 @@ class CompletionRequest(Request):
             return [prompt]
         ids = [one for one in prompt if isinstance(one, int)]
         return [ids] if len(ids) == len(prompt) else [one for one in prompt if not isinstance(one, int)]
+
+
+def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether it is one of ``values``; false is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same, or null."""
+    if "anyOf" in schema:
+        options = [one for one in schema["anyOf"] if one != {"type": "null"}]
+        return {**schema, "anyOf": [*options, {"type": "null"}]}
+    about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    rule = {key: value for key, value in schema.items() if key not in about}
+    return {**about, "anyOf": [rule, {"type": "null"}]}
 
 
 def _printable(name: str) -> str:

@@ -18,6 +18,7 @@ import uvicorn
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.engine import Engine
 from quantkit.serve.app import Application
+from quantkit.serve.connection import IDLE_SECONDS, Connection
 
 Outcome = Literal["done", "cut", "forced"]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -47,9 +48,9 @@ class Server(uvicorn.Server):
                  on_ready: Callable[[], None], on_drain: Callable[[int], None]) -> None:
         # one implementation of HTTP and of the loop everywhere; no header of a proxy is believed
         super().__init__(uvicorn.Config(
-            application, http="h11", loop="asyncio", ws="none", lifespan="off", log_config=None,
+            application, http=Connection, loop="asyncio", ws="none", lifespan="off", log_config=None,
             log_level="critical", access_log=False, server_header=False, proxy_headers=False,
-            timeout_graceful_shutdown=5))
+            timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=5))
         self._application, self._engine, self._patience = application, engine, drain_timeout
         self._on_ready, self._on_drain = on_ready, on_drain
         self._ending: asyncio.Task[None] | None = None

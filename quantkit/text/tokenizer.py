@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import SourceError
@@ -12,6 +12,7 @@ from quantkit.strict_json import parse_object
 from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.controls import ControlTokens
+from quantkit.text.length import TokenLength, token_length
 from quantkit.text.stream import StreamDecoder
 
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -80,11 +81,17 @@ class Tokenizer:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
         return library.decode(self._inner, ids, skip_special)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, parse_special: bool = False) -> list[int]:
+    def least_tokens(self, text: str) -> int:
+        """How few tokens ``text`` can have, from its length alone; 0 where its length says nothing."""
+        return 0 if self._length is None else self._length.least(text)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], check: Callable[[str], None] | None = None, *,
+             parse_special: bool = False) -> list[int]:
         """Ids of a conversation in the model's own format, ready for its answer.
 
         Args:
             messages: ``role`` (``system``, ``user``, ``assistant``) and ``content`` each.
+            check: called with the text before it is encoded; may refuse it.
             parse_special: control tokens written out in messages become their ids, so that a message can
                 end its turn and open a role; otherwise only the template's own do.
 
@@ -92,10 +99,13 @@ class Tokenizer:
             SourceError: the model has no chat template, or it fails.
             UsageError: a message holds half a surrogate pair.
         """
-        if parse_special or self._template is None:
-            return self.encode(self.chat_text(messages), special=False)
-        hidden, stand_ins = self.controls.hide(messages)
-        return self.controls.encode(self.chat_text(hidden), stand_ins)
+        hidden, stand_ins = (messages, None) if parse_special else self.controls.hide(messages)
+        text = self.chat_text(hidden)
+        if check is not None:
+            check(text)
+        if stand_ins is None:
+            return self.encode(text, special=False)
+        return self.controls.encode(text, stand_ins)
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
         """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
@@ -132,6 +142,13 @@ class Tokenizer:
     def stream(self) -> StreamDecoder:
         """A decoder for ids that come one at a time."""
         return StreamDecoder(self.decode)
+
+    @functools.cached_property
+    def _length(self) -> TokenLength | None:
+        try:
+            return token_length(_json(self._files, library.FILE))
+        except SourceError:  # the library reads what a stricter reader refuses
+            return None
 
     @functools.cached_property
     def _template(self) -> ChatTemplate | None:

@@ -14,6 +14,7 @@ from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model
 
+
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory):
     """Two layers in bfloat16 that run as a program, and a context for more than a few chunks."""

@@ -86,6 +86,30 @@ def test_the_logits_are_not_written_to(logits, sampling):
     assert torch.equal(logits, before)
 
 
+EXTREMES = st.builds(
+    Sampling, temperature=st.sampled_from([MIN_TEMPERATURE, 1.0, 100.0]), top_k=st.sampled_from([0, 1,
+                                                                                                 2**31]),
+    top_p=st.sampled_from([5e-324, 1e-310, 1e-45, 1e-38, math.nextafter(1, 0), 1.0]),
+    min_p=st.sampled_from([0.0, 5e-324, 1e-310, 1e-38, math.nextafter(1, 0), 1.0]),
+    repetition_penalty=st.sampled_from([0.01, math.nextafter(1, 0), math.nextafter(1, 2), 100.0]),
+    seed=st.sampled_from([None, 0, 2**63 - 1]))
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-45, -1e-45, 1.0, 3e36, -3e36, 3.4e38, -3.4e38]), min_size=1,
+                max_size=9).map(torch.tensor), EXTREMES, st.lists(st.integers(0, 8), max_size=9))
+def test_extreme_settings_leave_chances_that_are_numbers(logits, sampling, history):
+    history = [token for token in history if token < len(logits)]
+    chances = adjust(logits, history, sampling).softmax(-1)
+    assert torch.isfinite(chances).all() and chances.sum() == pytest.approx(1, abs=1e-5)
+    assert 0 <= Sampler(sampling)(logits, history) < len(logits)
+
+
+@pytest.mark.parametrize("p", [5e-324, 1e-310, 1e-45])
+def test_the_smallest_top_p_leaves_the_likeliest(p):
+    kept = torch.isfinite(adjust(torch.tensor([1.0, 3.0, 2.0]), [], Sampling(temperature=1, top_p=p)))
+    assert kept.tolist() == [False, True, False]
+
+
 def test_a_token_is_penalized_once_however_often_it_came():
     sampling = Sampling(repetition_penalty=2.0)
     assert adjust(torch.tensor([2.0, -2.0, 1.0]), [0, 0, 1, 0], sampling).tolist() == [1.0, -4.0, 1.0]
@@ -138,6 +162,7 @@ def test_a_model_that_outputs_nonsense_is_an_error(bad):
 @pytest.mark.parametrize(("field", "value"), [
     ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -0.1), ("temperature",
                                                                                           math.nan),
+    ("temperature", 10**400), ("top_p", 10**400), ("seed", 10**400),
     ("temperature", math.inf), ("temperature", 1e-9), ("temperature", "1"), ("top_k", -1), ("top_k", 2.5),
     ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1),
     ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", math.nan), ("seed", -1),

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import socket
 
 import pytest
 from fastapi.routing import APIRoute
@@ -79,11 +80,22 @@ def test_the_page_asks_a_browser_for_the_key_and_the_client_uses_it(live):
     ("127.8.9.1", 200), ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
     ("localhost.evil.example", 403), ("192.168.1.7:8000", 403), ("0.0.0.0", 403), ("", 403),
     ("user@localhost", 403), ("[::2]", 403), ("xn--localhost", 403), ("127.0.0.1,evil.example", 403),
+    ("localhost:8471,evil.example", 403), ("localhost:8471, localhost", 403), ("localhost,", 403),
+    ("localhost:", 200), ("localhost.:80", 200), ("localhost..", 403), (".localhost", 403),
+    ("localhost:65535", 200), ("localhost:65536", 403), ("localhost:-1", 403), ("localhost:8o", 403),
+    ("localhost:80:80", 403), ("localhost:80/", 403), ("localhost/evil.example", 403), ("localhost#", 403),
+    ("localhost@evil.example", 403), ("evil.example@localhost:80", 403), ("localhost:pw@evil.example", 403),
+    ("localhost evil.example", 403), ("localhost\tevil.example", 403), ("local%68ost", 403),
+    ("[::1]", 200), ("[0:0:0:0:0:0:0:1]:1", 200), ("[::ffff:127.0.0.1]", 200), ("[::ffff:192.168.1.7]", 403),
+    ("::1", 403), ("::1:80", 403), ("[::1", 403), ("[::1]x", 403), ("[::1%25eth0]", 403), ("[::1%eth0]", 403),
+    ("[fe80::1%eth0]:1", 403), ("[localhost]", 403), ("[]", 403), ("127.1", 403), ("2130706433", 403),
+    ("0x7f.0.0.1", 403), ("0177.0.0.1", 403), ("127.0.0.01", 403), ("127.0.0.1\xff", 403), (":80", 403),
+    ("http://localhost", 403), ("l\xf6calhost", 403), ("\u0661".encode().decode("latin-1"), 403),
 ])
 def test_a_foreign_host_is_refused(shared, host, status):
     """DNS rebinding: the browser believes that evil.example is this machine."""
     with shared.http as client:
-        answer = visit(client, "GET", "/v1/models", Host=host)
+        answer = client.get("/v1/models", headers=[(b"host", host.encode("latin-1"))])
     assert answer.status_code == status
     assert status == 200 or answer.json()["error"]["code"] == "forbidden_host"
 
@@ -91,7 +103,11 @@ def test_a_foreign_host_is_refused(shared, host, status):
 @pytest.mark.parametrize(("origin", "status"), [
     ("http://127.0.0.1:{port}", 200), ("https://127.0.0.1:{port}", 200), ("http://evil.example", 403),
     ("null", 403), ("http://127.0.0.1:1", 403), ("http://localhost:{port}", 403), ("", 403),
-    ("http://127.0.0.1:{port}.evil.example", 403), ("file://", 403),
+    ("http://127.0.0.1:{port}.evil.example", 403), ("file://", 403), ("127.0.0.1:{port}", 403),
+    ("chrome-extension://127.0.0.1:{port}", 403), ("ftp://127.0.0.1:{port}", 403), ("http://127.0.0.1", 403),
+    ("http://127.0.0.1:{port}/", 403), ("http://127.0.0.1:{port},http://evil.example", 403),
+    ("http://127.0.0.1:{port} http://evil.example", 403), ("http://evil.example@127.0.0.1:{port}", 403),
+    ("http://[127.0.0.1]:{port}", 403), ("//127.0.0.1:{port}", 403),
 ])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/health"), ("GET", "/"),
                                               ("POST", "/v1/completions"), ("OPTIONS", "/v1/completions")])
@@ -104,12 +120,43 @@ def test_a_foreign_origin_is_refused(shared, method, path, origin, status):
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+def test_the_usual_port_may_be_left_out(shared):
+    with shared.http as client:
+        for host, origin, status in (("localhost", "http://localhost", 200), ("localhost:80",
+                                                                              "http://localhost", 200),
+                                     ("localhost", "https://localhost:443", 200), ("localhost.",
+                                                                                   "http://localhost", 200),
+                                     ("localhost:80", "https://localhost", 403), ("localhost:1",
+                                                                                  "http://localhost", 403),
+                                     ("[::1]:1", "http://[0::1]:1", 200), ("[::1]:1", "http://[::2]:1", 403)):
+            assert visit(client, "GET", "/health", Host=host, Origin=origin).status_code == status, (host,
+                                                                                                     origin)
+
+
+def test_a_header_that_comes_twice_is_not_believed(shared):
+    """Whichever of them a proxy has looked at, the other may be meant."""
+    host, port = shared.url.removeprefix("http://").split(":")
+    for lines in ("Host: localhost\r\nHost: localhost", "Host: localhost\r\nHost: evil.example",
+                  "Host: evil.example\r\nHost: localhost", "Host: localhost\r\nhost: localhost", "X: y",
+                  "Host:",
+                  f"Host: {host}:{port}\r\nOrigin: http://{host}:{port}\r\nOrigin: http://evil.example"):
+        with socket.create_connection((host, int(port)), timeout=30) as raw:
+            raw.sendall(f"GET /v1/models HTTP/1.1\r\n{lines}\r\nConnection: close\r\n\r\n".encode())
+            assert raw.makefile("rb").readline().split()[1] in (b"400", b"403"), lines
+    with socket.create_connection((host, int(port)), timeout=30) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert raw.makefile("rb").readline().split()[1] == b"403", "HTTP/1.0 may leave it out"
+
+
 def test_names_that_are_ours_too(live):
-    made = live(hosts=("box.lan", "Other."))
+    made = live(hosts=("box.lan", "Other.", "lan.example:8000", "fd00::7", "192.168.1.7"))
     with made.http as client:
         assert visit(client, "GET", "/health", Host="BOX.lan:1").status_code == 200
         assert visit(client, "GET", "/health", Host="other").status_code == 200
-        assert visit(client, "GET", "/health", Host="boxxlan").status_code == 403
+        for host in ("lan.example", "[fd00:0::7]:8000", "192.168.1.7:1", "other."):
+            assert visit(client, "GET", "/health", Host=host).status_code == 200, host
+        for host in ("boxxlan", "box.lan,evil.example", "[fd00::8]", "192.168.1.8"):
+            assert visit(client, "GET", "/health", Host=host).status_code == 403, host
 
 
 def test_reachable_from_elsewhere_addresses_are_fine_and_names_are_not(live):

@@ -80,6 +80,27 @@ def test_draining_waits_for_no_body_that_never_comes(live, eventually, monkeypat
         assert late.recv(2000).startswith(b"HTTP/1.1 503 ")
 
 
+def test_ending_waits_for_no_answer_that_is_never_read(live, eventually, monkeypatch):
+    monkeypatch.setattr("quantkit.serve.connection.LINGER_SECONDS", 0.1)
+    made = live()
+    made.server.config.timeout_graceful_shutdown = None
+    for listening in made.server.servers[0].sockets:  # or the system takes all of the answer
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = '{"model": "tiny", "prompt": "a", "max_tokens": 60, "ignore_eos": true, "logprobs": 20}'
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.connect((httpx.URL(made.url).host, httpx.URL(made.url).port))
+        asked = ("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 f"Content-Length: {len(body)}\r\n\r\n{body}")
+        unread.sendall(2 * asked.encode())
+        eventually(lambda: made.engine.stats()["tokens_generated"] == 120)
+        eventually(lambda: not made.application.guard.active)
+        (stuck,) = made.server.server_state.connections
+        assert stuck.transport.get_write_buffer_size(), "there is something left to send"
+        made.server.should_exit = True
+        eventually(lambda: not made.server.server_state.connections)
+
+
 def test_draining_has_an_end(live):
     made = live()
     stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=60_000, stream=True,

@@ -1,0 +1,65 @@
+"""Work off the event loop, in threads of its own: so much at once, and so much that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from quantkit.runtime.engine import EngineFull
+
+T = TypeVar("T")
+
+
+class BoundedThreads:
+    """Runs functions off the event loop.
+
+    Args:
+        running: at most so many at once.
+        waiting: at most so many wait for one of them to end.
+    """
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self._free, self._most, self._waiting = asyncio.Semaphore(running), waiting, 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns or raises. Who is cancelled while it waits is dropped; what has begun
+        goes on to its end and counts until then.
+
+        Raises:
+            EngineFull: too many wait.
+        """
+        if self._waiting >= self._most:
+            raise EngineFull(f"{self._waiting} requests wait to be read", why="prompts take time to tokenize",
+                             next="try again in a moment")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: T | None, error: BaseException | None) -> None:
+            self._free.release()
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(result)  # type: ignore[arg-type]
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
+                loop.call_soon_threadsafe(tell, result, error)
+
+        # a thread each rather than a pool, whose threads would keep the process from ending
+        threading.Thread(target=work, name="quantkit-prepare", daemon=True).start()
+        return await done

@@ -1,0 +1,123 @@
+"""How many prompts are read at once, who waits, and who is forgotten."""
+
+import asyncio
+import json
+import socket
+import threading
+
+import pytest
+
+from quantkit.runtime.engine import EngineFull
+from quantkit.serve import app
+from quantkit.serve.threads import BoundedThreads
+from quantkit.text.tokenizer import Tokenizer
+
+PATH = "/v1/completions"
+
+
+def test_so_many_run_at_once_and_all_are_answered():
+    async def run():
+        threads, now, most, lock = BoundedThreads(2, 20), 0, 0, threading.Lock()
+
+        def work(number):
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            threading.Event().wait(0.02)
+            with lock:
+                now -= 1
+            return number
+
+        found = await asyncio.gather(*(threads.run(lambda i=i: work(i)) for i in range(12)))
+        assert found == list(range(12)) and most == 2
+
+    asyncio.run(run())
+
+
+def test_errors_come_back_and_leave_the_thread_free():
+    async def run():
+        threads = BoundedThreads(1, 5)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await threads.run(lambda: 1 / 0)
+        assert await threads.run(lambda: 5) == 5
+
+    asyncio.run(run())
+
+
+def test_who_leaves_while_waiting_is_dropped_and_what_has_begun_counts_on():
+    async def run():
+        threads, going, ran = BoundedThreads(1, 2), threading.Event(), []
+        first = asyncio.ensure_future(threads.run(going.wait))
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(threads.run(lambda i=i: ran.append(i))) for i in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineFull):
+            await threads.run(lambda: ran.append("full"))
+        first.cancel()  # its thread is at work still
+        waiting[0].cancel()
+        await asyncio.wait([first, waiting[0]])
+        late = asyncio.ensure_future(threads.run(lambda: ran.append("late")))
+        await asyncio.sleep(0.1)
+        assert ran == []
+        going.set()
+        await asyncio.gather(waiting[1], late)
+        assert ran == [1, "late"]
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Tokenizers that wait; the texts that they were given, and what lets them go on."""
+    texts, going, encode = [], threading.Event(), Tokenizer.encode
+
+    def wait(self, text, special=True):
+        if "hold" in text:
+            texts.append(text)
+            assert going.wait(60)
+        return encode(self, text, special)
+
+    monkeypatch.setattr(Tokenizer, "encode", wait)
+    yield texts, going
+    going.set()
+
+
+def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(live, held, eventually):
+    texts, going = held
+    made = live(max_queue=3)
+    host, port = made.url.removeprefix("http://").split(":")
+
+    def ask(text):
+        body = json.dumps({"model": "tiny", "prompt": text, "max_tokens": 1})
+        raw = socket.create_connection((host, int(port)), timeout=60)
+        raw.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        return raw
+
+    stream = made.openai().completions.create(model="tiny", prompt=[5], max_tokens=30_000, stream=True,
+                                              extra_body={"ignore_eos": True})
+    # ids are read by the same threads, so this one has to come first
+    next(iter(stream))
+    reading = [ask(f"hold {number}") for number in range(app.PREPARING)]
+    eventually(lambda: len(texts) == app.PREPARING)
+    waiting = [ask(f"hold, waiting {number}") for number in range(3)]
+    eventually(lambda: made.application.guard.active == 1 + app.PREPARING + 3)
+    for _ in range(20):
+        assert next(iter(stream)).choices, "others' tokens go on"
+    with made.http as client:
+        assert client.get("/health").status_code == 200
+    refused = made.post(PATH, {"prompt": "a"})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"]
+    for raw in waiting:
+        raw.close()
+    eventually(lambda: made.application.guard.active == 1 + app.PREPARING)
+    going.set()
+    for raw in reading:
+        assert raw.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        raw.close()
+    assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert len(texts) == app.PREPARING, "the prompts of those who left were not read"
+    stream.close()
