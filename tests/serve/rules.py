@@ -4,8 +4,8 @@ from typing import Any
 
 import schemathesis
 
-MOST, CONTEXT = 3, 8192
-"""Tokens of an answer, so that many fit in little time, and of the model's context."""
+MOST, CONTEXT, QUEUE = 3, 8192, 64
+"""Tokens of an answer, few so that it is short, and of the model's context; requests that may wait."""
 
 
 def _whole(value: Any, low: int, high: int) -> bool:
@@ -13,18 +13,22 @@ def _whole(value: Any, low: int, high: int) -> bool:
 
 
 @schemathesis.hook
-def map_body(context: Any, body: Any) -> Any:
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Keep the rules; what is wrong by itself stays wrong."""
-    if not isinstance(body, dict):
-        return body
-    body = dict(body)
+    if not isinstance(case.body, dict):
+        return
+    body = case.body = dict(case.body)
+    prompt = body.get("prompt")
+    lists = [prompt, *prompt] if isinstance(prompt, list) else []
+    most = max(min([MOST, *(CONTEXT - len(one) for one in lists if isinstance(one, list))]), 1)
     for name in ("max_tokens", "max_completion_tokens"):  # which must be equal
         if _whole(body.get(name), 1, CONTEXT - 1):
-            body[name] = MOST
+            body[name] = most
     if all(body.get(name) is None for name in ("max_tokens", "max_completion_tokens")):
-        body["max_tokens"] = MOST
+        body["max_tokens"] = most
     if _whole(body.get("top_logprobs"), 0, 20) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
+    if isinstance(prompt, list) and _whole(body.get("n"), 1, 16) and len(prompt) * body["n"] > QUEUE:
+        body["n"] = 1
     if _whole(body.get("best_of"), 1, 16):
         body["best_of"] = body.get("n") or 1
-    return body

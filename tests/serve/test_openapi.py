@@ -25,8 +25,7 @@ def url(tmp_path_factory):
     """A server in a process of its own."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="float32",
                         max_position_embeddings=CONTEXT)
-    command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json",
-               "--max-queue", "1024"]
+    command = [sys.executable, "-m", "quantkit.cli.main", "serve-local", str(folder), "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         yield json.loads(child.stdout.readline())["url"]
         child.terminate()
@@ -41,9 +40,8 @@ def url(tmp_path_factory):
 def test_schemathesis_finds_nothing(url, root, tmp_path, options):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed: pip install -c constraints.txt schemathesis")
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--mode", "all",
-               "--checks",
-               "all", "--no-color", "--wait-for-schema", "60", "--request-timeout", "60", *options]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", "--mode",
+               "all", "--checks", "all", "--request-timeout", "60", "--max-response-time", "60", *options]
     path = os.pathsep.join([str(root / "tests" / "serve"), os.environ["PYTHONPATH"]])
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False,
                           env={**os.environ, "SCHEMATHESIS_HOOKS": "rules", "PYTHONPATH": path})
