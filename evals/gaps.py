@@ -1,13 +1,14 @@
-"""Streams beside a long prompt: how long their tokens make them wait, and how late the prompt's own first one is.
+"""Streams beside a long prompt: the gaps between their tokens, and when the prompt's own first token comes.
 
-``quantkit serve-local MODEL``, then ``python evals/gaps.py URL [URL …]``. With several servers, such as one with the
-default ``--max-itl`` and one with ``--max-itl 1e9`` (chunks of prompts are always the largest), rounds alternate
-between them, so that they meet the same machine. Needs the ``openai`` package.
+``quantkit serve-local MODEL``, then ``python evals/gaps.py URL [URL …]``. With several servers, such as one
+with the default ``--max-itl`` and one with ``--max-itl 1e9`` (the prompt's chunks are the largest), rounds
+alternate between them, so that they meet the same machine. Needs the ``openai`` package.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ WORDS = ("harbour", "lantern", "quiet", "river", "seven", "copper", "walked", "u
 
 
 class Round(NamedTuple):
-    """Seconds between tokens before and while the prompt is read, and from the prompt's request to its token."""
+    """Seconds between tokens before and while the prompt is read, and from its request to its first token."""
 
     before: list[float]
     during: list[float]
@@ -31,8 +32,8 @@ class Round(NamedTuple):
 def stream(client: openai.OpenAI, model: str, prompt: str, tokens: int, arrived: list[float],
            stop: threading.Event) -> None:
     """Note when each event of a greedy answer comes, until ``stop``."""
-    answer = client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
-                                       extra_body={"ignore_eos": True})
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0,
+                                       stream=True, extra_body={"ignore_eos": True})
     for _ in answer:
         arrived.append(time.perf_counter())
         if stop.is_set():
@@ -68,7 +69,7 @@ def measure(url: str, streams: int, words: int, settle: float, salt: int) -> Rou
             stop.set()
     before, during = [], []
     for mine in arrivals:
-        for one, other in zip(mine, mine[1:]):
+        for one, other in itertools.pairwise(mine):
             if one >= begin and other <= sent:
                 before.append(other - one)
             elif other > sent and one < answered:

@@ -44,9 +44,9 @@ MAX_NAME = 200
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
               help="Requests that may wait; more are told to try again.")
 @click.option("--max-itl", type=click.FloatRange(min=0), default=50.0, show_default=True, metavar="MS",
-              help="Inter-token latency while a long prompt is read: the prompt's chunks are sized so that the "
-                   "time between two tokens of others stays below this, or below three times the usual, "
-                   "whichever is more.")
+              help="Inter-token latency while a long prompt is read: its chunks are sized so that the time "
+                   "between two tokens of other requests stays below this, or below three times the usual "
+                   "one, whichever is more.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="SECONDS", help="For running answers to finish in when it is asked to end.")
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from quantkit.kv import watch
 from quantkit.kv.base import Phase
 from quantkit.kv.held import HeldLayer
 from quantkit.kv.read import Rows, attend
-from quantkit.kv.replay import replay
+from quantkit.kv.replay import CHUNK, replay
 from quantkit.models.layers import Step
 from quantkit.ops import rotation
 from quantkit.ops.rope import rotate
@@ -26,10 +26,22 @@ FARTHEST = 2.0**100
 
 class Batch:
     """Sequences of a cache as the rows of one step; see
-    :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+    :class:`~quantkit.models.decoder.KVCacheProtocol`.
 
-    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase) -> None:
+    Args:
+        cache, numbers, phase: as for :meth:`KVCache.batch`.
+        portion: see there.
+
+    Attributes:
+        rest: with a ``portion``, what policies have left to do after the step, if anything: each item that is
+            taken from it does some of that, and says how many tokens went through the model for it.
+    """
+
+    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase,
+                 portion: Callable[[], int] | None = None) -> None:
         self.cache, self.phase, self.numbers = cache, phase, numbers
+        self.rest: Generator[int, None, None] | None = None
+        self._portion, self._left = portion, list[tuple[int, HeldLayer]]()
         self.sequences = rows = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in rows]
@@ -107,7 +119,10 @@ class Batch:
             before, held.steps = held.steps, held.steps + count
             acts = held.steps // policy.every > before // policy.every
         if acts and not policy.replays:
-            self.cache.act(layer, held)
+            if self._portion is None:
+                self.cache.act(layer, held)
+            else:
+                self._left.append((layer, held))
 
     def finish(self, counts: Sequence[int]) -> None:
         """Let the policy act on sequences that got so many tokens, in all layers."""
@@ -126,20 +141,33 @@ class Batch:
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
-        size = self.cache.policy.replays
+        if self.cache.policy.replays and self.phase.startswith("prefill"):
+            counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
+            for row, (held, count) in enumerate(zip(self.sequences, counts)):
+                held.tokens += ids[row, :count].tolist()
+        replays = self.cache.policy.replays and self.phase == "prefill_end"
+        if self._portion is not None and (self._left or replays):
+            self.rest = self._rest(model)
+        else:
+            for _ in self._rest(model):
+                pass
+
+    def _rest(self, model: LanguageModel) -> Generator[int, None, None]:
+        """What is left to do; yields the tokens that went through the model, 0 where a policy acted."""
+        for index, layer in self._left:
+            self.cache.act(index, layer)
+            yield 0
         self.release()
-        if size is None or not self.phase.startswith("prefill"):
+        if (size := self.cache.policy.replays) is None or self.phase != "prefill_end":
             return
-        counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
-        for row, (number, held, count) in enumerate(zip(self.numbers, self.sequences, counts)):
-            held.tokens += ids[row, :count].tolist()
-            if self.phase == "prefill_end" and count:
-                tokens, held.tokens = held.tokens, []
-                replay(self.cache, number, model, tokens, size)
-                for index, layer in enumerate(held.layers):
-                    if self.cache.policies[index].replays:
-                        self.cache.act(index, layer)
-                        layer.sums = None
+        for number, held in zip(self.numbers, self.sequences):
+            tokens, held.tokens = held.tokens, []
+            yield from replay(self.cache, number, model, tokens, size, self._portion or (lambda: CHUNK))
+            for index, layer in enumerate(held.layers if tokens else ()):
+                if self.cache.policies[index].replays:
+                    self.cache.act(index, layer)
+                    layer.sums = None
+                    yield 0
 
     def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
         """Tokens of each row.

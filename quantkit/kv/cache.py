@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -166,15 +166,18 @@ class KVCache:
         for layer in range(self._layers):
             self._shrink(layer)
 
-    def batch(self, ids: Sequence[int], phase: Phase = "prefill") -> Batch:
+    def batch(self, ids: Sequence[int], phase: Phase = "prefill",
+              portion: Callable[[], int] | None = None) -> Batch:
         """These sequences as rows of one step of the model, in this order.
 
         Args:
             ids: of :meth:`add`, each once.
             phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; policies may act
                 after it.
+            portion: leave what policies do then to the caller, who finds it in :attr:`Batch.rest`; where that
+                takes tokens through the model, so many at once. By default it is done when the model returns.
         """
-        return Batch(self, ids, phase)
+        return Batch(self, ids, phase, portion)
 
     def sequence(self, number: int) -> HeldSequence:
         """What is known of a sequence. Raises KeyError."""

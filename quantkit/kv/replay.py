@@ -6,6 +6,7 @@ text itself is what tells it to, piece by piece.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,8 @@ LEAD = 8
 """A piece begins with so many tokens of the one before, so that its first ones are found, too."""
 
 
-def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int], size: int) -> None:
+def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int], size: int,
+           portion: Callable[[], int]) -> Generator[int, None, None]:
     """Leave in a sequence's ``sums`` the largest attention that each slot gets while its text comes again.
 
     Args:
@@ -34,6 +36,10 @@ def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int],
         model: that filled it.
         tokens: the prompt.
         size: tokens of a piece, at most; each is fed to a fork of its own.
+        portion: how many tokens go through the model at once; asked every time.
+
+    Yields:
+        Tokens that just went through the model; other steps may come between.
 
     Raises:
         UsageError: the model's context has no room for a piece behind the prompt.
@@ -49,7 +55,8 @@ def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int],
     for begin in range(0, len(tokens), size):
         fork = cache.fork(number)
         try:
-            found = _looked_at(cache, fork, model, tokens[max(0, begin - LEAD):begin + size])
+            found = yield from _looked_at(cache, fork, model, tokens[max(0, begin - LEAD):begin + size],
+                                          portion)
         finally:
             cache.free([fork])
         for layer, peaks, end in zip(sequence.layers, found, ends):
@@ -59,13 +66,17 @@ def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int],
             layer.sums = peaks if layer.sums is None else torch.maximum(layer.sums, peaks)
 
 
-def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int]
-               ) -> list[torch.Tensor | None]:
-    """Feed these; of each layer that the policy is for float32 ``[Hkv, S]``."""
-    for start in range(0, len(tokens), CHUNK):
-        ids = torch.tensor([tokens[start:start + CHUNK]], device=cache.device)
+def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int],
+               portion: Callable[[], int]) -> Generator[int, None, list[torch.Tensor | None]]:
+    """Feed these; returns of each layer that the policy is for float32 ``[Hkv, S]``."""
+    start = 0
+    while start < len(tokens):
+        some = tokens[start:start + portion()]
+        ids = torch.tensor([some], device=cache.device)
         batch: KVCacheProtocol = cache.batch([fork], "replay")
-        model(ids, batch.next_positions(ids.shape[1]), batch, torch.zeros(1, dtype=torch.int64))
+        model.hidden(ids, batch.next_positions(len(some)), batch)
+        start += len(some)
+        yield len(some)
     found: list[torch.Tensor | None] = []
     for index, layer in enumerate(cache.sequence(fork).layers):
         watch.absorb(cache, index, layer, layer.seen)

@@ -47,8 +47,14 @@ def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
 
 
 def make_room(cache: KVCache, layer: int, held: HeldLayer, end: int, count: int) -> None:
-    """Before queries of so many positions from ``end`` on take the place of others: sum those up."""
-    if cache.policies[layer].watches and end + count - held.absorbed > held.asked.size:
+    """Before queries of so many positions from ``end`` on take the place of others: sum those up.
+
+    Those of a block of positions are summed up together, however they came: sums depend on that.
+    """
+    if not cache.policies[layer].watches:
+        return
+    size = held.asked.size
+    if end // size > held.absorbed // size or end + count - held.absorbed > size:
         absorb(cache, layer, held, end)
 
 

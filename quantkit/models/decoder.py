@@ -155,7 +155,7 @@ class CausalLM:
             weights, HEAD, (config.vocab_size, config.hidden_size), False)
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`LanguageModel`: libraries multiply and attend otherwise for another number of tokens."""
+        """See :class:`LanguageModel`: libraries multiply and attend otherwise for other numbers of tokens."""
         return False
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -18,14 +19,14 @@ GAPS, CHUNKS = 15, 3
 class ChunkSizer:
     """Sizes the chunks of prompts by measured time, so that gaps between others' tokens stay short.
 
-    The next chunk is what fits beside a usual decode step if a token costs what it did in the last chunks. Their
-    fixed cost is in that, and attention's to a context that grows: both change little from a chunk to the next. A
-    chunk is at most twice as large as the largest of those, so that nothing is risked on a guess.
+    The next chunk is what fits beside a usual decode step if a token costs what it did in the last chunks.
+    Their fixed cost is in that, and attention's to a context that grows: both change little from a chunk to
+    the next. A chunk is at most twice as large as the largest of those, so that nothing is risked on a guess.
 
     Args:
         largest: tokens of a chunk, at most.
-        max_itl: seconds between two tokens of a sequence; :data:`SLOWDOWN` times the usual gap if that is more.
-            ``None``: every chunk is the largest.
+        max_itl: seconds between two tokens of a sequence, or :data:`SLOWDOWN` times the usual gap if that is
+            more. ``None``: every chunk is the largest.
     """
 
     def __init__(self, largest: int, max_itl: float | None) -> None:
@@ -42,9 +43,14 @@ class ChunkSizer:
         least = min(LEAST, self._largest)
         if not self._chunks:
             return least
-        fits = int((AIM * self.longest_gap - self._usual) / median(cost for _, cost in self._chunks))
+        fits = int(self.spare / median(cost for _, cost in self._chunks))
         tried = max(tokens for tokens, _ in self._chunks)
         return max(least, min(fits, 2 * tried, self._largest))
+
+    @property
+    def spare(self) -> float:
+        """Seconds of a gap that are a prompt's."""
+        return math.inf if self._max_itl is None else AIM * self.longest_gap - self._usual
 
     @property
     def longest_gap(self) -> float:
@@ -74,5 +80,5 @@ class ChunkSizer:
         self._chunks.append((tokens, max(seconds - self._usual, seconds / 10) / tokens))
 
     def skip(self) -> None:
-        """A step that says nothing: nobody decoded, or a prompt ended, after which its policy acts."""
+        """A step that says nothing: nobody decoded, or a prompt ended and its policy acted."""
         self._running = 0

@@ -19,7 +19,7 @@ from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.prompt import feed
+from quantkit.runtime.prompt import Prefill
 from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
 from quantkit.spec import KVSpec
@@ -75,9 +75,9 @@ class Engine:
         context: tokens of the longest request, by default what the model was made for: more than all
             sequences of so many tokens need is not taken.
         max_itl: seconds between two tokens of a sequence while another's prompt is read:
-            :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks so that they fit. Without,
-            and with a model whose results depend on the cut, chunks have :data:`PREFILL_CHUNK` tokens.
-        clock: seconds that only grow.
+            :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes its chunks to that. By default, and with a
+            model whose results depend on the cut, they have :data:`PREFILL_CHUNK` tokens.
+        clock: tells seconds.
 
     Attributes:
         cache: the KV cache.
@@ -105,6 +105,7 @@ class Engine:
         self._sizer = ChunkSizer(PREFILL_CHUNK, max_itl if invariant else None)
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
+        self._prefill: Prefill | None = None  # of that
         self._running: list[Ticket] = []
         self._flight: _Flight | None = None
         self._numbers = itertools.count()
@@ -163,22 +164,20 @@ class Engine:
     def _step(self) -> bool:
         self._sweep()
         begin, beside, ahead = self._clock(), bool(self._running), self._flight is not None
-        worked = self._prefilling is not None
-        fed = self._prefill()
-        ended = worked and self._prefilling is None
-        if self._running:
-            running = list(self._running)
+        reads = self._prefill is not None
+        fed = self._read()
+        running = list(self._running)
+        if running:
             # no more rows at once than what is independent of its neighbours
             most = self.loaded.model.decode_rows
             for start in range(0, len(running), most):
                 self._decode(running[start:start + most], len(running) <= most)
-            worked = True
         self._retire()
-        if beside and not ended:
+        if beside and (fed or not reads):
             self._sizer.observe(self._clock() - begin, fed, ahead=ahead)
         else:
             self._sizer.skip()
-        return worked
+        return reads or bool(running)
 
     def stats(self) -> dict[str, int]:
         """What it is doing, for people and health checks."""
@@ -251,7 +250,6 @@ class Engine:
         if self._prefilling is not None and self._prefilling.cancelled:
             gone.append(self._prefilling)
             self._free([self._prefilling])
-            self._prefilling = None
         gone += [ticket for ticket in self._running if ticket.cancelled]
         for ticket in gone:
             try:
@@ -269,26 +267,26 @@ class Engine:
                 if self.room is not None:
                     self.room.promise(first.row, size)
                 self._prefilling = self._waiting.popleft()
+                self._prefill = Prefill(self.loaded, self.cache, first, PREFILL_CHUNK, self._sizer,
+                                        self._clock)
 
-    def _prefill(self) -> int:
-        """One chunk of the prompt whose turn it is; returns its tokens."""
-        ticket = self._prefilling
-        if ticket is None:
+    def _read(self) -> int:
+        """Go on with the prompt whose turn it is; returns what :meth:`Prefill.step` does."""
+        ticket, prefill, fed = self._prefilling, self._prefill, 0
+        if ticket is None or prefill is None:
             return 0
         begin, before = self._clock(), ticket.fed
-        size = self._sizer.size if self._running else PREFILL_CHUNK
         try:
-            logits = feed(self.loaded, self.cache, ticket, size, PREFILL_CHUNK)
-            if logits is not None:
+            fed = prefill.step(beside=bool(self._running))
+            if prefill.logits is not None:
                 if self.room is not None:
                     self.room.settle(ticket.row)
                 self._running.append(ticket)
-                self._prefilling = None
-                self._push([ticket], logits)
+                self._prefilling = self._prefill = None
+                self._push([ticket], prefill.logits)
         except Exception as error:  # of one request; the others go on
             self._fail(ticket, error)
-        fed = ticket.fed - before
-        self.timing.prefill_tokens += fed
+        self.timing.prefill_tokens += ticket.fed - before
         self.timing.prefill_s += self._clock() - begin
         return fed
 
@@ -377,8 +375,6 @@ class Engine:
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """Forget a sequence, give back its pages and tell its listener."""
-        if ticket is self._prefilling:
-            self._prefilling = None
         if ticket in self._running:
             self._running.remove(ticket)
         self._free([ticket])
@@ -389,6 +385,9 @@ class Engine:
 
     def _free(self, tickets: Sequence[Ticket]) -> None:
         """Their memory is others' now."""
+        if self._prefill is not None and self._prefilling in tickets:
+            self._prefill.close()
+            self._prefilling = self._prefill = None
         self.cache.free([ticket.row for ticket in tickets])
         if self.room is not None:
             for ticket in tickets:

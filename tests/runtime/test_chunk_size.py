@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import random
 from statistics import median
 
 import pytest
 
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
 from quantkit.runtime.chunk_size import CHUNKS, LEAST, SLOWDOWN, ChunkSizer
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine
+from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.testing import tiny_model
 
 ITL = 0.05
 
@@ -136,36 +143,37 @@ def test_without_a_limit_chunks_are_the_largest():
 # -- in the engine
 
 
-class Timed:
+class Timed(FusedModel):
     """A model that takes the time of another machine."""
 
-    def __init__(self, model, machine):
-        self._model, self._machine, self.now, self.chunks = model, machine, 0.0, []
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
+    @classmethod
+    def like(cls, model, machine):
+        made = copy.copy(model)
+        made.__class__ = cls
+        made.machine, made.now, made.chunks = machine, 0.0, []
+        return made
 
     def _take(self, ids, cache):
         tokens = ids.shape[1] if cache.phase != "decode" else 0
         if tokens:
             self.chunks.append(tokens)
-            self.now -= self._machine.decode  # it is the next call's
-        self.now += self._machine.step(tokens, cache.starts[0])
+            self.now -= self.machine.decode  # it is the next call's
+        self.now += self.machine.step(tokens, cache.starts[0])
 
     def __call__(self, ids, positions=None, cache=None, last=None):
         self._take(ids, cache)
-        return self._model(ids, positions, cache, last)
+        return super().__call__(ids, positions, cache, last)
 
     def hidden(self, ids, positions=None, cache=None):
         self._take(ids, cache)
-        return self._model.hidden(ids, positions, cache)
+        return super().hidden(ids, positions, cache)
 
 
 @pytest.fixture
 def timed(small):
     """``timed(machine, **options)`` → an engine on it, its model, and what :func:`decoding` notes there."""
     def make(machine, loaded=small, **options):
-        model = Timed(loaded.model, machine)
+        model = Timed.like(loaded.model, machine)
         return Engine(dataclasses.replace(loaded, model=model), clock=lambda: model.now, **options), model
 
     return make
@@ -182,7 +190,7 @@ def decoding(engine, model, submit, count):
 
 
 def gaps_of(times):
-    return [other - one for one, other in zip(times, times[1:])]
+    return [other - one for one, other in itertools.pairwise(times)]
 
 
 SLOW = Machine(0.009, 0.003, 0.002, 1e-6)
@@ -215,10 +223,73 @@ def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit
     assert model.chunks == [200] and ticket.result.token_ids
 
 
-def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(timed, submit, loaded):
+def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, loaded):
     """Operation by operation in float32."""
-    engine, model = timed(SLOW, loaded, max_itl=ITL)
-    decoding(engine, model, submit, 2)
-    submit(engine, 200)
+    engine = Engine(loaded, max_itl=0.0)
+    submit(engine, 4)
+    for _ in range(5):
+        engine.step()
+    ticket, _ = submit(engine, 200)
     engine.step()
-    assert model.chunks[-1] == 200
+    assert ticket.result.token_ids
+
+
+def test_what_a_policy_does_at_the_end_of_a_prompt_leaves_short_gaps(timed, submit, monkeypatch, tmp_path):
+    """A layer after another, as many as fit between two tokens."""
+    acts, act = [], KVCache.act
+    loaded = load(str(tiny_model(tmp_path / "m", "qwen3", num_hidden_layers=8)))
+    engine, model = timed(SLOW, loaded, max_itl=ITL, kv=parse_kv("snapkv(0.5)"))
+
+    def slow(cache, layer, held):
+        model.now += 0.015
+        acts.append(layer)
+        act(cache, layer, held)
+
+    monkeypatch.setattr(KVCache, "act", slow)
+    times = decoding(engine, model, submit, 2)
+    acts.clear()
+    del times[:-1]
+    ticket, _ = submit(engine, 100)
+    while not ticket.result.token_ids:
+        engine.step()
+    assert acts == list(range(8)) and max(gaps_of(times)) <= ITL
+
+
+def test_a_prompt_that_comes_again_leaves_short_gaps(timed, submit):
+    engine, model = timed(SLOW, max_itl=ITL, kv=parse_kv("kvzip(0.5)+int4"))
+    times = decoding(engine, model, submit, 2)
+    del model.chunks[:]
+    ticket, _ = submit(engine, 200)
+    while not ticket.result.token_ids:
+        engine.step()
+    assert sum(model.chunks) == 400 and max(gaps_of(times)) <= ITL
+
+
+@pytest.mark.parametrize("kv", ["snapkv(0.5)", "kvzip(0.5)+int4"])
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_who_leaves_at_the_end_of_its_prompt_leaves_nothing(timed, submit, kv, how, monkeypatch):
+    engine, model = timed(SLOW, max_itl=ITL, kv=parse_kv(kv))
+    decoding(engine, model, submit, 2)
+    before, errors = engine.cache.numbers, []
+    ticket, ends = submit(engine, 200, on_error=errors.append)
+    while ticket.fed < 200:
+        engine.step()
+    monkeypatch.setattr(ChunkSizer, "spare", -1.0)  # one layer, or one chunk, a step
+    engine.step()
+    assert not ticket.result.token_ids and len(engine.cache.numbers) == 3 + ("kvzip" in kv)
+    if how == "cancelled":
+        ticket.cancel()
+        engine.step()
+    else:
+        def broken(*given):
+            raise RuntimeError("broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "act", broken)
+            while not ticket.done:
+                engine.step()
+    assert (ends, [str(one) for one in errors]) == (
+        (["cancelled"], []) if how == "cancelled" else ([], ["broken"]))
+    assert engine.cache.numbers == before and engine.stats()["running"] == 2
+    engine.close()
+    assert engine.cache.used_bytes == 0

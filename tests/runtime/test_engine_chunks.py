@@ -18,12 +18,14 @@ from quantkit.testing import tiny_model
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory):
     """Two layers in bfloat16 that run as a program, and a context for more than a few chunks."""
-    return load(str(tiny_model(tmp_path_factory.mktemp("chunks") / "m", "qwen3", max_position_embeddings=2048)))
+    folder = tmp_path_factory.mktemp("chunks")
+    return load(str(tiny_model(folder / "m", "qwen3", max_position_embeddings=2048)))
 
 
 KV = ("none", "int8", "int4", "int2", "rotation(4)", "window(70, sinks=2)", "window(70, sinks=2)+int8",
-      "window(70)+int2", "snapkv(0.4, window=8)+int4", "adakv(0.4)", "pyramidkv(60, window=8)", "tova(90, interval=3)", "h2o(0.4)",
-      "h2o(100)+int2", "expected(0.4)", "kvzip(0.4)+int4", "kvzip(100, piece=128)")
+      "window(70)+int2", "snapkv(0.4, window=8)+int4", "adakv(0.4)", "pyramidkv(60, window=8)",
+      "tova(90, interval=3)", "h2o(0.4)", "h2o(100)+int2", "expected(0.4)", "kvzip(0.4)+int4",
+      "kvzip(100, piece=128)")
 
 
 def run(loaded, kv, prompt, seed, monkeypatch):
@@ -35,13 +37,14 @@ def run(loaded, kv, prompt, seed, monkeypatch):
         monkeypatch.setattr(ChunkSizer, "size", property(lambda self: draw.choice((1, 3, 16, 40, 64, 100))))
         engine.submit(prompt[:9], Sampling(max_tokens=400, ignore_eos=True))
         engine.step()
-    ticket = engine.submit(prompt, Sampling(max_tokens=12, ignore_eos=True), logprobs=2, on_token=heard.append)
+    ticket = engine.submit(prompt, Sampling(max_tokens=12, ignore_eos=True), logprobs=2,
+                           on_token=heard.append)
     steps = 0
     while not ticket.done:
         engine.step()
         steps += not heard
     engine.close()
-    assert steps > 4 if seed is not None else steps < 3
+    assert steps > 4 if seed is not None else steps == 2
     return heard
 
 
