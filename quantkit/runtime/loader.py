@@ -20,8 +20,9 @@ from quantkit.models.architecture import all_slots, linear_slots, parse_config, 
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
-from quantkit.ops.cpu_linear import Packed
-from quantkit.runtime.fused import FusedModel, declines, pack
+from quantkit.ops.cpu_linear import Packed, unavailable
+from quantkit.ops.linear import pack
+from quantkit.runtime.fused import FusedModel, declines
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.gpu.model import declines as gpu_declines
@@ -163,21 +164,22 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
 def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
            kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
            uri: str) -> tuple[LanguageModel, str | None]:
-    """The network, as one program if this device and these weights have kernels for it; else why not."""
+    """The network, as one program if this device and these weights have kernels for it; else why not. Either
+    way a CPU multiplies by packed weights: what torch does with a row may depend on the others."""
     release = getattr(files, "release", lambda: None)
     on_gpu = gpu_declines(config, kind, device, packed)
     memory.check(config, kind, packed, device, uri, on_gpu is None)
     if on_gpu is None:  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
     reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
-    if reason is not None:
+    if device.type != "cpu" or unavailable() is not None:
         moved = {name: weight.to(device) for name, weight in packed.items()}
         return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
 
-    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed:
+    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed | QuantizedTensor:
         nonlocal passed
-        made = pack(weight, release)
+        made = pack(weight, kind, release)
         release()  # what was read of the file: it would be in memory twice
         passed += made.nbytes
         if passed > TRIM_EVERY:
@@ -186,10 +188,10 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
         return made
 
     weights = Weights(files.tensor, has, kind, packed.get, device, pack_and_release)
-    model = FusedModel(CausalLM(config, weights), release)
+    model = CausalLM(config, weights)
     release()
     trim()
-    return model, None
+    return (FusedModel(model), None) if reason is None else (model, reason)
 
 
 def _strict(uri: str, needed: Collection[str], found: Collection[str], config: ModelConfig,
