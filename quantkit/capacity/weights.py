@@ -184,7 +184,9 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
     reason = declines(config, dtype, torch.device("cpu"),
                       {name: one for name, one in samples.items() if one is not None})
-    layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype)) for row in rows]
+    kernels = cpu_linear.unavailable() is None
+    layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
+              for row in rows]
     return Weights(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
 
 

@@ -8,7 +8,8 @@ from collections import OrderedDict
 
 import torch
 
-from quantkit.ops.cpu_linear import Activations, Packed, isa, pool
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import Activations, Packed
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.progress import tell_compiling
 
@@ -29,14 +30,15 @@ class Product:
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.rows import Rows
 
-        threads, subgroups, padded = pool().threads, packed.columns // SUB, packed.stripes * STRIPE
+        isa, threads = cpu_linear.isa(), cpu_linear.pool().threads
+        subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
         self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None)
         self._rows, self._threads = 0, threads
         self._x = torch.zeros(rows, packed.columns)
         self._out = torch.empty(rows, padded)
         codes = Activations(packed, max(rows, threads))
-        scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa(), subgroups), dtype=torch.uint8)
-        self._stride, self._program = codes.stride, Program(isa())
+        scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa, subgroups), dtype=torch.uint8)
+        self._stride, self._program = codes.stride, Program(isa)
         self._program.add(Rows("plain", packed.kernel.decoder.family), x=self._x, x_stride=packed.columns * 4,
                           size=packed.columns, subgroups=subgroups, **codes.written)
         self._program.add(packed.kernel, stripes=packed.stripes, subgroups=subgroups, **codes.read,
@@ -72,7 +74,7 @@ class Product:
 
     def run(self) -> None:
         """The same again."""
-        pool().run(self._program.records)
+        cpu_linear.pool().run(self._program.records)
 
 
 def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -102,7 +104,7 @@ _kept = _Kept()
 
 def _ready(packed: Packed) -> Product:
     """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
-    key = packed.kernel.name, packed.shape, packed.columns, isa().name, pool().threads
+    key = packed.kernel.name, packed.shape, packed.columns, cpu_linear.isa().name, cpu_linear.pool().threads
     found = _kept.products.pop(key, None)
     if found is None:
         found = Product(packed, DECODE_ROWS)
