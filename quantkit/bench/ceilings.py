@@ -10,7 +10,8 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Packed, Product
+from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.cpu_product import Product
 
 ROWS = 512
 """Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""

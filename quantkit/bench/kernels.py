@@ -13,7 +13,8 @@ from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
 from quantkit.formats.base import Codes, Format
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import CpuKernel, Packed, Product
+from quantkit.ops.cpu_linear import CpuKernel, Packed
+from quantkit.ops.cpu_product import Product
 from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry

@@ -83,7 +83,7 @@ class _Parts:
 
 def _operations(weights: Weights, found: Footprint) -> int:
     """Operation by operation, in float32, estimated: a chunk's rows in a layer; a sequence's keys and values,
-    decoded and once more as attention wants them; the largest layer that is dequantized."""
+    decoded and once more as attention wants them; the largest layer that is dequantized, and packed then."""
     config = weights.config
     wide = config.intermediate_size if config.experts is None else (
         config.experts.chosen * config.experts.intermediate_size)
@@ -92,4 +92,4 @@ def _operations(weights: Weights, found: Footprint) -> int:
     attended = 4 * config.num_kv_heads * config.head_dim * slots
     largest = max((math.prod(one.shape) for one in weights.layers
                    if one.packed is None and one.row.spec is not None), default=0)
-    return FLOAT * (MOST_ROWS * row + attended + largest)
+    return FLOAT * (MOST_ROWS * row + attended + 2 * largest)

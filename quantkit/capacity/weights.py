@@ -117,7 +117,7 @@ class Weights:
         """So many rows of the largest layer as a CPU kernel multiplies them; in bfloat16 if none does."""
         row = max(self.multiplied, key=lambda one: one.read).row
         kind = row.format, row.spec, row.shape[1]
-        packed = _packed(*kind, row.dtype, self.dtype, self.unfused is None, rows)
+        packed = _packed(*kind, row.dtype, self.dtype, rows)
         return packed or cpu_linear.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
 
     def _reached(self, one: Held, tokens: int) -> float:
@@ -185,27 +185,27 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
     reason = declines(config, dtype, torch.device("cpu"),
                       {name: one for name, one in samples.items() if one is not None})
-    layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype, reason is None),
-                    reason is None) for row in rows]
+    kernels = cpu_linear.unavailable() is None
+    layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
+              for row in rows]
     return Weights(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
 
 
-def _held(row: LayerRow, packed: Packed | None, fused: bool) -> Held:
-    """A layer in memory: packed, if the model runs as one program; else as it is stored, and packed beside
-    that where a kernel of ours multiplies it."""
+def _held(row: LayerRow, packed: Packed | None) -> Held:
+    """A layer in memory: packed, or as it is stored if no kernel of ours multiplies it."""
     if packed is None:
         return Held(row, row.bytes, row.bytes)
     whole = dataclasses.replace(packed, shape=row.shape)
     size = packed.nbytes // packed.stripes * whole.stripes
-    return Held(row, size if fused else row.bytes + size, size, whole)
+    return Held(row, size, size, whole)
 
 
 @functools.lru_cache(maxsize=256)
 def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str, dtype: torch.dtype,
-            fused: bool, rows: int = ROWS) -> Packed | None:
+            rows: int = ROWS) -> Packed | None:
     sample = _sample(form, spec, columns, stored, rows)
     if sample is None:
-        return cpu_linear.pack_plain(torch.zeros(rows, columns, dtype=dtype)) if fused else None
+        return cpu_linear.pack_plain(torch.zeros(rows, columns, dtype=dtype))
     kernel = choose(query_for(sample, dtype, torch.device("cpu"), "decode")).kernel
     return kernel.prepare(sample) if isinstance(kernel, CpuKernel) else None
 

@@ -129,8 +129,8 @@ def _remarks(chosen: Combination) -> Iterator[str]:
                f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
                "context and the KV setting")
     if chosen.weights.unfused is not None:
-        yield (f"no single program for this model on a CPU (it {chosen.weights.unfused}): packed weights "
-               "are held beside the stored ones, and activations are an estimate")
+        yield (f"no single program for this model on a CPU (it {chosen.weights.unfused}): activations are an "
+               "estimate")
     if any(one.row.spec is not None and one.row.spec.kind == "trellis" for one in chosen.weights.layers):
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
                "slower than these bounds (docs/results.md)")

@@ -98,12 +98,13 @@ class Batch:
 
     def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
                positions: torch.Tensor) -> None:
-        """Write ``k, v [B, Hkv, T, D]`` as they are to be stored; padding is left out."""
+        """Write ``k, v [B, Hkv, T, D]`` as they are to be stored; padding is left out. A sequence at a time:
+        codecs sum up, and torch's sums may depend on what else is in a tensor."""
         store = self.cache.stores[layer]
-        slots = [slot for held, count in rows for slot in store.allocate(held, count)]
-        spread = positions[:, None, :, None].expand(-1, self.cache.heads, -1, 1)
-        store.write(slots, rows.flat(k), rows.flat(v), rows.flat(spread)[:, 0])
-        for held, _ in rows:
+        for row, (held, count) in enumerate(rows):
+            keys, values = (x[row, :, :count].reshape(-1, x.shape[-1]) for x in (k, v))
+            places = positions[row, :count].expand(self.cache.heads, -1).flatten()
+            store.write(store.allocate(held, count), keys, values, places)
             store.close(held)
 
     def _end(self, layer: int, held: HeldLayer, q: torch.Tensor | None, count: int) -> None:

@@ -25,16 +25,6 @@ class Rows:
     def __iter__(self) -> Iterator[tuple[HeldLayer, int]]:
         return zip(self._held, self._counts, strict=True)
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def flat(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, H, T, D]`` → ``[n, D]`` without padding: by row, then head, then token."""
-        if all(count == x.shape[2] for count in self._counts):
-            return x.reshape(-1, x.shape[-1])
-        return torch.cat([x[row, :, :count].reshape(-1, x.shape[-1])
-                          for row, count in enumerate(self._counts)])
-
 
 def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: torch.Tensor,
            window: int | None, shared: dict[object, object]) -> torch.Tensor:
@@ -60,7 +50,8 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
             keys, values = (store.read(held, side, borders) for side in "kv")
             if keys.dtype != values.dtype:  # of different codecs
                 keys, values = keys.float(), values.float()
-            query, at = q[row, :, begin:end], positions[row, begin:end]
+            # in memory of its own: where it lies doesn't depend on who else is there
+            query, at = q[row, :, begin:end].clone(), positions[row, begin:end]
             heads = held.lengths.tolist()
             if (_same(cache, layer) or window is None) and min(heads) == max(heads):
                 seen = _seen(cache, layer, row, at, ahead, held, window, shared)

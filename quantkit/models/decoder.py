@@ -14,6 +14,7 @@ from quantkit.models.linear import Linear, Weights
 from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.embedding import Table
+from quantkit.ops.sequences import by_sequence
 
 
 class KVCacheProtocol(Protocol):
@@ -147,7 +148,7 @@ class CausalLM:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype, self.device = weights.dtype, weights.device
-        self.embedding: Table = weights.table(EMBEDDING)
+        self.embedding: Table = weights.table(EMBEDDING, config.tie_word_embeddings)
         check_shape(f"{EMBEDDING}.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
@@ -178,7 +179,10 @@ class CausalLM:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""
-        return softcapped(self.head(self.norm(x)), self.config.logit_softcap)
+        y = self.head(self.norm(x))
+        if self.config.logit_softcap is None:
+            return y
+        return torch.cat([softcapped(one, self.config.logit_softcap) for one in by_sequence(y)])
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:

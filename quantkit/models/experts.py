@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from quantkit.models.config import ModelConfig
-from quantkit.models.layers import MLP, check_shape
+from quantkit.models.layers import MLP, linear
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.experts import by_expert, route
-from quantkit.ops.linear import dense
+from quantkit.ops.sequences import by_sequence
 
 
 class MixtureOfExperts:
@@ -27,8 +27,7 @@ class MixtureOfExperts:
         assert experts is not None and experts.layers[index]
         name = f"model.layers.{index}.{experts.module}"
         self._chosen, self._normalized = experts.chosen, experts.normalized
-        self.router = weights.tensor(f"{name}.gate.weight")
-        check_shape(f"{name}.gate.weight", self.router, (experts.count, config.hidden_size))
+        self.router = linear(weights, f"{name}.gate", (experts.count, config.hidden_size), False)
         self.experts = []
         for number in range(experts.count):
             gate, up, down = (f"{name}.experts.{number}.{part}" for part in experts.projections)
@@ -37,7 +36,9 @@ class MixtureOfExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, T, hidden]`` → ``[B, T, hidden]``."""
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, shares = route(dense(tokens, self.router), self._chosen, self._normalized)
+        routed = [route(scores.flatten(0, 1), self._chosen, self._normalized)
+                  for scores in by_sequence(self.router(x))]
+        chosen, shares = (torch.cat(parts) for parts in zip(*routed))
         out = torch.zeros_like(tokens, dtype=torch.float32)
         for number, rows, places in by_expert(chosen):
             found = self.experts[number](tokens[rows], rows)

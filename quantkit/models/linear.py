@@ -56,13 +56,14 @@ class Weights:
         quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
         has: whether a tensor exists.
         device: where tensors are put.
-        pack: makes of a Linear's weight what is kept of it.
+        pack: makes of a weight that is multiplied by what is kept of it.
     """
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
                  device: torch.device | str = "cpu",
-                 pack: Callable[[torch.Tensor | QuantizedTensor], Packed] | None = None) -> None:
+                 pack: Callable[[torch.Tensor | QuantizedTensor], Packed | QuantizedTensor] | None = None,
+                 ) -> None:
         self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
         self.dtype, self.device = dtype, torch.device(device)
 
@@ -79,12 +80,11 @@ class Weights:
         """Rows ``ids`` (int64 ``[n]``) of a plain tensor, in the model's dtype: an embedding is large."""
         return self._tensor(name)[ids].to(device=self.device, dtype=self.dtype)
 
-    def table(self, name: str) -> Table:
-        """The embedding ``name``: ``name.weight``, or packed if it is quantized."""
+    def table(self, name: str, tied: bool = False) -> Table:
+        """The embedding ``name``: ``name.weight``, or packed if it is quantized or ``tied`` to the head."""
         found = self._quantized(name)
-        if found is None:
-            return self.tensor(f"{name}.weight")
-        return found if self._pack is None else self._pack(found)
+        weight = self.tensor(f"{name}.weight") if found is None else found
+        return weight if self._pack is None or (found is None and not tied) else self._pack(weight)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quantkit.ops import cpu_rows
+
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, elementwise: SwiGLU, https://arxiv.org/abs/2002.05202.
@@ -14,8 +16,11 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         up: as ``gate``.
 
     Returns:
-        A new tensor like ``gate``; neither argument is written.
+        A new tensor like ``gate``; neither argument is written. On a CPU a row's bits don't depend on the
+        others, unless gradients are asked for.
     """
+    if cpu_rows.takes(gate):
+        return cpu_rows.gated("silu", gate, up).to(gate.dtype)
     return F.silu(gate).mul_(up)
 
 
@@ -24,6 +29,8 @@ def gelu_tanh_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Arguments and result are as for :func:`silu_mul`.
     """
+    if cpu_rows.takes(gate):
+        return cpu_rows.gated("gelu", gate, up).to(gate.dtype)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 

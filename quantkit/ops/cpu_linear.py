@@ -23,7 +23,6 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.nf4_table import codebook
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops.dispatch import KernelQuery, codes_of
-from quantkit.progress import tell_compiling
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.isa import Isa
@@ -179,18 +178,30 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("llvmlite") else "llvmlite is not installed"
 
 
+PLAIN: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+"""The dtypes of plain weights that have a kernel, and what kernels call them."""
+
+
 def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) -> Packed:
-    """A bfloat16 weight ``[out, in]``; ``read`` is called now and then, when some of it was read."""
+    """A plain weight ``[out, in]`` of a dtype in :data:`PLAIN`; ``read`` is called now and then, when some of
+    it was read."""
     from quantkit_kernels.cpu import decoders, matmul, pack
 
-    shape = (weight.shape[0], weight.shape[1])
-    return Packed("cpu-bf16", matmul.Matmul(decoders.BF16, None), shape, padded(shape[1], matmul.SUB),
-                  pack.bf16(weight, isa().lanes, read))
+    shape, kind = (weight.shape[0], weight.shape[1]), PLAIN[weight.dtype]
+    decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[kind]
+    reorder = pack.bf16 if kind == "bf16" else pack.floats
+    return Packed(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], matmul.SUB),
+                  reorder(weight, isa().lanes, read))
 
 
 def padded(columns: int, group: int) -> int:
     """Columns up to whole groups."""
     return -(-columns // group) * group
+
+
+HALF = (torch.bfloat16, torch.float16)
+"""Activations whose own rounding is about as coarse as that to the integers of a group of 32."""
 
 
 class CpuKernel(ABC):
@@ -205,8 +216,8 @@ class CpuKernel(ABC):
             return f"implements linear, not {query.op}"
         if query.device != "cpu":
             return f"runs on cpu, not {query.device}"
-        if query.dtype != torch.bfloat16:
-            return f"takes bfloat16 activations, not {str(query.dtype).removeprefix('torch.')}"
+        if query.dtype not in HALF:
+            return f"takes bfloat16 or float16 activations, not {str(query.dtype).removeprefix('torch.')}"
         return unavailable() or self._declines(query)
 
     @abstractmethod
@@ -224,6 +235,8 @@ class CpuKernel(ABC):
 
     def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""
+        from quantkit.ops.cpu_product import multiply
+
         return multiply(x, prepared)
 
 
@@ -341,53 +354,6 @@ def stored_scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16',
     if codes.spec.scale_dtype == "bfloat16":
         return "bf16", scale.to(torch.bfloat16)
     return "f32", scale.float()
-
-
-class Product:
-    """A product with a packed weight, ready to be run again and again.
-
-    Args:
-        packed: the weight.
-        rows: of activations.
-    """
-
-    def __init__(self, packed: Packed, rows: int) -> None:
-        from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
-        from quantkit_kernels.cpu.program import Program
-        from quantkit_kernels.cpu.rows import Rows
-
-        threads, subgroups, padded = pool().threads, packed.columns // SUB, packed.stripes * STRIPE
-        self._packed, self._x = packed, torch.zeros(rows, packed.columns)
-        self._out = torch.empty(rows, padded)
-        codes, each_row = Activations(packed, max(rows, threads)), int(rows == 1)
-        scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa(), subgroups), dtype=torch.uint8)
-        units, stripes, each = packed.units(rows, threads)
-        self._program = Program(isa())
-        self._program.add(Rows("plain", packed.kernel.decoder.family), rows, each=bool(each_row), x=self._x,
-                          x_stride=packed.columns * 4, size=packed.columns, subgroups=subgroups,
-                          out_private=codes.stride * each_row, **codes.written)
-        self._program.add(packed.kernel, units, **packed.arguments, **codes.read, out=self._out,
-                          scratch=scratch, out_stride=padded * 4, stripes_a_unit=stripes, rows=rows,
-                          rows_a_unit=each, x_private=codes.stride * each_row,
-                          scratch_private=scratch.shape[1])
-        self._program.finish(tell_compiling)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [rows, k]`` → float32 ``[rows, n]``, valid until the next call."""
-        self._x[:, :self._packed.shape[1]] = x
-        self.run()
-        return self._out[:, :self._packed.shape[0]]
-
-    def run(self) -> None:
-        """The same again."""
-        pool().run(self._program.records)
-
-
-def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """``x [m, k]`` by a packed weight → ``[m, n]`` in x's dtype."""
-    if not len(x):
-        return x.new_empty(0, packed.shape[0])
-    return Product(packed, len(x))(x).to(x.dtype)
 
 
 INT8, INT4, NF, TRELLIS = Int8(), Int4(), NF4(), Trellis()

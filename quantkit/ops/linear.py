@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import Packed, multiply
+from quantkit.ops.cpu_linear import CpuKernel, Packed, pack_plain
+from quantkit.ops.cpu_product import multiply
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
 from quantkit.ops.placed import Placed
 from quantkit.ops.rotation import rotate
@@ -34,6 +36,25 @@ def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed | Placed, dtype:
     if isinstance(weight, torch.Tensor):
         return "torch"
     return choose(query_for(weight, dtype, device, phase)).kernel.name
+
+
+def pack(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype,
+         read: Callable[[], None] = lambda: None) -> Packed | QuantizedTensor:
+    """A weight as a CPU kernel of ours multiplies activations of ``dtype`` by it.
+
+    Args:
+        weight: plain, in ``dtype``, or quantized.
+        dtype: of activations: one of ``cpu_linear.PLAIN``.
+        read: called now and then, when some of a plain weight was read.
+
+    Returns:
+        The packed weight; a quantized one that none of our CPU kernels takes comes back as it is, and
+        :func:`linear` dequantizes it in every call.
+    """
+    if isinstance(weight, torch.Tensor):
+        return pack_plain(weight, read)
+    kernel = choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
+    return kernel.prepare(weight) if isinstance(kernel, CpuKernel) else weight
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
@@ -68,27 +89,28 @@ def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[K
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x [..., in]`` by a plain weight ``[out, in]``; returns ``[..., out]`` in x's dtype.
+    """``x [..., in]`` by a plain weight ``[out, in]``, by torch; returns ``[..., out]`` in x's dtype.
 
-    A row's result doesn't depend on how many others there are, up to ``DECODE_ROWS``: a sequence decodes
-    to the same tokens alone or in a batch. Libraries choose their loop by the number of rows, so that is
-    always the same, or one. Only torch's half-precision loop for CPUs without bf16 instructions goes row
-    by row by itself; as that is slow, more rows are multiplied in float32.
+    Models that are loaded to run on a CPU hold no plain weights: :func:`pack` gives them kernels of our own.
+
+    A row's result doesn't depend on how many others there are, up to ``DECODE_ROWS``. Libraries choose their
+    loop by the number of rows, and treat rows at the edge of a tile otherwise than others. So on a CPU each
+    row is a call of its own, over memory of its own: torch sees the same shape and alignment every time. On a
+    GPU half precision is padded to ``DECODE_ROWS`` rows.
     """
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     count = x.numel() // x.shape[-1]
     half, cpu = x.dtype in _HALF, x.device.type == "cpu"
-    by_row = half and cpu and not (x.dtype == torch.bfloat16 and native_bf16())
     if count > DECODE_ROWS:
-        return _through_float32(x, weight, bias) if by_row else F.linear(x, weight, bias)
-    if by_row:
-        return F.linear(x, weight, bias)
+        slow = half and cpu and not (x.dtype == torch.bfloat16 and native_bf16())
+        return _through_float32(x, weight, bias) if slow else F.linear(x, weight, bias)
     rows = x.reshape(count, x.shape[-1])
-    if half:
+    if half and not cpu:
         y = F.linear(F.pad(rows, (0, 0, 0, DECODE_ROWS - count)), weight, bias)[:count]
-    else:  # of float32's sixteen rows those at the edge of a tile may go another way than the others
-        y = torch.cat([F.linear(row, weight, bias) for row in rows.split(1)]) if count else rows.new_empty(
-            0, weight.shape[0])
+    elif count == 0:
+        y = rows.new_empty(0, weight.shape[0])
+    else:
+        y = torch.cat([F.linear(row.clone(), weight, bias) for row in rows.split(1)])
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

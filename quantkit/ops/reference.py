@@ -7,8 +7,10 @@ import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.eight_bit import levels
-from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
-from quantkit.ops.linear import dense, native_bf16
+from quantkit.ops.cpu_linear import pack_plain, unavailable
+from quantkit.ops.cpu_product import multiply
+from quantkit.ops.dispatch import KernelQuery
+from quantkit.ops.linear import dense
 from quantkit.ops.tokens import quantize_tokens
 
 
@@ -29,9 +31,8 @@ class Reference:
         return registry("formats").get(weight.format), weight
 
     def run(self, x: torch.Tensor, prepared: tuple[Format, QuantizedTensor]) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]`` in x's dtype. Where half precision has matrix units the dequantized
-        weight is rounded to x's dtype for them; on other CPUs the product is float32, row by row in
-        decoding: a float32 product of many rows gives each other bits than a product of it alone."""
+        """``x [m, k]`` → ``[m, n]`` in x's dtype. On a GPU the dequantized weight is rounded to x's dtype.
+        On a CPU the product is float32, by a kernel whose rows don't depend on one another."""
         form, weight = prepared
         if weight.spec.activations and len(x):
             return _rounded(x, form.unpack(weight))
@@ -42,18 +43,17 @@ def _rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
     """``x [m, k]``, quantized a token at a time, by codes with a scale a row or a tensor. Levels go into the
     product and scales come after it: levels of both kinds are exact in bfloat16 too."""
     rows, scale = quantize_tokens(x, codes.spec)
-    product = _product(rows.to(x.dtype) if x.dtype == torch.bfloat16 else rows, levels(codes))
+    gpu = x.device.type != "cpu"
+    product = _product(rows.to(x.dtype) if gpu and x.dtype == torch.bfloat16 else rows, levels(codes))
     return (product.float() * scale * codes.scale.T).to(x.dtype)
 
 
 def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """``x [m, k]`` by ``plain [n, k]`` in float32, in x's dtype or in float32."""
-    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and native_bf16()):
+    if x.device.type != "cpu":
         return dense(x, plain)
-    rows = x.to(plain.dtype)
-    if 1 < rows.shape[0] <= DECODE_ROWS:
-        return torch.cat([row @ plain.T for row in rows.split(1)])
-    return rows @ plain.T
+    x = x.to(plain.dtype)
+    return dense(x, plain) if unavailable() else multiply(x, pack_plain(plain))
 
 
 REFERENCE = Reference()

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quantkit.ops.sequences import by_sequence
+
 
 def frequencies(theta: float, dim: int) -> torch.Tensor:
     """``theta ** (-2 i / dim)`` for i in ``[0, dim / 2)``."""
@@ -85,8 +87,9 @@ def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
     Returns:
         ``cos`` and ``sin``, ``[B, 1, T, R]``; the first half of ``sin`` is negated.
     """
-    angle = positions[:, None, :, None].float() * inverse
-    cos, sin = angle.cos() * scale, angle.sin() * scale
+    angles = by_sequence(positions[:, None, :, None].float() * inverse)
+    cos = torch.cat([one.cos() for one in angles]) * scale
+    sin = torch.cat([one.sin() for one in angles]) * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
@@ -103,4 +106,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), -1)
-    return torch.addcmul(x * cos, torch.roll(x, size // 2, -1), sin)
+    turned = torch.roll(x, size // 2, -1)
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return torch.addcmul(x * cos, turned, sin)  # the product is exact in the float32 that it is added in
+    return x * cos + turned * sin  # one IEEE operation each: the same bits wherever an element stands

@@ -11,6 +11,9 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
 
+BLOCK = 512
+"""Positions whose cosines and sines are worked out together."""
+
 
 def addresses(store: Store) -> dict[str, int]:
     """Where a layer's pages lie, by an argument's name; 0: there are none.
@@ -32,12 +35,13 @@ def addresses(store: Store) -> dict[str, int]:
 def angles(config: ModelConfig, size: int,
            device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of every layer, cosines and sines of so many positions, float32 ``[size, D / 2]``; layers that turn
-    alike share them."""
+    alike share them. A position's bits don't depend on ``size``: torch is always given a whole block."""
     made: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
     for window in config.sliding_windows:
         if (rope := config.rope_of(window)) not in made:
-            angle = torch.arange(size)[:, None].float() * inverse_frequencies(
-                rope, config.head_dim, torch.device("cpu"))
-            cos, sin = (wave * rope.attention_factor for wave in (angle.cos(), angle.sin()))
-            made[rope] = cos.contiguous().to(device), sin.contiguous().to(device)
+            inverse = inverse_frequencies(rope, config.head_dim, torch.device("cpu"))
+            blocks = [torch.arange(at, at + BLOCK)[:, None].float() * inverse for at in range(0, size, BLOCK)]
+            cos = torch.cat([one.cos() for one in blocks])[:size] * rope.attention_factor
+            sin = torch.cat([one.sin() for one in blocks])[:size] * rope.attention_factor
+            made[rope] = cos.to(device), sin.to(device)
         yield made[rope]

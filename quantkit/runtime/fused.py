@@ -7,7 +7,7 @@ a row the same bits whatever other rows are there: so a request's tokens depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.buffers import MOST_ROWS, packed_of
@@ -44,8 +43,8 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     """
     if device.type != "cpu":
         return f"runs on cpu, not {device.type}"
-    if dtype != torch.bfloat16:
-        return f"takes bfloat16 models, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in cpu_linear.PLAIN:
+        return f"takes models in {_listed(cpu_linear.PLAIN)}, not {_listed([dtype])}"
     if (reason := _other_maths(config)) is not None:
         return reason
     if (reason := cpu_linear.unavailable()) is not None:
@@ -53,7 +52,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     from quantkit_kernels.cpu.rotation import refuses as turning_refuses
 
     for name, weight in quantized.items():
-        if not isinstance(kernel := _kernel(weight), cpu_linear.CpuKernel):
+        if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
         if weight.spec.rotation and (reason := turning_refuses(weight.shape[1])) is not None:
             return f"{name}: {reason}"
@@ -75,24 +74,19 @@ def _other_maths(config: ModelConfig) -> str | None:
     return None
 
 
-def pack(weight: torch.Tensor | QuantizedTensor, read: Callable[[], None] = lambda: None) -> Packed:
-    """A weight as the program reads it; ``read`` is called when some of it, or all, was read."""
-    if isinstance(weight, torch.Tensor):
-        return cpu_linear.pack_plain(weight, read)
-    packed: Packed = _kernel(weight).prepare(weight)
-    return packed
+def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> Kernel:
+    return choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
 
 
-def _kernel(weight: QuantizedTensor) -> Kernel:
-    return choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(one).removeprefix("torch.") for one in dtypes)
 
 
 class FusedModel:
     """The same calls as :class:`~quantkit.models.decoder.CausalLM`; logits and hidden states are float32.
 
     Args:
-        model: its Linears packed; a tied head that isn't yet is packed here, and is the embedding then.
-        read: called when some of the head was read.
+        model: its Linears and its head packed.
 
     Attributes:
         config, dtype, device: the model's.
@@ -101,9 +95,7 @@ class FusedModel:
 
     decode_rows = DECODE_ROWS
 
-    def __init__(self, model: CausalLM, read: Callable[[], None] = lambda: None) -> None:
-        if isinstance(model.head.weight, torch.Tensor):
-            model.embedding = model.head.weight = pack(model.head.weight, read)
+    def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[Codecs, StepProgram] = {}
@@ -185,20 +177,20 @@ def cache_declines(cache: KVCache) -> str | None:
     """Why a program doesn't read this cache; ``None`` if it does."""
     from quantkit_kernels.cpu.kv_codecs import CODECS
 
+    if cache.dtype not in cpu_linear.PLAIN:
+        return f"reads pages in {_listed(cpu_linear.PLAIN)}, not {_listed([cache.dtype])}"
     codecs = codecs_of(cache)
     for codec in (codecs.keys, codecs.values):
         if codec not in CODECS:
             return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
-    if any(part.element_size() != 2 for store in cache.stores[:1] for pages in store.all
-           for name, part in pages.parts.items() if name.endswith(".values")):
-        return "reads bfloat16 pages"
     return None
 
 
 def codecs_of(cache: KVCache) -> Codecs:
-    """A cache's, as kernels name them: a model that runs as a program computes in bfloat16."""
+    """A cache's, as kernels name them: what is stored as it was computed has the cache's dtype."""
     from quantkit_kernels.cpu.kv_pages import Codecs
 
-    keys, values = ("bf16" if one.name == "none" else one.name for one in (
+    plain = cpu_linear.PLAIN[cache.dtype]
+    keys, values = (plain if one.name == "none" else one.name for one in (
         cache.codings.keys, cache.codings.values))
-    return Codecs(keys, values, cache.stores[0].waiting is not None)
+    return Codecs(keys, values, None if cache.stores[0].waiting is None else plain)

@@ -14,8 +14,9 @@ from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
+from quantkit.ops.cpu_linear import CpuKernel, Packed, unavailable
 from quantkit.ops.dispatch import Phase, choose
-from quantkit.ops.linear import kernel_name, query_for
+from quantkit.ops.linear import kernel_name, pack, query_for
 from quantkit.runtime import fused
 from quantkit.runtime.gpu import products
 from quantkit.runtime.loader import way_of
@@ -74,16 +75,18 @@ def _way(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 def _chosen(layer: Layer, dtype: torch.dtype, device: torch.device, way: str,
             phase: Phase) -> tuple[str | None, Declined]:
+    own = device.type == "cpu" and unavailable() is None
     if isinstance(layer, QuantizedTensor):
-        # a program packs a weight once, by what decodes
         try:
-            choice = choose(query_for(layer, dtype, device, phase if way == "operations" else "decode"))
+            choice = choose(query_for(layer, dtype, device, "decode" if own else phase))
+            if own and not isinstance(choice.kernel, CpuKernel):  # not packed: chosen again in every product
+                choice = choose(query_for(layer, dtype, device, phase))
         except QuantkitError as error:
             return None, (("all", error.why or error.what),)
         return choice.kernel.name, choice.declined
     weight = torch.empty(layer, dtype=dtype, device="meta")
-    if way == "cpu":
-        return fused.pack(torch.zeros(1, layer[1], dtype=dtype)).name, ()
     if way == "gpu":
         return products.placed(Linear("", weight), dtype, device).name, ()
+    if own and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), Packed):
+        return packed.name, ()
     return kernel_name(weight, dtype, device, phase), ()

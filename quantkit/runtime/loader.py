@@ -22,8 +22,9 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_linear import Packed
-from quantkit.runtime.fused import FusedModel, declines, pack
+from quantkit.ops.cpu_linear import Packed, unavailable
+from quantkit.ops.linear import pack
+from quantkit.runtime.fused import FusedModel, declines
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.gpu.model import declines as gpu_declines
@@ -168,20 +169,21 @@ def way_of(config: ModelConfig, kind: torch.dtype, device: torch.device,
 def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
            kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
            uri: str) -> tuple[LanguageModel, str | None]:
-    """The network, as one program if this device and these weights have kernels for it; else why not."""
+    """The network, as one program if this device and these weights have kernels for it; else why not. Either
+    way a CPU multiplies by packed weights: what torch does with a row may depend on the others."""
     release = getattr(files, "release", lambda: None)
     way, reason = way_of(config, kind, device, packed)
     memory.check(config, kind, packed, device, uri, way == "gpu")
     if way == "gpu":  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
-    if way == "operations":
+    if device.type != "cpu" or unavailable() is not None:
         moved = {name: weight.to(device) for name, weight in packed.items()}
         return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
 
-    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed:
+    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed | QuantizedTensor:
         nonlocal passed
-        made = pack(weight, release)
+        made = pack(weight, kind, release)
         release()  # what was read of the file: it would be in memory twice
         passed += made.nbytes
         if passed > TRIM_EVERY:
@@ -190,7 +192,7 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
         return made
 
     weights = Weights(files.tensor, has, kind, packed.get, device, pack_and_release)
-    model = FusedModel(CausalLM(config, weights), release)
+    model = CausalLM(config, weights)
     release()
     trim()
-    return model, None
+    return (FusedModel(model), None) if way == "cpu" else (model, reason)

@@ -102,10 +102,11 @@ class StepProgram:
         self._mixed = buffer([], outs, config.num_heads * config.head_dim)
         self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
-        scale = float(torch.tensor(config.embedding_scale).bfloat16())
+        scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         kernel, parts = (table.kernel, table.table) if isinstance(table, Packed) else (None, {"table": table})
-        self._program.add(Embed(kernel, scale), ids=self._ids, out=self._hidden, size=config.hidden_size,
-                          out_stride=stride_of(self._hidden), padded=self._hidden.shape[1], **parts)
+        self._program.add(Embed(kernel, scale, cpu_linear.PLAIN[model.dtype]), ids=self._ids,
+                          out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
+                          padded=self._hidden.shape[1], **parts)
         for index, layer in enumerate(layers):
             self._layer(index, layer)
         self._head_at = len(self._program.names)
@@ -256,7 +257,9 @@ class StepProgram:
         if (cap := self._config.logit_softcap) is None:
             return logits
         with one_thread():
-            return logits.div_(cap).tanh_().mul_(cap)
+            for row in logits:  # alone: tanh may be another function at the end of a tensor
+                row.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> None:
         """Say which tokens are whose, and where their keys and values go."""

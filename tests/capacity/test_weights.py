@@ -75,7 +75,7 @@ def test_weights_as_they_are(request, model):
     assert counted.multiplications() == sum(math.prod(one.shape) for one in counted.multiplied)
 
 
-def test_a_model_that_is_no_program_holds_stored_codes_and_packed_ones(tmp_path):
+def test_a_model_that_is_no_program_holds_packed_weights_alone(tmp_path):
     source = tiny_model(tmp_path / "gemma", "gemma2")
     counted = by_recipe("int4-rtn", open_source(str(source)))
     assert counted.unfused is not None and "capped" in counted.unfused
@@ -83,10 +83,9 @@ def test_a_model_that_is_no_program_holds_stored_codes_and_packed_ones(tmp_path)
     loaded = load(str(tmp_path / "out"))
     loaded.model.hidden(torch.tensor([[5, 6, 7]]))
     for one in loaded.model.linears().values():
-        states = [state for key, state in one.weight.cache.items() if key.startswith("state/")]
-        assert all(isinstance(state, Packed) for state in states) and states
+        assert isinstance(one.weight, Packed)
         (counting,) = [held for held in counted.layers if held.name == one.name]
-        assert counting.bytes == one.weight.nbytes + sum(state.nbytes for state in states)
+        assert counting.bytes == one.weight.nbytes
 
 
 def test_a_token_reads_the_experts_that_it_is_sent_to():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,39 @@ def check_rule(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
 @pytest.fixture
 def obeys_the_rule() -> Callable[..., None]:
     return check_rule
+
+
+def check_product(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """:func:`check_rule` for ``got [m, n]``, the product of ``x [m, k]`` and a float64 ``weight [n, k]``.
+
+    The interpreter multiplies tiles by NumPy, whose library is less exact than torch's on some CPUs. There
+    the error allowed is twice the larger one of both.
+    """
+    weight = weight.to(x.device)
+    exact, terms = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    peers = [x @ weight.to(x.dtype).T]
+    if not GPU:
+        peers += [_by_numpy(x, weight, step) for step in (TILE_COLUMNS, x.shape[1])]
+    check_rule(got, max(peers, key=lambda peer: float((peer.double() - exact).norm())), exact, terms)
+
+
+TILE_ROWS, TILE_COLUMNS = 128, 64
+"""Of a weight, in a product that the interpreter hands to NumPy."""
+
+
+def _by_numpy(x: torch.Tensor, weight: torch.Tensor, step: int) -> torch.Tensor:
+    """float32 products of tiles, as the interpreter makes them: few rows are padded to 16."""
+    m, n = len(x), len(weight)
+    rows = torch.nn.functional.pad(x.float(), (0, 0, 0, -m % 16)).numpy()
+    tiles = torch.nn.functional.pad(weight.to(x.dtype).float(), (0, 0, 0, -n % TILE_ROWS)).split(TILE_ROWS)
+    parts = [sum(tile.numpy()[:, at:at + step] @ rows[:, at:at + step].T for at in range(0, x.shape[1], step))
+             for tile in tiles]
+    return torch.from_numpy(np.concatenate(parts)[:n, :m].T.copy()).to(x.dtype)
+
+
+@pytest.fixture
+def product_obeys_the_rule() -> Callable[..., None]:
+    return check_product
 
 
 @pytest.fixture

@@ -39,13 +39,19 @@ def random_weight(rows: int, cols: int, bits: int, group: int | None = None, *, 
     return packed
 
 
-def check_rule(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """At most twice the error of torch in the same precision, both against float64."""
+def check_rule(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
+               terms: torch.Tensor | None = None) -> None:
+    """At most twice the error of torch in the same precision, both against float64.
+
+    ``terms``: the sums of the magnitudes of each result's terms. Nothing is required below one rounding of
+    the result, nor below one float32 rounding of them: there only the order of summation makes a difference.
+    """
     assert got.dtype == plain.dtype and got.shape == plain.shape
     assert torch.isfinite(got).all()
     ours, theirs = (got.double() - exact).norm(), (plain.double() - exact).norm()
-    # nothing is required below one rounding of the result itself
     floor = (exact.to(got.dtype).double() - exact).norm()
+    if terms is not None:
+        floor = max(floor, 2.0**-24 * terms.norm())
     assert ours <= 2 * max(theirs, floor), f"{ours:.3g} against {theirs:.3g}, rounding alone {floor:.3g}"
 
 

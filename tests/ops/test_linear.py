@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quantkit.ops import linear as module
+from quantkit.ops.cpu_linear import Packed
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.ops.linear import dense, linear
+from quantkit.ops.linear import dense, linear, pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -45,20 +46,47 @@ def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, m
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(1, 7), (33, 64), (51, 36), (576, 576), (300, 1536)])
-def test_a_row_of_a_plain_product_does_not_depend_on_the_others(monkeypatch, native, dtype, n, k):
-    if dtype == torch.bfloat16 and module.native_bf16() and not native:
-        pytest.skip("this CPU multiplies bf16 in hardware: torch has no other loop here")
-    monkeypatch.setattr(module, "native_bf16", lambda: native)
+@pytest.mark.parametrize("multiply", ["torch", "packed"])
+def test_a_row_of_a_plain_product_does_not_depend_on_the_others(multiply, dtype, n, k):
     random = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((DECODE_ROWS, k), (n, k), (n,)))
-    alone = torch.cat([dense(row, weight, bias) for row in x.split(1)])
-    for count in range(1, DECODE_ROWS + 1):
-        first = int(torch.randint(0, DECODE_ROWS - count + 1, (), generator=random))
-        got = dense(x[first:first + count, None], weight, bias)  # [B, 1, in], as decoding has it
+    x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((40, k), (n, k), (n,)))
+    if multiply == "packed":
+        weight = pack(weight, dtype)
+        assert isinstance(weight, Packed)
+    alone = torch.cat([linear(row, weight, bias) for row in x.split(1)])
+    for count in (*range(1, DECODE_ROWS + 1), *((17, 31, 40) if multiply == "packed" else ())):
+        first = int(torch.randint(0, 40 - count + 1, (), generator=random))
+        got = linear(x[first:first + count, None], weight, bias)  # [B, 1, in], as decoding has it
         assert torch.equal(got[:, 0], alone[first:first + count]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_torch_never_sees_how_many_rows_there_are(monkeypatch, dtype):
+    """It may choose another kernel for each shape: so there is one shape."""
+    seen = []
+    plain = torch.nn.functional.linear
+    monkeypatch.setattr(module.F, "linear", lambda x, *rest: seen.append(
+        (tuple(x.shape), x.data_ptr() % 64)) or plain(x, *rest))
+    for count in range(1, DECODE_ROWS + 1):
+        dense(torch.randn(count, 7).to(dtype), torch.randn(5, 7).to(dtype))
+    assert set(seen) == {((1, 7), 0)}
+
+
+def test_packed_weights_are_multiplied_by_turns(monkeypatch):
+    """One program serves weights of one shape; another shape or number of rows gets its own."""
+    from quantkit.ops import cpu_product
+
+    monkeypatch.setattr(cpu_product, "KEPT", 2)
+    weights = [torch.randn(n, 48, generator=torch.Generator().manual_seed(n)) for n in (40, 41, 42, 40, 41)]
+    packed = [pack(weight, torch.float32) for weight in weights]
+    for rows in (1, 3, 1, 16, 2):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows))
+        found = [linear(x, one) for one in packed]
+        for got, weight in zip(found, weights):
+            torch.testing.assert_close(got, x @ weight.T)
+    assert len(cpu_product._kept.products) == 2
 
 
 @pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},

@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quantkit.kv.cache import KVCache
 from quantkit.kv.policies.window import SUMMED
 from quantkit.kvspec import parse_kv
 from quantkit.models.decoder import CausalLM
+from quantkit.models.linear import Weights
 from quantkit.quantize import quantize
 from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.loader import load
@@ -104,9 +106,42 @@ def test_steps_of_both_kinds_take_turns(fused, plain):
     assert (torch.cat(found, 1) - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_pages_of_another_type_are_not_read_as_bfloat16(fused):
-    cache = KVCache(fused.config, parse_kv("none"), torch.float32)
-    assert "bfloat16" in fused.declines(cache.batch([cache.add()], "decode"))
+@pytest.mark.parametrize("kv", ["none", "int8(recent=64)"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_pages_of_another_type_are_read_as_what_they_are(fused, dtype, kv):
+    found = []
+    for kind in (torch.bfloat16, dtype):
+        cache = KVCache(fused.config, parse_kv(kv), kind)
+        batch = cache.batch([cache.add()])
+        assert fused.declines(batch) is None
+        found.append(fused(ids(1, 90), cache=batch))
+    assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
+    cache = KVCache(fused.config, parse_kv("none"), torch.float64)
+    assert "not float64" in fused.declines(cache.batch([cache.add()], "decode"))
+
+
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 0.004), ("float32", 1e-4)])
+def test_models_of_other_dtypes_are_programs_too(tmp_path, dtype, error, tied, kv):
+    """And compute what torch does, in that dtype."""
+    loaded = load(str(tiny_model(tmp_path / "m", "gemma3_text", head_dim=32, query_pre_attn_scalar=32,
+                                 tie_word_embeddings=tied)), dtype=dtype)
+    assert isinstance(loaded.model, FusedModel) and loaded.model.dtype == getattr(torch, dtype)
+    plain = CausalLM(loaded.config, Weights(*tensors(tmp_path / "m"), torch.float32))
+    expected = plain(ids(2, 80))
+    assert (loaded.model(ids(2, 80)) - expected).norm() <= error * expected.norm()
+    cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
+    rows = [cache.add(), cache.add()]
+    pieces = ids(2, 80).split([40, 1, 39], 1)
+    found = torch.cat([loaded.model(some, cache=cache.batch(rows)) for some in pieces], 1)
+    assert (found - expected).norm() <= (0.1 if kv == "int4" else 0.02) * expected.norm()
+
+
+def tensors(folder):
+    """A plain model's, by name, and whether they are there."""
+    held = load_file(folder / "model.safetensors")
+    return held.__getitem__, held.__contains__
 
 
 @pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4-head8"])

@@ -16,7 +16,7 @@ from llvmlite import ir
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
-from quantkit_kernels.cpu.kv_codecs import BF16, PAGE, lanes
+from quantkit_kernels.cpu.kv_codecs import PAGE, lanes
 from quantkit_kernels.cpu.kv_pages import CACHE, Codecs, Held
 from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
 
@@ -192,7 +192,7 @@ class _Attend:
             otherwise()
             base = self.held.waiting(at)
             with e.loop(0, count) as i:
-                self._keep(i, BF16.load(e, self.held.vector(side, base + i), self.dim, []))
+                self._keep(i, self.codecs.vectors.load(e, self.held.vector(side, base + i), self.dim, []))
             if places:
                 self._positions(a.waiting_positions, base, where, at, count)
 

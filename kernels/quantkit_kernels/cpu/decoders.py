@@ -42,6 +42,18 @@ def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         yield ((pair & -65536).bits(real),)
 
 
+def _f16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+    """One value of each lane's row."""
+    for i in range(SUB):
+        yield (e.half_widened(e.load(source, vec(I16, isa.lanes), i * 2 * isa.lanes)),)
+
+
+def _f32(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
+    """One value of each lane's row."""
+    for i in range(SUB):
+        yield (e.load(source, vec(F32, isa.lanes), i * 4 * isa.lanes),)
+
+
 def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
     """Four neighbours of each lane's row side by side."""
     for i in range(SUB // 4):
@@ -141,3 +153,5 @@ W8A8 = Decoder("w8a8", "int8", SUB, _w8a8)
 E4M3 = Decoder("e4m3", "floats", SUB, _e4m3)
 E4M3_TOKENS = Decoder("e4m3_tokens", "e4m3", SUB, _e4m3)
 BF16 = Decoder("bf16", "floats", 2 * SUB, _bf16)
+FP16 = Decoder("f16", "floats", 2 * SUB, _f16)
+FP32 = Decoder("f32", "floats", 4 * SUB, _f32, parts=True)

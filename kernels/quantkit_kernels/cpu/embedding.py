@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 from llvmlite import ir
 
@@ -15,9 +16,11 @@ from quantkit_kernels.cpu.matmul import FLOATS, STEP, SUB, WIDTH, Matmul
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Value, vec
 
 ARGUMENTS = ("*ids", "*table", "*scales", "*zeros", "*out", "columns", "size", "padded", "out_stride")
-"""``ids`` int64 ``[M]``; ``table`` bfloat16, or blocks with their scales and zero points; ``columns``: of a
-row of blocks, padded to whole groups; ``size``: of a row; ``padded``: of a row of out, at least ``columns``
-and 0 from ``size`` on."""
+"""``ids`` int64 ``[M]``; ``table`` bfloat16, float16 or float32, or blocks with their scales and zero points;
+``columns``: of a row of blocks, padded to whole groups; ``size``: of a row; ``padded``: of a row of out, at
+least ``columns`` and 0 from ``size`` on."""
+
+Plain = Literal["bf16", "f16", "f32"]
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,19 @@ class Embed:
         packed: the product that multiplies by the table too, which says how it is packed; ``None``: a plain
             table ``[vocab, size]``.
         scale: the number.
+        plain: the dtype of a plain table.
     """
 
     packed: Matmul | None
     scale: float = 1.0
+    plain: Plain = "bf16"
 
     @property
     def name(self) -> str:
         """Of the function."""
         times = "" if self.scale == 1.0 else f"_times_{self.scale!r}"
-        return f"embed_{'table' if self.packed is None else self.packed.name.removeprefix('matmul_')}{times}"
+        table = f"table_{self.plain}" if self.packed is None else self.packed.name.removeprefix("matmul_")
+        return f"embed_{table}{times}"
 
     def emit(self, isa: Isa) -> Callable[[ir.Module], None]:
         """What writes the kernel into a module."""
@@ -47,9 +53,10 @@ class Embed:
         e, a, unit, _ = begin(module, self.name, ARGUMENTS)
         token, out = e.load(a.ids, I64, unit * 8), a.out + unit * a.out_stride
         if self.packed is None:
-            row = a.table + token * a.size * 2
+            width = 4 if self.plain == "f32" else 2
+            row = a.table + token * a.size * width
             with e.loop(0, a.size) as k:
-                e.store(out + k * 4, self._times((e.load(row, I16, k * 2).zext(I32) << 16).bits(F32)))
+                e.store(out + k * 4, self._times(self._plain(e, row + k * width)))
         else:
             self._decode(e, isa, self.packed, a, token, out)
         with e.loop(a.size, a.padded) as k:  # a later row must not find what an earlier one left
@@ -93,6 +100,14 @@ class Embed:
         if packed.scale == "f32":
             return e.load(scales, F32, index * 4)
         return (e.load(scales, I16, index * 2).zext(I32) << 16).bits(F32)
+
+    def _plain(self, e: Emitter, where: Value) -> Value:
+        if self.plain == "f32":
+            return e.load(where, F32)
+        bits = e.load(where, I16)
+        if self.plain == "f16":
+            return e.half_widened(bits.spread(1)).lane(0)
+        return (bits.zext(I32) << 16).bits(F32)
 
     def _times(self, value: Value) -> Value:
         return value if self.scale == 1.0 else value * self.scale

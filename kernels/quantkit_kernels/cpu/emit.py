@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, PTR, Type, Value, Var, vec
+from quantkit_kernels.cpu.values import F16, F32, I8, I16, I32, I64, PTR, Type, Value, Var, vec
 
 
 class Emitter:
@@ -169,6 +169,14 @@ class Emitter:
         words = a.bits(vec(I32, a.lanes) if a.lanes > 1 else I32)
         rounded = words + 0x7FFF + (words.shr(16) & 1)
         return rounded.shr(16).trunc(vec(I16, a.lanes) if a.lanes > 1 else I16)
+
+    def half_widened(self, a: Value) -> Value:
+        """float16, as int16 lanes → float32; exact."""
+        return a.bits(vec(F16, a.lanes))._cast("fpext", vec(F32, a.lanes))
+
+    def half_narrowed(self, a: Value) -> Value:
+        """float32 → float16 as int16, half to even; infinity where float16 ends."""
+        return a._cast("fptrunc", vec(F16, a.lanes)).bits(vec(I16, a.lanes))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """``a · b + c``, rounded once."""

@@ -58,14 +58,25 @@ def lanes(dim: int) -> int:
     return next(width for width in (16, 8, 4, 2) if dim % width == 0)
 
 
-def _store_bf16(e: Emitter, parts: Parts, values: list[Value]) -> None:
-    for i, value in enumerate(values):
-        e.store(parts["values"], e.narrowed(value), i * value.lanes * 2)
+def _plain(name: str) -> KVCodec:
+    """The vector itself, in one of the dtypes that models compute in."""
+    size = 4 if name == "f32" else 2
 
+    def store(e: Emitter, parts: Parts, values: list[Value]) -> None:
+        for i, value in enumerate(values):
+            if name != "f32":
+                value = e.narrowed(value) if name == "bf16" else e.half_narrowed(value)
+            e.store(parts["values"], value, i * value.lanes * size)
 
-def _load_bf16(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
-    width = lanes(dim)
-    return [e.widened(e.load(parts["values"], vec(I16, width), at * 2)) for at in range(0, dim, width)]
+    def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
+        width = lanes(dim)
+        kind = vec(F32 if name == "f32" else I16, width)
+        found = [e.load(parts["values"], kind, at * size) for at in range(0, dim, width)]
+        if name == "f32":
+            return found
+        return [e.widened(value) if name == "bf16" else e.half_widened(value) for value in found]
+
+    return KVCodec(name, lambda dim: {"values": size * dim}, store, load)
 
 
 def _store_int8(e: Emitter, parts: Parts, values: list[Value]) -> None:
@@ -243,11 +254,11 @@ def _total(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> Value:
     return e.sum(total)
 
 
-BF16 = KVCodec("bf16", lambda dim: {"values": 2 * dim}, _store_bf16, _load_bf16)
+BF16, FP16, FP32 = map(_plain, ("bf16", "f16", "f32"))
 INT8 = KVCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _load_int8)
 FP8 = KVCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
 CODECS = {codec.name: codec for codec in (
-    BF16, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
+    BF16, FP16, FP32, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
     *(_turned(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}
 PARTS = ("values", "codes", "scale", "low", "mean")
 """Names of parts, in the order of a record's pointers."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.kv_codecs import BF16, CODECS, PAGE, PARTS, KVCodec
+from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, KVCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
 SEQUENCE = 8
 """Words of a sequence's record."""
 CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_waiting", "*v_waiting", "*positions",
          "*waiting_positions", "*rows", "*sequences", "layer", "heads", "recent", "first")
-"""Arguments that say where keys and values lie: the layer's pages; those of vectors that wait, bfloat16;
+"""Arguments that say where keys and values lie: the layer's pages; those of vectors that wait;
 ``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 8]``: pointer to
 page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
 ``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
@@ -27,18 +27,25 @@ class Codecs:
     """Of keys and of values.
 
     Attributes:
-        waits: the newest vectors wait in pages of their own, as bfloat16.
+        waits: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or ``f32``;
+            ``None``: none do.
     """
 
     keys: str
     values: str
-    waits: bool = False
+    waits: str | None = None
 
     @property
     def name(self) -> str:
         """As part of a function's."""
         both = self.keys if self.keys == self.values else f"{self.keys}_{self.values}"
-        return both + ("_waits" if self.waits else "")
+        return both + (f"_waits_{self.waits}" if self.waits else "")
+
+    @property
+    def vectors(self) -> KVCodec:
+        """Of what waits."""
+        assert self.waits is not None
+        return CODECS[self.waits]
 
     def side(self, side: str) -> KVCodec:
         """``k`` or ``v``."""
@@ -100,7 +107,7 @@ class Held:
 
     def vector(self, side: str, slot: Value) -> dict[str, Value]:
         """The same of a vector that waits."""
-        size = BF16.bytes(self._dim)["values"]
+        size = self._codecs.vectors.bytes(self._dim)["values"]
         return {"values": getattr(self._a, f"{side}_waiting") + slot * size}
 
 

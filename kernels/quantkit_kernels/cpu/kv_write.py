@@ -11,7 +11,7 @@ from llvmlite import ir
 from quantkit_kernels.cpu import kv_bits, rotation
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.kv_codecs import BF16, GROUP, PAGE, lanes
+from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes
 from quantkit_kernels.cpu.kv_pages import CACHE, SEQUENCE, Codecs, Held
 from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
 
@@ -37,7 +37,7 @@ class RopeStore:
     """Normalize and rotate a row's queries in place, and its key; encode and store key and value.
 
     A unit is a key head of a row. Queries are also divided by √D. Where vectors wait, they are stored as
-    bfloat16. https://arxiv.org/abs/2104.09864
+    they were computed. https://arxiv.org/abs/2104.09864
     """
 
     codecs: Codecs
@@ -74,7 +74,7 @@ class RopeStore:
                 _mixed(e, a, source, room, self.dim, FARTHEST)
             values = [e.load(source, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
             if waits:
-                BF16.store(e, held.vector(side, slot), values)
+                self.codecs.vectors.store(e, held.vector(side, slot), values)
             else:
                 self.codecs.side(side).store(e, held.parts(side, slot), values)
         places = a.waiting_positions if waits else a.positions
@@ -125,7 +125,8 @@ class Close:
             for side in "kv":
                 codec = self.codecs.side(side)
                 with e.loop(0, PAGE) as slot:
-                    for i, value in enumerate(BF16.load(e, held.vector(side, source + slot), self.dim, [])):
+                    for i, value in enumerate(self.codecs.vectors.load(
+                            e, held.vector(side, source + slot), self.dim, [])):
                         e.store(scratch + slot * (self.dim * 4), value, i * width * 4)
                 shared = held.shared(side, target)
                 if codec.gather is not None:

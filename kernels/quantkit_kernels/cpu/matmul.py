@@ -3,8 +3,8 @@
 Weights lie in blocks of ``lanes`` rows, a row a lane, in the order in which they are read; 32 values of a
 row are a subgroup. An output is a sum over subgroups in rising order, each an exact sum of integers (or one
 such sum over the whole row, where its activations share a scale; or, for floating-point weights, a chain of
-fused multiply-adds over k): the same bits for one row of activations or many, for any number of threads and
-any instruction set.
+fused multiply-adds over k, of float32 ones in parts, so that errors don't pile up): the same bits for one row
+of activations or many, for any number of threads and any instruction set.
 
 One row is multiplied while its weights are unpacked in registers. For more rows a block is unpacked once
 into this thread's scratch memory, and all rows are multiplied from there, a tile of rows at a time.
@@ -46,6 +46,9 @@ STEP = {"bytes": 4, "words": 2, "floats": 1, "int8": 4, "e4m3": 1}
 FLOATS = ("floats", "e4m3")
 TOKENS = ("int8", "e4m3")
 """Families with one scale a row of activations."""
+CHAIN = 8
+"""Products that are added one to another where a decoder's sums are made of parts; a subgroup's parts are
+added, then the subgroups."""
 MOST_COLUMNS = 1 << 17
 """Of the family ``int8``: so many products of −128 and 127 just fit an int32."""
 
@@ -61,6 +64,8 @@ class Decoder:
         unpack: ``(e, isa, pointer to a subgroup)`` → for every step along k a vector of ``lanes · STEP``
             values of each block that is unpacked together.
         rows: that are unpacked together; 0: those of a block.
+        parts: whether sums over k are made of parts of :data:`CHAIN` products: of float32 activations, as
+            exactly as a library would.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Decoder:
     bytes: int
     unpack: Callable[[Emitter, Isa, Value], Iterator[Sequence[Value]]]
     rows: int = 0
+    parts: bool = False
 
     def together(self, isa: Isa) -> int:
         """Blocks that are unpacked together: their subgroups lie side by side."""
@@ -188,10 +194,18 @@ class _Writer:
 
         steps = SUB // STEP[self.family]
 
-        def take(weights: list[Value], factors: list[Value], sums: list[list[Value]]) -> None:
+        parts: dict[tuple[int, int], Value] = {}
+
+        def take(i: int, weights: list[Value], factors: list[Value], sums: list[list[Value]]) -> None:
             for m in range(rows):
                 for b in range(blocks):
-                    if self.family in FLOATS:
+                    if self.decoder.parts:
+                        part = weights[b] * factors[m] if i % CHAIN == 0 else e.fma(
+                            weights[b], factors[m], parts[b, m])
+                        parts[b, m] = part
+                        if i % CHAIN == CHAIN - 1:
+                            sums[b][m] = part if i < CHAIN else sums[b][m] + part
+                    elif self.family in FLOATS:
                         totals[b][m].set(e.fma(weights[b], factors[m], totals[b][m].get()))
                     else:
                         sums[b][m] = self._add(sums[b][m], weights[b], factors[m])
@@ -208,22 +222,22 @@ class _Writer:
                     for line in range(0, self.decoder.bytes * self.lanes * self.together, 64):
                         e.prefetch(source + (AHEAD + line))
                 for i, values in enumerate(self._steps(sources)):
-                    take(values, [self._factor(row_x, s, i) for row_x in x], sums)
+                    take(i, values, [self._factor(row_x, s, i) for row_x in x], sums)
             elif self.family in FLOATS:
                 for i in range(steps):
-                    take(loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
+                    take(i, loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
             else:  # some steps at a time: over more of them the compiler runs out of registers
                 held = [[e.var(value) for value in line] for line in sums]
                 with e.loop(0, steps * 4, 4 * TOGETHER) as at:
                     now = [[one.get() for one in line] for line in held]
                     for i in range(TOGETHER):
-                        take(loaded([source + at * self.lanes for source in sources], i),
+                        take(i, loaded([source + at * self.lanes for source in sources], i),
                              [self._factor(row_x + at, s, i) for row_x in x], now)
                     for b in range(blocks):
                         for m in range(rows):
                             held[b][m].set(now[b][m])
                 sums = [[one.get() for one in line] for line in held]
-            if whole:
+            if whole or self.decoder.parts:
                 for b in range(blocks):
                     for m in range(rows):
                         totals[b][m].set(totals[b][m].get() + sums[b][m])

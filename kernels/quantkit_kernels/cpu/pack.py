@@ -21,6 +21,12 @@ def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: No
     return _packed(weight.view(torch.int16), lanes, SUB, 0, _pairs, read)
 
 
+def floats(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """float16 or float32 ``[n, k]`` → uint8; ``read`` is called as for :func:`bf16`."""
+    bits = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
+    return _packed(bits, lanes, SUB, 0, lambda blocks: blocks.transpose(2, 3), read)
+
+
 def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> torch.Tensor:
     """Codes int8, or uint8 of which ``middle`` means 0, ``[n, k]`` → uint8."""
     return _packed(codes, lanes, group, middle, lambda blocks: _pairs((blocks - middle).view(torch.int8)))

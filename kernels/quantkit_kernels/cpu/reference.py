@@ -5,13 +5,15 @@ Slow, and short enough to be checked by reading. ``fma`` is exact although NumPy
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from quantkit_kernels.cpu.attention import NOTHING, SPLIT, WIDE
 from quantkit_kernels.cpu.exp import HIGHEST, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, POLYNOMIAL
 from quantkit_kernels.cpu.kv_codecs import lanes
-from quantkit_kernels.cpu.matmul import SUB
+from quantkit_kernels.cpu.matmul import CHAIN, SUB
 from quantkit_kernels.cpu.rows import GELU, GELU_CUBE, LANES, LEVELS, SMALLEST
 
 Floats = npt.NDArray[np.float32]
@@ -56,9 +58,12 @@ def exp(x: Floats) -> Floats:
     return (found.view(np.int32) + (whole.astype(np.int32) << 23)).view(F)
 
 
-def embedding(ids: Ids, table: npt.NDArray[np.int16]) -> Floats:
-    """Tokens ``[m]`` → their rows ``[m, n]`` of a table ``[vocab, n]``, given as the bits of bfloat16."""
-    return (table[ids].astype(np.int32) << 16).view(F)
+def embedding(ids: Ids, table: npt.NDArray[np.int16] | npt.NDArray[np.floating[Any]]) -> Floats:
+    """Tokens ``[m]`` → their rows ``[m, n]`` of a table ``[vocab, n]``: float16, float32, or the bits of
+    bfloat16."""
+    if table.dtype == np.int16:
+        return (table[ids].astype(np.int32) << 16).view(F)
+    return table[ids].astype(F)
 
 
 def argmax(values: Floats) -> int | None:
@@ -163,9 +168,15 @@ def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: 
     return total if group else total * scale[:, 0]
 
 
-def float_matmul(x: Floats, weight: Floats) -> Floats:
-    """Rows ``[m, k]`` by ``[n, k]``: one chain of fused multiply-adds over k."""
+def float_matmul(x: Floats, weight: Floats, parts: bool = False) -> Floats:
+    """Rows ``[m, k]`` by ``[n, k]``: one chain of fused multiply-adds over k, or a sum of ``parts``."""
     total = np.zeros((len(x), len(weight)), F)
+    if parts:
+        for s in range(0, x.shape[1], SUB):
+            chains = [float_matmul(x[:, at:at + CHAIN], weight[:, at:at + CHAIN])
+                      for at in range(s, s + SUB, CHAIN)]
+            total = total + (((chains[0] + chains[1]) + chains[2]) + chains[3])
+        return total
     for k in range(x.shape[1]):
         total = fma(weight[None, :, k], x[:, k, None], total)
     return total

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from quantkit_kernels.cpu.emit import Emitter
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32 = ir.FloatType()
+F16, F32 = ir.HalfType(), ir.FloatType()
 PTR = ir.PointerType()
 Type: TypeAlias = Any
 """One of LLVM's types."""

@@ -13,7 +13,8 @@ from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
 from quantkit_kernels.cpu.kv_pages import Codecs
 from quantkit_kernels.cpu.program import Program
 
-CODECS = {"bf16": Vectors(torch.bfloat16), "int8": Integers(), "fp8": Floats(),
+CODECS = {"bf16": Vectors(torch.bfloat16), "f16": Vectors(torch.float16), "f32": Vectors(torch.float32),
+          "int8": Integers(), "fp8": Floats(),
           **{f"token{bits}": Grid(bits, channels=False) for bits in (2, 3, 4)}}
 MANY = 2**31 - 1
 
@@ -122,7 +123,8 @@ def test_what_is_stored_is_what_the_codec_makes(isa, pages, codec):
     one.v[5] = torch.randn(2, 64) * 1e-40
     one.step(130)
     for side, x in (("k", turned(one, one.k)), ("v", one.v)):
-        for name, part in CODECS[codec].encode(x.to(torch.bfloat16) if codec == "bf16" else x).items():
+        kept = getattr(CODECS[codec], "_dtype", None)
+        for name, part in CODECS[codec].encode(x if kept is None else x.to(kept)).items():
             found, wanted = (t.contiguous().view(torch.uint8) for t in (one.stored(f"{side}_{name}"), part))
             assert torch.equal(found, wanted), name
 

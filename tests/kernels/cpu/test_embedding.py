@@ -14,16 +14,18 @@ from quantkit_kernels.cpu.program import Program
 VOCABULARY = 70
 TOKENS = [0, VOCABULARY - 1, 31, 32, 33, 5, 5, 7]
 TABLE = tuple(np.linspace(-1, 1, 16).tolist())
-BF16 = Matmul(decoders.BF16, None)
+PLAIN = {"bf16": (torch.bfloat16, decoders.BF16, pack.bf16),
+         "f16": (torch.float16, decoders.FP16, pack.floats),
+         "f32": (torch.float32, decoders.FP32, pack.floats)}
 
 
 @pytest.fixture
 def look_up(pools, room):
     """``look_up(isa, ids, kernel, size, padded, table, …)`` → float32 ``[m, padded]``."""
-    def run(isa, ids, kernel, size, padded, table, threads=2, scale=1.0, **parts):
+    def run(isa, ids, kernel, size, padded, table, threads=2, scale=1.0, plain="bf16", **parts):
         out = room(len(ids), padded)
         program = Program(isa)
-        program.add(Embed(kernel, scale), len(ids), ids=ids, out=out, padded=padded, table=table,
+        program.add(Embed(kernel, scale, plain), len(ids), ids=ids, out=out, padded=padded, table=table,
                     out_stride=padded * 4, size=size, **parts)
         program.finish()
         pools[threads].run(program.records)
@@ -32,30 +34,38 @@ def look_up(pools, room):
     return run
 
 
-def every_bit(n):
+def every_bit(n, dtype):
     """A table in which all bits occur: NaN, infinities and subnormal numbers too."""
     random = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-2**15, 2**15, (VOCABULARY, n), generator=random, dtype=torch.int16)
-    return drawn.view(torch.bfloat16)
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    ends = torch.iinfo(whole)
+    return torch.randint(ends.min, ends.max, (VOCABULARY, n), generator=random, dtype=whole).view(dtype)
 
 
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 96, 576])
-def test_the_bits_of_the_reference(isa, look_up, size, packed):
-    ids, table = torch.tensor(TOKENS), every_bit(size)
+def test_the_bits_of_the_reference(isa, look_up, size, packed, kind):
+    dtype, decoder, packer = PLAIN[kind]
+    ids, table = torch.tensor(TOKENS), every_bit(size, dtype)
     padded = -(-size // 32) * 32
-    laid = pack.bf16(table, isa.lanes) if packed else table
-    found = look_up(isa, ids, BF16 if packed else None, size, padded + 16, laid, columns=padded)
-    expected = reference.embedding(ids.numpy(), table.view(torch.int16).numpy())
-    assert (found[:, :size].numpy().view("i4") == expected.view("i4")).all()
-    assert (found[:, size:].numpy().view("i4") == 0).all()
+    laid = packer(table, isa.lanes) if packed else table
+    found = look_up(isa, ids, Matmul(decoder, None) if packed else None, size, padded + 16, laid, plain=kind,
+                    columns=padded)[:, :size].contiguous().numpy()
+    bits = table.view(torch.int16) if kind == "bf16" else table
+    expected = reference.embedding(ids.numpy(), bits.numpy())
+    real = ~np.isnan(expected)
+    assert (np.isnan(found) == ~real).all() and (found.view("i4") == expected.view("i4"))[real].all()
 
 
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
-def test_rows_times_a_number(isa, look_up, packed):
-    ids, table = torch.tensor(TOKENS), torch.randn(VOCABULARY, 64).bfloat16()
-    laid = pack.bf16(table, isa.lanes) if packed else table
-    found = look_up(isa, ids, BF16 if packed else None, 64, 64, laid, scale=33.75, columns=64)
+def test_rows_times_a_number(isa, look_up, packed, kind):
+    dtype, decoder, packer = PLAIN[kind]
+    ids, table = torch.tensor(TOKENS), torch.randn(VOCABULARY, 64).to(dtype)
+    laid = packer(table, isa.lanes) if packed else table
+    found = look_up(isa, ids, Matmul(decoder, None) if packed else None, 64, 64, laid, scale=33.75,
+                    plain=kind, columns=64)
     assert torch.equal(found, table[ids].float() * 33.75)
 
 

@@ -20,9 +20,9 @@ TABLE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -
          0.7229568362236023, 1.0)
 NF4 = decoders.nf4(TABLE)
 TOKENS = ("w8a8", "e4m3_tokens")
-KINDS = ("bf16", "int8", "int8 g64", *TOKENS, "e4m3", "int4", "int4 zp", "int4 g32", "int4 g64", "int4 g128",
-         "int4 g32 zp", "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10", "trellis2 w16", "trellis3 w12",
-         "trellis4 w13", "trellis4 w16")
+KINDS = ("bf16", "f16", "f32", "int8", "int8 g64", *TOKENS, "e4m3", "int4", "int4 zp", "int4 g32",
+         "int4 g64", "int4 g128", "int4 g32 zp", "int4 g128 zp", "nf4 g32", "nf4 g64", "trellis2 w10",
+         "trellis2 w16", "trellis3 w12", "trellis4 w13", "trellis4 w16")
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 31, 32, 33, 63, 64, 65, 97, 127, 129)
 
 
@@ -63,6 +63,15 @@ class Case:
             self.matmul, self.weight = Matmul(decoders.BF16, None), weight.double()
             self.pack = lambda lanes: (pack.bf16(weight, lanes), None, None)
             self.exact = lambda x: reference.float_matmul(x, _pad(weight.float(), self.k).numpy())
+            return
+        if name in ("f16", "f32"):
+            decoder = decoders.FP16 if name == "f16" else decoders.FP32
+            weight = torch.randn(n, k, generator=make).to(torch.float16 if name == "f16" else torch.float32)
+            weight[0, 0] = 1e-7  # a subnormal float16
+            self.matmul, self.weight = Matmul(decoder, None), weight.double()
+            self.pack = lambda lanes: (pack.floats(weight, lanes), None, None)
+            self.exact = lambda x: reference.float_matmul(
+                x, _pad(weight.float(), self.k).numpy(), decoder.parts)
             return
         if name in ("w8a8", "e4m3", "e4m3_tokens"):
             self._eight_bit(name, n, k, scale, make)
@@ -173,12 +182,13 @@ def test_near_float64_over_random_shapes(multiply, fastest, kind, n, k, m, seed,
     assert ((found - true).abs() <= allowed + 1e-12).all()
 
 
-@pytest.mark.parametrize(("kind", "most"), [("bf16", 1), ("int8", 1), ("nf4 g64", 1), ("int4 g64", 3),
-                                            ("int4 g128 zp", 3)])
+@pytest.mark.parametrize(("kind", "most"), [("bf16", 1), ("f16", 1), ("f32", 2), ("int8", 1), ("nf4 g64", 1),
+                                            ("int4 g64", 3), ("int4 g128 zp", 3)])
 @pytest.mark.parametrize("m", [1, 16])
 def test_the_error_beside_that_of_torch(multiply, fastest, kind, most, m):
-    """torch multiplies the same weights in bfloat16, and loses on its result too. int8 activations cost more
-    than that, and far less than weights of 4 bits do, which is all that they are used for."""
+    """torch multiplies the same weights in their dtype, quantized ones in bfloat16, and loses on its result
+    too. int8 activations cost more than that, and far less than weights of 4 bits do, which is all that they
+    are used for."""
     case = Case(kind, 256, 1024, 9)
     x = activations(m, 1024, case.k, 10)
     true = x.double() @ case.weight.T
@@ -186,10 +196,11 @@ def test_the_error_beside_that_of_torch(multiply, fastest, kind, most, m):
     def error(found):
         return ((found.double() - true).norm() / true.norm()).item()
 
-    theirs = error(torch.nn.functional.linear(x.bfloat16(), case.weight.bfloat16()))
+    dtype = {"f16": torch.float16, "f32": torch.float32}.get(kind, torch.bfloat16)
+    theirs = error(torch.nn.functional.linear(x.to(dtype), case.weight.to(dtype)))
     ours = error(multiply(fastest, case.matmul, x, *case.pack(fastest.lanes), 256))
     assert ours <= most * theirs
-    if most > 1:  # half a step of 16 levels, evenly spread
+    if most > 2:  # half a step of 16 levels, evenly spread
         rounding = (12**-0.5 * case.weight.abs().amax() / 8) / case.weight.square().mean().sqrt()
         assert ours < rounding / 8
 
@@ -214,7 +225,7 @@ def test_all_instruction_sets_agree(isa, multiply, kind):
                        multiply(PLAIN, case.matmul, x, *case.pack(PLAIN.lanes), 33))
 
 
-@pytest.mark.parametrize("kind", ("bf16", "int4 g32"))
+@pytest.mark.parametrize("kind", ("bf16", "f16", "f32", "int4 g32"))
 def test_bias_and_residual_are_added_last(isa, multiply, same, kind):
     case = Case(kind, 40, 64, 7)
     x, bias, held = activations(5, 64, case.k, 8), torch.randn(64), torch.randn(5, 40)

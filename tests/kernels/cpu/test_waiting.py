@@ -9,6 +9,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 from quantkit.models.layers import Step
+from quantkit.ops.cpu_linear import PLAIN
 from quantkit.ops.rotation import factors
 from quantkit_kernels.cpu import attention, kv_pages, kv_write
 from quantkit_kernels.cpu.kv_codecs import PARTS
@@ -24,14 +25,15 @@ SETTINGS = ("int4", "int3(sinks=0)", "int2(recent=0, sinks=0)", "int8(recent=64)
 class Kernels:
     """One sequence in one layer of a cache, its steps taken by kernels."""
 
-    def __init__(self, isa, pool, room, kv, dim, total, numbered=False, seed=0):
+    def __init__(self, isa, pool, room, kv, dim, total, numbered=False, seed=0, dtype=torch.bfloat16):
         self.isa, self.pool, self.room, self.dim = isa, pool, room, dim
         self.config = parse_config({
             "model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": GROUP * HEADS, "head_dim": dim,
             "num_key_value_heads": HEADS})
         setting = parse_kv(f"window({MANY // 2})+{kv}" if numbered else kv)  # so wide that all is seen
-        self.cache, self.twin = (KVCache(self.config, setting, torch.bfloat16) for _ in range(2))
+        self.cache, self.twin = (KVCache(self.config, setting, dtype) for _ in range(2))
+        self.plain = PLAIN[dtype]
         self.number, self.other = self.cache.add(), self.twin.add()
         make = torch.Generator().manual_seed(seed)
         self.q = torch.randn(1, HEADS * GROUP, total, dim, generator=make)
@@ -48,7 +50,7 @@ class Kernels:
         held, codings = cache._sequences[self.number], cache.codings
         cache.reserve(held, count)
         store = cache.stores[0]
-        codecs = kv_pages.Codecs(codings.keys.name, codings.values.name, True)
+        codecs = kv_pages.Codecs(codings.keys.name, codings.values.name, self.plain)
         blocks = held.closing(codings, count)
         q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
         step = Step(self.config, torch.arange(end)[None], torch.float32)
@@ -116,6 +118,18 @@ def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
             same = float((got == want).float().mean()) if len(got) else 1.0
             assert same > (0.98 if "rotation" in kv else 0.995), name
     assert one.cache.allocated_bytes == one.twin.allocated_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv", ["int4", "int8(recent=64)", "rotation(3)"])
+def test_vectors_wait_in_the_dtype_that_the_cache_has(isa, kernels, kv, dtype):
+    one = kernels(isa, kv, 64, 260, dtype=dtype)
+    for count in (150, 1, 108, 1):
+        found, expected = one.step(count), one.expected(count)
+        assert float((found - expected).abs().mean()) < 3e-3 * float(expected.abs().mean()), count
+    mine, its = (cache.stores[0].waiting.parts["k.values"] for cache in (one.cache, one.twin))
+    assert mine.dtype == its.dtype == dtype
+    assert float((mine - its).abs().max()) <= torch.finfo(dtype).eps * 4 * float(its.abs().max())
 
 
 @pytest.mark.parametrize("kv", ["int3(recent=70, sinks=0)", "rotation(3)"])

@@ -1,0 +1,78 @@
+"""Normalization and gated activations by the CPU's row kernels: a row's bits don't depend on the others."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.ops import cpu_linear
+from quantkit.progress import tell_compiling
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.program import Program
+    from quantkit_kernels.cpu.rows import Source
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether these kernels compute it: on a CPU, in a dtype that they know, and without gradients."""
+    return (x.device.type == "cpu" and x.dtype in cpu_linear.PLAIN and x.numel() > 0
+            and not (torch.is_grad_enabled() and x.requires_grad) and cpu_linear.unavailable() is None)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x²) + eps) · weight`` of ``x [..., n]`` and ``weight [n]``: float32 ``[..., n]``."""
+    return _run("norm", x, weight=weight, eps=eps)
+
+
+def gated(source: Source, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) · up`` or ``gelu(gate) · up`` of ``[..., n]``: float32 ``[..., n]``."""
+    return _run(source, gate, second=up)
+
+
+class _Kept(threading.local):
+    """A thread's programs of one operation."""
+
+    def __init__(self) -> None:
+        self.programs: dict[tuple[str, str], Program] = {}
+
+
+_kept = _Kept()
+
+
+def _run(source: Source, x: torch.Tensor, second: torch.Tensor | None = None,
+         weight: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+    from quantkit_kernels.cpu.matmul import SUB
+
+    size = x.shape[-1]
+    parts = {name: _padded(one.reshape(-1, size)) for name, one in (
+        ("x", x), ("second", second), ("weight", weight)) if one is not None}
+    out = torch.empty_like(parts["x"])
+    width = out.shape[1]
+    program = _program(source)
+    program.set(0, units=len(out), size=size, subgroups=width // SUB, x_stride=width * 4,
+                out_stride=width * 4, eps=struct.unpack("<i", struct.pack("<f", eps))[0],
+                **{name: one.data_ptr() for name, one in (*parts.items(), ("out", out))})
+    cpu_linear.pool().run(program.records)
+    return out[:, :size].reshape(x.shape)
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """float32 ``[m, n]`` with 0 up to whole subgroups."""
+    from quantkit_kernels.cpu.matmul import SUB
+
+    return torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % SUB)).contiguous()
+
+
+def _program(source: Source) -> Program:
+    from quantkit_kernels.cpu.program import Program
+    from quantkit_kernels.cpu.rows import Rows
+
+    key = source, cpu_linear.isa().name
+    if key not in _kept.programs:
+        made = _kept.programs[key] = Program(cpu_linear.isa())
+        made.add(Rows(source, "floats"), 0)
+        made.finish(tell_compiling)
+    return _kept.programs[key]
