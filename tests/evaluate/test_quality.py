@@ -10,6 +10,8 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate import quality
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
+from quantkit.ops.cpu_linear import pack_plain
+from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -63,18 +65,17 @@ def test_a_window_longer_than_the_context(loaded):
 
 @pytest.fixture
 def plain(loaded):
-    """The same in float32 arithmetic: its weights are tensors that a test can change."""
+    """The same in float32, whose weights a test can change."""
     return load(loaded.uri, dtype="float32")
 
 
 def perturbed(loaded, by):
     other = copy.copy(loaded)
-    other.model = copy.deepcopy(loaded.model)
+    other.model = FusedModel(copy.deepcopy(loaded.model._model))
     random = torch.Generator().manual_seed(0)
     for linear in other.model.linears().values():
-        if isinstance(linear.weight, torch.Tensor):
-            noise = torch.randn(linear.weight.shape, generator=random) * by
-            linear.weight = (linear.weight.float() * (1 + noise)).to(linear.weight.dtype)
+        noise = torch.randn(linear.shape, generator=random) * by
+        linear.weight = pack_plain(linear(torch.eye(linear.shape[1])).T * (1 + noise))
     return other
 
 
@@ -116,7 +117,7 @@ def test_different_vocabularies(loaded, tmp_path):
 def test_logits_that_are_not_finite_are_an_error_that_names_the_model(plain):
     ruined = perturbed(plain, 0.0)
     linear = next(iter(ruined.model.linears().values()))
-    linear.weight = torch.full_like(linear.weight, math.nan)
+    linear.weight = pack_plain(torch.full(linear.shape, math.nan))
     with pytest.raises(QuantkitError, match="not finite") as caught:
         compare([plain, ruined], windows_of(plain, TEXT, 8, 1))
     assert caught.value.why and caught.value.next

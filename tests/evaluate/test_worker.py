@@ -49,7 +49,7 @@ def test_the_kernel_of_every_linear_is_named(tiny, int4):
     plain, packed = kernels(load(str(tiny))), kernels(load(str(int4)))
     assert set(plain) == set(packed) == {"prefill", "decode"}
     assert plain == {"prefill": {"cpu-bf16": 14}, "decode": {"cpu-bf16": 14}}
-    assert kernels(load(str(tiny), dtype="float32"))["decode"] == {"torch": 14}
+    assert kernels(load(str(tiny), dtype="float32"))["decode"] == {"cpu-f32": 14}
     for phase in packed.values():
         assert sum(phase.values()) == 14 and "torch" not in phase
 

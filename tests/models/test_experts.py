@@ -10,6 +10,7 @@ from quantkit.models.architecture import parse_config
 from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.linear import Weights
 from quantkit.ops.experts import by_expert, route
+from quantkit.ops.linear import pack
 from quantkit.testing import tiny_weights
 
 
@@ -65,12 +66,12 @@ def test_the_result_is_the_weighted_sum_in_float64(made):
     assert (layer(x).view(10, 64) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_token_gets_the_same_bits_in_any_company(made, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["torch", "packed"])
+def test_a_token_gets_the_same_bits_in_any_company(made, dtype, packed):
     layer, _ = made
-    layer.router = layer.router.to(dtype)
-    for one in layer.linears():
-        one.weight = one.weight.to(dtype)
+    for one in (layer.router, *layer.linears()):
+        one.weight = pack(one.weight.to(dtype), dtype) if packed else one.weight.to(dtype)
     x = states(16, 1, 64).to(dtype)
     together = layer(x)
     for size in (1, 3, 15):
