@@ -34,8 +34,9 @@ class Product:
         subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
         self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None)
         self._rows, self._threads = 0, threads
-        self._x = torch.zeros(rows, packed.columns)
-        self._out = torch.empty(rows, padded)
+        with torch.inference_mode(False):  # a product made in that mode is used outside of it too
+            self._x = torch.zeros(rows, packed.columns)
+            self._out = torch.empty(rows, padded)
         codes = Activations(packed, max(rows, threads))
         scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa, subgroups), dtype=torch.uint8)
         self._stride, self._program = codes.stride, Program(isa)
