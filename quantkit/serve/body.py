@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from quantkit.serve.errors import ApiError
 
@@ -24,7 +25,10 @@ class BodyRoute(APIRoute):
         handle: Any = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
-            check_structure(await request.body())
+            try:
+                check_structure(await request.body())
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
             answer: Response = await handle(request)
             return answer
 

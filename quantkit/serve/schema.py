@@ -18,7 +18,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from quantkit.errors import did_you_mean
 from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
@@ -105,7 +104,7 @@ class Body(BaseModel):
         return f"no parameter is called {_printable(name)!r}; {did_you_mean(name[:80], cls.model_fields)}"
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """What :meth:`_keys` does, for ``/openapi.json``."""
         schema = handler.resolve_ref_schema(handler(core))
         for name, field in cls.model_fields.items():
