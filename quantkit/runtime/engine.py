@@ -22,6 +22,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.prompt import Prefill
 from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
 from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
+from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 
 PREFILL_CHUNK = 512
@@ -34,17 +35,6 @@ class EngineFull(QuantkitError):
 
 class EngineClosed(QuantkitError):
     """The engine takes no more requests."""
-
-
-@dataclass
-class Timing:
-    """Seconds and tokens: all prompts' prefill, and the decode steps. What a prompt waits for on a GPU while
-    others decode there counts as the prompt's."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
 
 
 @dataclass(frozen=True)
