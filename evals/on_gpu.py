@@ -20,7 +20,7 @@ import torch
 
 from quantkit.bench.machine import machine
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.feed import prefill
+from quantkit.evaluate.feed import force, prefill
 from quantkit.evaluate.forced import Forced, split_settings
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
@@ -28,6 +28,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.spec import KVSpec
 
 PLAIN = "none"
 MOST = 0.02
@@ -35,25 +36,38 @@ MOST = 0.02
 
 
 class Portions(Forced):
-    """As a prompt is read; results on the CPU."""
+    """As a prompt is read; results on the CPU.
 
-    def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Forced.logits`."""
-        return super().logits(window).cpu()
+    All windows, and every way that a model is run, share one ``cache``: on a GPU it takes all the memory that
+    is left, and the graphs of decode steps are made for it.
+    """
 
-
-class OneByOne(Forced):
-    """As an answer is written: a token a step."""
+    def __init__(self, loaded: LoadedModel, kv: KVSpec, prompt: int, cache: KVCache) -> None:
+        super().__init__(loaded, kv, prompt)
+        self._cache = cache
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
         """See :meth:`Forced.logits`."""
         ids: list[int] = window.tolist()
-        model = self.loaded.model
-        cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, model.device)
-        row, found = cache.add(len(ids)), []
-        prefill(self.loaded, cache, row, ids[:self._prompt])
-        for token in ids[self._prompt:]:
-            batch = cache.batch([row], "decode")
+        row = self._cache.add(len(ids))
+        prefill(self.loaded, self._cache, row, ids[:self._prompt])
+        found = self.read(row, ids[self._prompt:]).cpu()
+        self._cache.free([row])
+        return found
+
+    def read(self, row: int, ids: list[int]) -> torch.Tensor:
+        """Logits ``[len(ids), vocab]`` behind the prompt of a sequence."""
+        return force(self.loaded, self._cache, row, ids)
+
+
+class OneByOne(Portions):
+    """As an answer is written: a token a step."""
+
+    def read(self, row: int, ids: list[int]) -> torch.Tensor:
+        """See :meth:`Portions.read`."""
+        model, found = self.loaded.model, []
+        for token in ids:
+            batch = self._cache.batch([row], "decode")
             found.append(model(torch.tensor([[token]], device=model.device), cache=batch)[0].cpu().clone())
         return torch.cat(found)
 
@@ -62,8 +76,10 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     """Perplexity and KL of each way."""
     exact, gpu, cpu = models
     prompt, spec = tokens.shape[1] // 2, parse_kv(kv)
-    ways = [Portions(exact, spec, prompt), Portions(gpu, spec, prompt), OneByOne(gpu, spec, prompt),
-            Portions(cpu, spec, prompt)]
+    of_exact, of_gpu, of_cpu = (KVCache(model.config, spec, model.dtype, model.model.device)
+                                for model in models)
+    ways = [Portions(exact, spec, prompt, of_exact), Portions(gpu, spec, prompt, of_gpu),
+            OneByOne(gpu, spec, prompt, of_gpu), Portions(cpu, spec, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
     return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused, "cpu_unfused": cpu.unfused,
             **{name: {key: one.value for key, one in found.items()}

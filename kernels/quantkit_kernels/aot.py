@@ -2,13 +2,15 @@
 
 ``python -m quantkit_kernels.aot [--json] [--only TEXT] [--target NAME]``. Exit code 1 if a kernel fails to
 compile, spills registers, needs more shared memory than the target has, loads weights or KV pages in less
-than 128 bits, lacks the tensor-core instructions that are meant, or needs more instructions a weight than
-its limit.
+than 128 bits, lacks the tensor-core instructions that are meant, needs more instructions a weight than its
+limit, overwrites registers that Hopper's tensor cores still read, or if ptxas warns of anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
@@ -16,6 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit_kernels.aot_cases.case import Case
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 NOTE = ("regs: a thread; load: bits of the widest;\n"
@@ -39,14 +45,19 @@ class Row:
 
 def compile_one(name: str, target: str) -> Row:
     """Compile one case and judge it."""
-    import triton
+    from quantkit_kernels.aot_cases import cases
+
+    return judge(next(case for case in cases(target) if case.name == name), target)
+
+
+def judge(case: Case, target: str) -> Row:
+    """Compile a kernel for a target, whether or not that was done before, and say what is wrong with it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quantkit_kernels.aot_cases import SHARED, cases
-    from quantkit_kernels.assembly import read
+    from quantkit_kernels.aot_cases.case import SHARED
+    from quantkit_kernels.assembly import complaints, read
 
-    case = next(case for case in cases(target) if case.name == name)
     nvidia = target.startswith("sm_")
     where = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     names = case.kernel.arg_names
@@ -55,12 +66,17 @@ def compile_one(name: str, target: str) -> Row:
         fn=case.kernel, signature={key: case.signature.get(key, "constexpr") for key in names},
         constexprs=case.constants, attrs={(names.index(key),): [["tt.divisibility", 16]] for key in aligned})
     try:
-        facts = read(triton.compile(source, target=where, options=dict(case.options)))
+        compiled, log = _compile(source, where, dict(case.options))
+        facts, warnings = read(compiled), complaints(log) if nvidia else ()
     except Exception as error:  # whatever the compiler raises is this row's result
         said = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]  # above it is the source
-        return Row(name, target, None, None, None, None, None, None, (f"{type(error).__name__}: {said}",))
+        failed = f"{type(error).__name__}: {said}"
+        return Row(case.name, target, None, None, None, None, None, None, (failed,))
     per_weight = facts.loop / case.weights if facts.loop and case.weights else None
-    faults = []
+    faults = [f"ptxas: {warning}" for warning in warnings]
+    if facts.hazards:
+        faults.append(f"{len(facts.hazards)} instructions touch registers that the tensor cores still use, "
+                      f"the first: {facts.hazards[0]}")
     if facts.spills:
         faults.append(f"{facts.spills} spills")
     if facts.shared > SHARED[target]:
@@ -71,8 +87,19 @@ def compile_one(name: str, target: str) -> Row:
         faults.append("no tensor-core instructions")
     if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
         faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
-    return Row(name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
+    return Row(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
                per_weight, tuple(faults))
+
+
+def _compile(source: Any, target: Any, options: dict[str, Any]) -> tuple[Any, str]:
+    """What Triton makes of a kernel, and the assembler's log, which it prints if told so and doesn't keep."""
+    import triton
+    from triton import knobs
+
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        return triton.compile(source, target=target, options=options), log.getvalue()
 
 
 def compile_all(targets: Iterable[str] = TARGETS, only: str = "",

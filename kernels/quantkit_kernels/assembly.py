@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit_kernels import wgmma
+
 MATRIX = {"cuda": ("HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA"),
           "hip": ("v_mfma",)}
 """Tensor-core instructions."""
@@ -31,6 +33,8 @@ class Facts:
         wide_loads: 128-bit loads in the largest loop; in the whole kernel if it has none.
         matrix: whether it has tensor-core instructions.
         loop: instructions in the largest loop; ``None`` without one, and on AMD.
+        hazards: instructions that touch registers of a matrix instruction that may still run: see
+            :mod:`~quantkit_kernels.wgmma`.
     """
 
     registers: int
@@ -40,6 +44,19 @@ class Facts:
     wide_loads: int
     matrix: bool
     loop: int | None
+    hazards: tuple[str, ...] = ()
+
+
+def complaints(log: str) -> tuple[str, ...]:
+    """What ptxas warned of, in its words; it says of some things that cost much that they are information.
+
+    Raises ValueError if the log is empty: with ``-v``, as Triton runs it, ptxas always says something.
+    """
+    if "ptxas" not in log:
+        raise ValueError("ptxas's log was not understood")
+    warning = re.compile(r"ptxas\S*\s+(?:warning\s*|info\s*:\s*\(C\d+\)):?\s*(.*)")
+    found = map(warning.match, log.splitlines())
+    return tuple(sorted({one[1] for one in found if one}))
 
 
 def read(compiled: Any) -> Facts:
@@ -66,13 +83,14 @@ def machine_code(cubin: bytes, shared: int) -> Facts:
         file.write_bytes(cubin)
         usage, text = _tool("cuobjdump", "-res-usage", str(file)), _tool("nvdisasm", str(file))
     registers = re.search(r"REG:(\d+)", usage)
-    code: list[str] = []
+    guarded: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
+            labels[label[1]] = len(guarded)
         elif one := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            code.append(re.sub(r"^@!?U?P\w+\s+", "", one[1]))
+            guarded.append(one[1])
+    code = [wgmma.GUARD.sub("", one, count=1) for one in guarded]
     if registers is None or not code:
         raise ValueError("the disassembly was not understood")
     loop = _largest_loop(code, labels)
@@ -83,7 +101,8 @@ def machine_code(cubin: bytes, shared: int) -> Facts:
                  max(map(_bits, loads), default=0),
                  sum(_bits(one.split()[0]) == 128 for one in loop or code
                      if one.split(".")[0] in ("LDG", "LDGSTS")),
-                 any(count[name] for name in MATRIX["cuda"]), len(loop) or None)
+                 any(count[name] for name in MATRIX["cuda"]), len(loop) or None,
+                 wgmma.hazards(guarded, labels))
 
 
 def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:

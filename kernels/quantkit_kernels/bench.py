@@ -1,13 +1,15 @@
 """Measure every kernel on this machine's GPU, beside torch, other libraries and the GPU's own copy bandwidth.
 
-``python -m quantkit_kernels.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--only TEXT]``.
+``python -m quantkit_kernels.bench [--json FILE] [--markdown FILE] [--minutes N] [--quick] [--pdl]
+[--only TEXT]``.
 Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.bench_peers` are measured where they are
 installed.
 
 All sides take turns in one process; each is captured in a CUDA graph, so that launches cost nothing, as in a
 decode loop. Printed are medians, of times and of the ratios of neighbouring turns. A row whose result differs
 from torch's says so and makes the exit code 1. A row is on disk as soon as it is measured, the most important
-rows are first, and what doesn't fit into ``--minutes`` isn't measured.
+rows are first, and what doesn't fit into ``--minutes`` isn't measured. ``--rehearse`` goes through all of it
+without a GPU, at tiny shapes in Triton's interpreter: set ``TRITON_INTERPRET=1``; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +30,8 @@ from typing import Any, Protocol
 
 import torch
 
-from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, Case, Run, cases
+from quantkit_kernels import tuned
+from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, REHEARSAL, Case, Run, cases
 from quantkit_kernels.bench_peers import TOLERANCE, Peers
 
 COPY = 1 << 30
@@ -88,6 +92,16 @@ def graph_timer(run: Run, copies: int, calls: int) -> Callable[[], float]:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3 / calls
+
+    return turn
+
+
+def clock_timer(run: Run, copies: int, calls: int) -> Callable[[], float]:
+    """Anywhere, by the clock, one call a turn: for a rehearsal."""
+    def turn() -> float:
+        begin = time.perf_counter()
+        run(0)
+        return time.perf_counter() - begin
 
     return turn
 
@@ -170,7 +184,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     import triton
 
     about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"),
-                             "torch": torch.__version__, "triton": triton.__version__}
+                             "torch": torch.__version__, "triton": triton.__version__, "gpu": "no GPU"}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         about |= {"gpu": found.name, "memory_bytes": found.total_memory,
@@ -263,10 +277,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8, metavar="N",
                         help="measure no more after so many (8); 0: all of it")
     parser.add_argument("--quick", action="store_true", help="few shapes")
+    parser.add_argument("--pdl", action="store_true",
+                        help="products begin before the kernel before them has ended (Hopper and newer)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name or shape contains TEXT")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)
     begun = time.monotonic()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not chosen.rehearse:
         print("No GPU that torch can use: these kernels run on CUDA and ROCm only. Without one,\n"
               "`python -m quantkit_kernels.aot` compiles and checks them.", file=sys.stderr)
         return 2
@@ -275,18 +292,21 @@ def main(arguments: list[str] | None = None) -> int:
         if file is not None and not file.parent.is_dir():
             print(f"No folder {file.parent}: make it, or give {option} another path.", file=sys.stderr)
             return 2
-    device, rounds = torch.device("cuda"), 9 if chosen.quick else 25
-    shapes = QUICK if chosen.quick else LLAMA_8B
+    device, timer, dtype = torch.device("cuda"), graph_timer, torch.bfloat16
+    rounds, shapes, size = 9 if chosen.quick else 25, QUICK if chosen.quick else LLAMA_8B, COPY
+    if chosen.rehearse:  # the interpreter is wrong in bfloat16
+        device, timer, dtype = torch.device("cpu"), clock_timer, torch.float16
+        rounds, shapes, size = 1, REHEARSAL, 1 << 20
     torch.manual_seed(0)
-    copy = copy_bandwidth(graph_timer, rounds, device)
-    report = Report({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds}, chosen.json,
-                    markdown, Peers(shapes, device, torch.bfloat16))
+    copy = copy_bandwidth(timer, rounds, device, size)
+    report = Report({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds, "pdl": chosen.pdl},
+                    chosen.json, markdown, Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
-    every = (case for case in cases(shapes, device, torch.bfloat16)
-             if chosen.only in f"{case.kernel} {case.shape}")
+    every = (case for case in cases(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     try:
-        bench(every, graph_timer, copy, rounds, report,
-              begun + 60 * chosen.minutes if chosen.minutes else math.inf)
+        with tuned.trial({"pdl": 1}) if chosen.pdl and not chosen.rehearse else nullcontext():
+            bench(every, timer, copy, rounds, report,
+                  begun + 60 * chosen.minutes if chosen.minutes else math.inf)
     except KeyboardInterrupt:
         print("\nStopped; what was measured is above" + (f" and in {chosen.json}." if chosen.json else "."),
               file=sys.stderr)

@@ -1,8 +1,9 @@
 """Measure launch parameters of the matrix products on this machine's GPU, and keep the fastest.
 
 ``python -m quantkit_kernels.tune [--folder DIR] [--only TEXT] [--minutes N] [--again]``. Writes what
-:mod:`quantkit_kernels.tuned` reads, at the shapes of an 8B Llama, after each number of rows: that is kept
-when it is stopped, and the next run goes on from there.
+:mod:`quantkit_kernels.tuned` reads, at the shapes of an 8B Llama, after each measurement: that is kept when
+it is stopped, and the next run continues there. One row of every product comes first, then more rows.
+``--rehearse`` goes through it without a GPU, as :mod:`~quantkit_kernels.bench` does.
 
 A candidate counts if it compiles, spills nothing and computes what the kernel computes without it: with other
 segments of K up to rounding, else bit for bit. It is kept if it is faster than the best so far in turns.
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.bench import Timer, calls_for, graph_timer, machine
-from quantkit_kernels.bench_cases import LLAMA_8B, Case
+from quantkit_kernels.bench import Timer, calls_for, clock_timer, graph_timer, machine
+from quantkit_kernels.bench_cases import LLAMA_8B, REHEARSAL, Case, Shapes
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHORTEST = 256
@@ -143,6 +144,14 @@ def tune(cases: Iterable[Case], table: dict[tuned.Key, tuned.Entry], timer: Time
         yield f"{case.kernel} {case.shape}: {chosen}, {search.gain:.2f} x"
 
 
+def by_rows(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Products of every shape and format by one row, then by more: what is stopped has served decoding."""
+    from quantkit_kernels.bench_cases import products
+
+    for m in shapes.rows:
+        yield from products.cases(replace(shapes, rows=(m,)), device, dtype)
+
+
 def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
     """For :class:`Search`: jitted functions → the registers that their newest compilations spill."""
     kernels, seen = list(kernels), set[int]()
@@ -166,14 +175,18 @@ def main(arguments: list[str] | None = None) -> int:
                         help="products whose name or shape contains TEXT")
     parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after so many (60)")
     parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not chosen.rehearse:
         print("No GPU that torch can use: there is nothing to measure.", file=sys.stderr)
         return 2
-    from quantkit_kernels.bench_cases import products
     from quantkit_kernels.triton import matmul
 
-    device, about = torch.device("cuda"), machine(torch.device("cuda"))
+    device, dtype, timer = torch.device("cuda"), torch.bfloat16, graph_timer
+    shapes = replace(LLAMA_8B, rows=ROWS)
+    if chosen.rehearse:
+        device, dtype, timer, shapes = torch.device("cpu"), torch.float16, clock_timer, REHEARSAL
+    about = machine(device)
     name, file = about["gpu"], chosen.folder / tuned.file_name(about["gpu"])
     if not os.access(chosen.folder, os.W_OK):
         print(f"{chosen.folder} can't be written: give --folder another, and name it in {tuned.VARIABLE} "
@@ -181,11 +194,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     table = tuned.read(file, name) if file.is_file() and not chosen.again else {}
     made = {key: about[key] for key in ("date", "torch", "triton")}
-    every = (case for case in products.cases(replace(LLAMA_8B, rows=ROWS), device, torch.bfloat16)
-             if chosen.only in f"{case.kernel} {case.shape}")
+    every = (case for case in by_rows(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     spills = spills_of(kernel for kernel in vars(matmul).values() if hasattr(kernel, "device_caches"))
     try:
-        for line in tune(every, table, graph_timer, spills, time.monotonic() + 60 * chosen.minutes):
+        for line in tune(every, table, timer, spills, time.monotonic() + 60 * chosen.minutes):
             print(line, flush=True)
             tuned.write(file, name, made, table)
     except KeyboardInterrupt:

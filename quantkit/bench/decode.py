@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampler, Sampling, choose, draw, draws
 from quantkit.spec import KVSpec
 from quantkit.units import human_bytes
+from quantkit_kernels import tuned
 
 WARM_UP = 2
 """Tokens before those that are timed."""
@@ -44,6 +46,8 @@ class Settings:
         tokens: decoded in a timed run.
         repeats: timed runs; read bandwidth is measured before each.
         fallback: whether operations that torch runs are accepted.
+        pdl: whether a GPU's products begin before the kernel before them has ended (programmatic dependent
+            launch); else only where that was measured to be faster.
     """
 
     batches: Sequence[int] = (1,)
@@ -53,15 +57,18 @@ class Settings:
     tokens: int = 64
     repeats: int = 3
     fallback: bool = True
+    pdl: bool = False
 
 
-def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = silent) -> dict[str, Any]:
+def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = silent,
+                 keep: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
     """Measure a model.
 
     Args:
         loaded: the model.
         settings: what.
         progress: told of every run.
+        keep: given what is known so far after every case, so that a run that is stopped leaves something.
 
     Returns:
         ``machine``, ``model``, ``label``, ``bytes`` (read a step, KV aside), ``kernels`` (by Linear, in
@@ -87,14 +94,17 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
     found: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
                              "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
-                             "unfused": loaded.unfused, "prefill": [], "cases": []}
+                             "unfused": loaded.unfused, "pdl": settings.pdl, "prefill": [], "cases": []}
     runner = _Runner(loaded, ids, settings, progress, runs)
-    with torch.inference_mode():
+    with torch.inference_mode(), tuned.trial({"pdl": 1}) if settings.pdl else nullcontext():
         for kv in settings.kv:
             if settings.prompt:
                 found["prefill"].append(runner.prefill(kv))
-            found["cases"] += [runner.decode(kv, batch, context)
-                               for context in settings.contexts for batch in settings.batches]
+                keep(found)
+            for context in settings.contexts:
+                for batch in settings.batches:
+                    found["cases"].append(runner.decode(kv, batch, context))
+                    keep(found)
     return found
 
 

@@ -75,12 +75,13 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
               help="Random weights of the kinds that this recipe leaves; `none`: plain ones.")
 @click.option("--device", default="cpu", show_default=True, help="Where it runs: cpu, cuda, cuda:1, auto.")
 @click.option("--no-fallback", is_flag=True, help="Refuse if torch would run anything.")
+@click.option("--pdl", is_flag=True, help="On a GPU: programmatic dependent launch of all products.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Also write the JSON there.")
+              help="Also write the JSON there, after every case.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, tokens: int, repeats: int,
-           random: str | None, device: str, no_fallback: bool, out: Path | None, quiet: bool,
+           random: str | None, device: str, no_fallback: bool, pdl: bool, out: Path | None, quiet: bool,
            as_json: bool) -> None:
     """Measure how fast MODEL reads a prompt and decodes.
 
@@ -102,9 +103,9 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
         loaded = random_model(model, random, find_device(device))
     settings = Settings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
                         [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
-                        prompt, tokens, repeats, not no_fallback)
+                        prompt, tokens, repeats, not no_fallback, pdl)
     with Progress("measuring", quiet) as progress:
-        found = bench_decode(loaded, settings, progress)
+        found = bench_decode(loaded, settings, progress, lambda found: _write(found, out))
     rows = [(one["kv"], f"{one['tokens']}", "", f"{one['tok_s']['median']:.0f}", "", "")
             for one in found["prefill"]]
     rows += [(one["kv"], f"{one['context']}", f"{one['batch']}", f"{one['tok_s']['median']:.1f}",
@@ -138,11 +139,22 @@ def _print(found: dict[str, Any], text: str, out: Path | None, as_json: bool) ->
     else:
         click.echo(text)
     if out is not None:
-        try:
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{out} can't be written", why=error.strerror or str(error)) from None
+        _write(found, out)
         note(f"wrote {out}")
+
+
+def _write(found: dict[str, Any], out: Path | None) -> None:
+    """A file as a whole or not at all: a run may be stopped while it writes."""
+    if out is None:
+        return
+    special = out.exists() and not out.is_file()  # such as /dev/stdout
+    part = out if special else out.with_name(f"{out.name}.partial")
+    try:
+        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if not special:
+            part.replace(out)
+    except OSError as error:
+        raise UsageError(f"{out} can't be written", why=error.strerror or str(error)) from None
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quantkit.bench import decode as module
 from quantkit.bench.decode import step_bytes
@@ -13,6 +14,7 @@ from quantkit.bench.kernels import SPECS
 from quantkit.ops import cpu_linear
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
+from quantkit_kernels import tuned
 from quantkit_kernels.aot import Row
 from quantkit_kernels.cpu.isa import ALL
 from quantkit_kernels.cpu.kv_codecs import CODECS
@@ -102,6 +104,34 @@ def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, argu
     monkeypatch.setattr(module, "_Runner", None)
     result = cli("bench", "decode", tiny, *QUICK, *arguments)
     assert result.exit_code == 2 and said in result.stderr and result.stdout == ""
+
+
+def test_every_case_is_on_disk_as_soon_as_it_is_measured(cli, tiny, monkeypatch, tmp_path):
+    out, seen = tmp_path / "found.json", []
+
+    def decode(self, kv, batch, context):
+        seen.append(json.loads(out.read_text())["cases"] if out.exists() else None)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return {"kv": str(kv), "batch": batch, "context": context, "left_out": "it is a test"}
+
+    monkeypatch.setattr(module._Runner, "decode", decode)
+    cli("bench", "decode", tiny, *QUICK, "--prompt", 0, "--context", "8,16,24", "--out", out)
+    assert seen[0] is None and [len(cases) for cases in seen[1:]] == [1, 2]
+    assert [case["context"] for case in json.loads(out.read_text())["cases"]] == [8, 16]
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_programmatic_dependent_launch_is_asked_for(cli_json, tiny, monkeypatch, pdl):
+    def decode(self, kv, batch, context):
+        asked = tuned.lookup(torch.device("cpu"), "int8 row", 64, 64, 0, 1)
+        return {"kv": str(kv), "batch": batch, "context": context, "left_out": str(asked)}
+
+    monkeypatch.setattr(module._Runner, "decode", decode)
+    found = cli_json("bench", "decode", tiny, *QUICK, *(["--pdl"] if pdl else []))
+    assert found["pdl"] == pdl
+    assert [case["left_out"] for case in found["cases"]] == ["{'pdl': 1}" if pdl else "None"]
 
 
 def test_a_file_that_cannot_be_written(cli, tiny, tmp_path):

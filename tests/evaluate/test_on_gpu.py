@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from quantkit.resources import data_dir
+from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
 ARGUMENTS = ("--recipes", "none,int4-rtn", "--kv", "none,int8", "--window", "96", "--windows", "1")
@@ -38,6 +40,26 @@ def test_every_way_is_compared_with_the_exact_one(model, tmp_path):
         assert row["exact"]["kl_mean"] == 0 < row["portions"]["kl_mean"] < 0.02
         assert row["one_by_one"]["kl_mean"] == pytest.approx(row["portions"]["kl_mean"], rel=0.2)
         assert row["cpu"] == row["portions"]
+
+
+def test_all_windows_share_a_cache(model, monkeypatch):
+    """On a GPU a cache takes all memory that is left, and graphs are made for it."""
+    spec = importlib.util.spec_from_file_location("on_gpu", data_dir("evals") / "on_gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = []
+
+    class Counted(module.KVCache):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(module, "KVCache", Counted)
+    models = tuple(load(str(model), dtype="float32", device="cpu") for _ in range(3))
+    tokens = torch.arange(3 * 40).view(3, 40) % 250
+    both = module.check("", "int8", tokens, models)
+    assert len(made) == 3 and all(cache.allocated_bytes == 0 for cache in made)
+    assert both["portions"] == both["cpu"] and both["one_by_one"]["kl_mean"] == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.gpu

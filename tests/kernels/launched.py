@@ -2,8 +2,9 @@
 
 ``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
 its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``spills``: kernels that have any,
-and their constants. What they would have computed is whatever lay in memory; no token is read from it.
+Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``faults``: kernels that
+spill registers or touch some that the tensor cores still use, and their constants. What they would have
+computed is whatever lay in memory; no token is read from it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Driver:
         self._target, self.utils = target, self
         self.launches: Counter[str] = Counter()
         self.early: Counter[str] = Counter()
-        self.spills: set[str] = set()
+        self.faults: set[str] = set()
         self._constants: dict[str, str] = {}
 
     def get_current_target(self) -> GPUTarget:
@@ -69,8 +70,8 @@ class Driver:
     def load_binary(self, name: str, kernel: bytes, shared: int,
                     device: int) -> tuple[int, int, int, int, int]:
         facts = machine_code(kernel, shared)
-        if facts.spills:
-            self.spills.add(f"{name} {facts.spills}: {self._constants}")
+        if facts.spills or facts.hazards:
+            self.faults.add(f"{name} {facts.spills} spills, {facts.hazards}: {self._constants}")
         return 1, 1, facts.registers, facts.spills, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -142,7 +143,7 @@ def main() -> None:
                 for kv in split_settings(given.kv):
                     run(folder, kv)
     early = sorted(name for name, count in taken.early.items() if count)
-    print(json.dumps({"launches": taken.launches, "early": early, "spills": sorted(taken.spills)}))
+    print(json.dumps({"launches": taken.launches, "early": early, "faults": sorted(taken.faults)}))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_nvidia(monkeypatch):
                         "Function k:\n  REG:71 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:572")
     facts = assembly.read(SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=512)))
     assert facts == assembly.Facts(registers=71, spills=1, shared=512, widest=128, wide_loads=1, matrix=True,
-                                   loop=5)
+                                   loop=5, hazards=("LDG.E.U16 R7, desc[UR4][R2.64]",))
 
 
 @pytest.mark.parametrize(("scratch", "spills"), [(0, 0), (64, 64)])
@@ -45,6 +45,26 @@ def test_amd(scratch, spills):
     facts = assembly.read(SimpleNamespace(asm={"amdgcn": text}, metadata=SimpleNamespace(shared=0)))
     assert facts == assembly.Facts(registers=96, spills=spills, shared=0, widest=128, wide_loads=1,
                                    matrix=True, loop=None)
+
+
+LOG = """
+ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Used 50 registers, used 1 barriers
+ptxas warning : Registers are spilled to local memory in function 'k'
+ptxas-blackwell info    : (C7515) Potential Performance Loss: of another name
+"""
+
+
+def test_what_the_assembler_complains_of():
+    assert assembly.complaints(LOG) == (
+        "Potential Performance Loss: of another name",
+        "Potential Performance Loss: wgmma.mma_async instructions are serialized",
+        "Registers are spilled to local memory in function 'k'")
+    assert assembly.complaints("ptxas info    : 0 bytes gmem\n") == ()
+    with pytest.raises(ValueError, match="log"):
+        assembly.complaints("")
 
 
 def test_what_is_not_understood():

@@ -26,7 +26,7 @@ def launched(*arguments):
                           env=environment, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert not found["spills"]
+    assert not found["faults"]
     early = "--early" in arguments and "sm_80" not in arguments
     assert early == any(name in found["early"] for name in ("matmul_kernel", "add_segments_kernel"))
     return found["launches"]

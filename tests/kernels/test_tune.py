@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quantkit_kernels import tune, tuned
-from quantkit_kernels.bench_cases import Case
+from quantkit_kernels.bench_cases import REHEARSAL, Case
 from quantkit_kernels.tuned import Entry, Key
 
 KEY = Key("int4 symmetric", 4096, 4096, 128)
@@ -204,3 +205,16 @@ def test_what_was_measured_is_kept_when_it_is_stopped(monkeypatch, capsys, tmp_p
     assert tune.main(["--folder", str(tmp_path)]) == 130
     assert tuned.read(tmp_path / "h200.json", GPU) == {KEY: Entry(4, {16: {"stages": 3}})}
     assert "Stopped" in (said := capsys.readouterr()).err and "segments 4" in said.out
+
+
+def test_one_row_of_every_product_comes_first():
+    """A run that is stopped has measured decoding for all shapes, not all rows of one."""
+    shapes = replace(REHEARSAL, linears=(("o", 200, 128), ("down", 130, 128)), rows=(1, 16), flush=1)
+    found = [case.shape for case in tune.by_rows(shapes, torch.device("cpu"), torch.float16)]
+    half = len(found) // 2
+    assert set(found[:half]) == {"o m1", "down m1"} and set(found[half:]) == {"o m16", "down m16"}
+
+
+def test_a_rehearsal_writes_a_table(tmp_path, capsys):
+    assert tune.main(["--rehearse", "--minutes", "0.01", "--folder", str(tmp_path)]) in (0, 1)
+    assert "products in" in capsys.readouterr().out

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from quantkit_kernels.bench_cases import attention, gptq, hadamard, kv_write, products, rows, sampling
-from quantkit_kernels.bench_cases.case import LLAMA_8B, QUICK, Case, Run, Shapes
+from quantkit_kernels.bench_cases.case import LLAMA_8B, QUICK, REHEARSAL, Case, Run, Shapes
 
-__all__ = ["LLAMA_8B", "QUICK", "Case", "Run", "Shapes", "cases"]
+__all__ = ["LLAMA_8B", "QUICK", "REHEARSAL", "Case", "Run", "Shapes", "cases"]
 
 
 FIRST = (1, 16, 64, 4, 256)

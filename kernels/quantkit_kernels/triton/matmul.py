@@ -44,12 +44,13 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
                   BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, PER: tl.constexpr,
                   SPLIT: tl.constexpr, GROUP: tl.constexpr, NPAD: tl.constexpr, DECODE: tl.constexpr,
                   MODE: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-                  UNROLL: tl.constexpr, PDL: tl.constexpr) -> None:
+                  UNROLL: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr) -> None:
     """128 rows of the weight by BM rows of x.
 
     x ``[m, K]``, rows x_row apart; w ``[NPAD / 128, TILES, WORDS]``; s ``[K / GROUP, NPAD]``, or float32
     ``[NPAD]`` with GROUP 0; the rest: see :func:`~quantkit_kernels.triton.epilogue.finish`. A segment is PER
-    tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum.
+    tiles. With SPLIT y is ``[segments, m, NPAD]``, float32 or int32, and nothing follows the sum. FRESH: see
+    :func:`sums_tiles_apart`.
     """
     rn = tl.program_id(0) * 128 + tl.arange(0, 128)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -68,7 +69,6 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
         wait()
     total = tl.zeros([128, BM], SUM)
     acc = tl.zeros([128, BM], SUM)
-    # tensor cores that multiply fp8 drop bits of long sums: they add up one tile
     for i in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = tl.load(w_here + i * WORDS, eviction_policy="evict_first")
         k = i * BK + rk[:, None]
@@ -80,8 +80,9 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
             acc += tl.dot(a, x, input_precision="ieee") * scale[:, None]
         else:
             _, a = DECODE(w, w, magic, x.dtype, BK, MODE, WIDE)
-            if x.dtype.is_fp8():
-                acc += tl.dot(a, x)
+            if FRESH:
+                # not +=, which Triton turns into a product that goes on with acc
+                acc = tl.fma(tl.dot(a, x, input_precision="ieee"), 1.0, acc)
             else:
                 acc = tl.dot(a, x, acc, input_precision="ieee", out_dtype=SUM)
         if APART:  # noqa: SIM102 - a constant, and a number on the device
@@ -168,6 +169,18 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     return Plan(bm, split, per, segments, unroll, stages, early, options)
 
 
+def sums_tiles_apart(w: Packed) -> bool:
+    """Whether the tensor cores add up one tile at a time, and other instructions add the tiles.
+
+    Hopper's read decoded weights from registers while the program goes on. If the sum is carried from tile to
+    tile, Triton before 3.9 lets the next tile's weights overwrite those that are still being read
+    (https://github.com/triton-lang/triton/issues/9433), or ptxas waits after every instruction. A sum that is
+    used at once is waited for once. Tensor cores that multiply fp8 also drop bits of long sums.
+    """
+    takes = w.decoder.takes
+    return torch.float8_e4m3fn in takes or (w.family == "hopper" and torch.int8 not in takes)
+
+
 def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
     """The plan, and the kernel's compile-time arguments but GATED."""
     tiles = w.words.shape[1]
@@ -178,7 +191,7 @@ def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
     return p, {"K": w.k, "BM": p.bm, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": tiles, "PER": p.per,
                "SPLIT": p.split, "GROUP": w.group, "NPAD": w.words.shape[0] * ROWS, "DECODE": w.decoder.tile,
                "MODE": w.mode, "WIDE": lane_columns(w.family), "STAGES": p.stages,
-               "UNROLL": p.unroll, "PDL": p.early}
+               "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early}
 
 
 def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = None,
