@@ -8,13 +8,14 @@
 #   bash evals/first_gpu.sh --rehearse all        anywhere: the same at tiny sizes, without a GPU
 #
 # check: versions, the bandwidth of a copy, gated products against float64, one test of each function
-# bench: the kernels, and a model of 8B at contexts of 1k and 128k; without and with programmatic dependent launch
+# bench: the kernels, and an 8B model at contexts of 1k and 128k; without and with programmatic dependent launch
 # same:  whether a GPU computes what the CPU does, with a real model
 # tune:  launch parameters of products
 #
-# A stage runs for $STAGE_SECONDS at most. In $OUT: log.txt; results.tar.gz, packed again every few seconds, so
-# that a run which is killed leaves all but the last of them; triton-cache.tar.gz.*, which the next run restores
-# from $CARRY, so that it compiles nothing again. At most 7 files of at most 15 MiB.
+# The stages of a run take $RUN_SECONDS together at most: 560, or half an hour for `all`. In $OUT: log.txt;
+# results.tar.gz, packed again every few seconds, so that a run which is killed leaves all but the last of them;
+# triton-cache.tar.gz.*, which the next run restores from $CARRY, so that it compiles nothing again. These are
+# 7 files of at most 15 MiB.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -22,7 +23,6 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-first-gpu-results}
 CARRY=${CARRY:-.gpu}                            # wheels/, model.gguf, triton-cache.tar.gz.*
 WORK=${WORK:-/tmp/quantkit-first-gpu}           # Triton's cache holds this path: the same one every time
-STAGE_SECONDS=${STAGE_SECONDS:-540}
 TARGET_PYTHON=${TARGET_PYTHON:-3.12}            # pack: of the machine with the GPU
 CARRY_MIB=${CARRY_MIB:-64}                      # pack: that can be taken along, with the repository's files
 PROCESSES=${PROCESSES:-14}
@@ -46,11 +46,16 @@ pack_results() {
   mv -f "$OUT/results.tar.gz.partial" "$OUT/results.tar.gz"
 }
 
-pack_cache() {  # what is loaded again: machine code, and what is known of it
+pack_cache() {  # machine code and what is known of it; all else is only looked for, so empty files will do
   [ -d "$WORK/triton" ] || return 0
-  rm -f "$OUT"/triton-cache.tar.gz.*
-  (cd "$WORK" && find triton -type f \( -name '*.json' -o -name '*.cubin' -o -name '*.so' \) -print0 \
-    | tar --null -T - -czf -) | (cd "$OUT" && split -b 15M -a 1 - triton-cache.tar.gz.)
+  local loaded=(\( -name '*.json' -o -name '*.cubin' -o -name '*.so' \))
+  rm -rf "$OUT"/triton-cache.tar.gz.* "$WORK/empty"
+  mkdir -p "$WORK/empty/triton"
+  (cd "$WORK" && find triton -type f ! "${loaded[@]}" -print0) | (cd "$WORK/empty" \
+    && xargs -0 -r bash -c 'for file; do mkdir -p "${file%/*}" && : >"$file"; done' _)
+  (cd "$WORK" && find triton -type f "${loaded[@]}" -print0 \
+    | tar -czf - -C "$WORK/empty" triton -C "$WORK" --null -T -) \
+    | (cd "$OUT" && split -b 15M -a 1 - triton-cache.tar.gz.)
   local parts=("$OUT"/triton-cache.tar.gz.*)
   if [ "${#parts[@]}" -gt "$MOST_PARTS" ]; then
     say "Triton's cache takes ${#parts[@]} parts, $MOST_PARTS are allowed: it is left there"
@@ -61,12 +66,14 @@ pack_cache() {  # what is loaded again: machine code, and what is known of it
 finish() {
   [ -z "${packer:-}" ] || kill "$packer" 2>/dev/null
   pack_results
-  pack_cache
   say "results: $(du -ch "$OUT"/* | tail -1 | cut -f1) in $OUT"
 }
 
-step() {  # step SECONDS NAME COMMAND…: so long at most, and at most until the stage's end
-  local most=$(($1 * patience)) name=$2 left=$((deadline - $(date +%s))) code
+left() { echo $((deadline - $(date +%s))); }
+
+step() {  # step SECONDS NAME COMMAND…: so long at most, and at most until the run's end
+  local most=$(($1 * patience)) name=$2 left code
+  left=$(left)
   shift 2
   if [ "$left" -lt 5 ]; then say "$name: no time is left for it"; failed=1; return 1; fi
   [ "$most" -lt "$left" ] || most=$left
@@ -84,7 +91,6 @@ step() {  # step SECONDS NAME COMMAND…: so long at most, and at most until the
 setup() {
   mkdir -p "$OUT" "$WORK/results" "$WORK/site"
   OUT=$(cd "$OUT" && pwd)
-  rm -f "$OUT"/*
   export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$WORK/triton QUANTKIT_CACHE=$WORK/cpu-cache
   export PYTHONPATH=$WORK/site:$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
   say "$("$PYTHON" --version 2>&1) at $(command -v "$PYTHON")"
@@ -135,10 +141,11 @@ same() {
     --window "$window" --windows 2 --out "$WORK/results/same.json"
 }
 
-tune() {
+tune() {  # for as long as is left
   mkdir -p "$WORK/results/tuned"
-  step "$STAGE_SECONDS" tune "$PYTHON" -m quantkit_kernels.tune --folder "$WORK/results/tuned" \
-    --minutes "$tune_minutes" "${rehearse[@]}"
+  local minutes=$((($(left) - 30) / 60))
+  step 1800 tune "$PYTHON" -m quantkit_kernels.tune --folder "$WORK/results/tuned" \
+    --minutes "${tune_minutes:-$((minutes > 0 ? minutes : 1))}" "${rehearse[@]}"
 }
 
 pack() {
@@ -158,33 +165,38 @@ pack() {
   [ $((size + tree)) -le $((CARRY_MIB * 1048576)) ]
 }
 
-# what is run, on a GPU
-device=cuda rehearse=() marker=gpu tests=(tests/kernels) preferred=(cuda-bfloat16 cuda) most_tests=1000
-all_rows="" few_rows=" m1" shape=synthetic:llama-8b contexts=1000,128000 prompt=8192 tokens=32
-model=$CARRY/model.gguf recipes=none,int8,int4-rtn,nf4 kv=none,int8,int4 window=256 tune_minutes=8
-patience=1 failed=0 stages=()
+main() {  # a function, so that the whole script is read before anything runs
+  # what is run, on a GPU
+  device=cuda rehearse=() marker=gpu tests=(tests/kernels) preferred=(cuda-bfloat16 cuda) most_tests=1000
+  all_rows="" few_rows=" m1" shape=synthetic:llama-8b contexts=1000,128000 prompt=8192 tokens=32
+  model=$CARRY/model.gguf recipes=none,int8,int4-rtn,nf4 kv=none,int8,int4 window=256 tune_minutes=
+  patience=1 failed=0 stages=() seconds=560
 
-for one in "$@"; do
-  case $one in
-    --rehearse)
-      patience=10 STAGE_SECONDS=$((STAGE_SECONDS * 10))  # interpreted, perhaps on a busy machine
-      device=cpu rehearse=(--rehearse) marker="not gpu and not slow" PROCESSES=1 most_tests=2
-      tests=(tests/kernels/test_advance.py tests/kernels/test_fragment.py) preferred=(interpreter-float32)
-      all_rows="w4a16 g128 o m1" few_rows="w8a16 o m1" shape=synthetic:tiny contexts=8,40 prompt=16 tokens=4
-      model=${REHEARSAL_MODEL:-synthetic:tiny} recipes=none,int4-rtn kv=none,int8 window=64 tune_minutes=0.05
-      export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= ;;
-    check | bench | same | tune | pack) stages+=("$one") ;;
-    all) stages+=(check bench same tune) ;;
-    *) usage ;;
-  esac
-done
-[ "${#stages[@]}" -gt 0 ] || usage
-if [ "${stages[0]}" = pack ]; then pack; exit; fi
+  for one in "$@"; do
+    case $one in
+      --rehearse)
+        patience=10 RUN_SECONDS=${RUN_SECONDS:-18000}  # interpreted, perhaps on a busy machine
+        device=cpu rehearse=(--rehearse) marker="not gpu and not slow" PROCESSES=1 most_tests=2
+        tests=(tests/kernels/test_advance.py tests/kernels/test_fragment.py) preferred=(interpreter-float32)
+        all_rows="w4a16 g128 o m1" few_rows="w8a16 o m1" shape=synthetic:tiny contexts=8,40 prompt=16 tokens=4
+        model=${REHEARSAL_MODEL:-synthetic:tiny} recipes=none,int4-rtn kv=none,int8 window=64 tune_minutes=0.25
+        export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= ;;
+      check | bench | same | tune | pack) stages+=("$one") ;;
+      all) stages+=(check bench same tune) seconds=1740 ;;
+      *) usage ;;
+    esac
+  done
+  [ "${#stages[@]}" -gt 0 ] || usage
+  if [ "${stages[0]}" = pack ]; then pack; exit; fi
 
-setup
-for stage in "${stages[@]}"; do
-  say "== $stage, $STAGE_SECONDS s at most"
-  deadline=$(($(date +%s) + STAGE_SECONDS))
-  "$stage"
-done
-exit "$failed"
+  deadline=$(($(date +%s) + ${RUN_SECONDS:-$seconds}))
+  setup
+  for stage in "${stages[@]}"; do
+    say "== $stage, $(left) s are left"
+    "$stage"
+    pack_cache
+  done
+  exit "$failed"
+}
+
+main "$@"

@@ -43,6 +43,10 @@ def results(out):
 
 
 def test_every_stage_runs_and_what_it_measures_comes_back(rehearsal, tmp_path):
+    kernel = tmp_path / "work" / "triton" / "HASH"
+    kernel.mkdir(parents=True)
+    for name in ("kernel.json", "kernel.cubin", "kernel.ptx"):
+        (kernel / name).write_text(name)
     process = rehearsal("all")
     printed, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, printed
@@ -62,9 +66,17 @@ def test_every_stage_runs_and_what_it_measures_comes_back(rehearsal, tmp_path):
         assert measured["cases"] and measured["pdl"] == name.endswith("-pdl")
     assert len(json.loads(found["same.json"])["rows"]) == 4
     assert json.loads(found["tuned/no_gpu.json"])["products"]
+    with tarfile.open(out / "triton-cache.tar.gz.a") as archive:
+        assert {member.name: member.size for member in archive if member.isfile()} == {
+            "triton/HASH/kernel.json": 11, "triton/HASH/kernel.cubin": 12, "triton/HASH/kernel.ptx": 0}
 
 
 def test_a_run_that_is_killed_leaves_what_it_had(rehearsal, tmp_path):
+    carried = tmp_path / "carry" / "triton-cache.tar.gz.a"
+    carried.parent.mkdir()
+    (tmp_path / "kernel.cubin").write_text("machine code")
+    with tarfile.open(carried, "w:gz") as archive:
+        archive.add(tmp_path / "kernel.cubin", "triton/HASH/kernel.cubin")
     process = rehearsal("check")
     archive, deadline = tmp_path / "out" / "results.tar.gz", time.monotonic() + 600
     while not (archive.exists() and "w16a16" in results(archive.parent).get("check.jsonl", "")):
@@ -73,6 +85,7 @@ def test_a_run_that_is_killed_leaves_what_it_had(rehearsal, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert json.loads(results(archive.parent)["check.jsonl"].splitlines()[0])["torch"]
+    assert (tmp_path / "work" / "triton" / "HASH" / "kernel.cubin").read_text() == "machine code"
 
 
 def test_what_is_missing_is_said(root, tmp_path):

@@ -300,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     copy = copy_bandwidth(timer, rounds, device, size)
     report = Report({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds, "pdl": chosen.pdl},
-                    chosen.json, markdown, Peers(shapes, device, dtype))
+                    chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
     every = (case for case in cases(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     try:

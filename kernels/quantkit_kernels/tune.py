@@ -203,6 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nStopped; what was measured is in {file}.", file=sys.stderr)
         return 130
+    if table:  # of a product that was begun the segments may be known
+        tuned.write(file, name, made, table)
     print(f"{len(table)} products in {file}")
     return 0 if table else 1
 

@@ -215,6 +215,12 @@ def test_one_row_of_every_product_comes_first():
     assert set(found[:half]) == {"o m1", "down m1"} and set(found[half:]) == {"o m16", "down m16"}
 
 
-def test_a_rehearsal_writes_a_table(tmp_path, capsys):
-    assert tune.main(["--rehearse", "--minutes", "0.01", "--folder", str(tmp_path)]) in (0, 1)
-    assert "products in" in capsys.readouterr().out
+def test_segments_are_kept_of_a_product_that_time_runs_out_on(monkeypatch, tmp_path, capsys):
+    def late(cases, table, *rest):
+        table[KEY] = Entry(4)
+        yield from ()
+
+    monkeypatch.setattr(tune, "tune", late)
+    assert tune.main(["--rehearse", "--folder", str(tmp_path)]) == 0
+    assert "1 products in" in capsys.readouterr().out
+    assert tuned.read(tmp_path / "no_gpu.json", "no GPU") == {KEY: Entry(4)}
