@@ -1,6 +1,6 @@
 # Each target makes .venv itself when it is missing; stamps keep a second run quick.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu fuzz aot lint clean
+.PHONY: help demo test test-all test-cpus test-gpu fuzz aot lint clean
 SHELL := /bin/bash
 
 VENV := .venv
@@ -23,6 +23,11 @@ test: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests, without the slow ones and
 
 test-all: $(VENV)/.dev $(VENV)/.smollm2  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+test-cpus: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests on imitated smaller CPUs, which takes hours
+	QUANTKIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell $(MAKE) test
+	ATEN_CPU_CAPABILITY=default $(MAKE) test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_other_cpus.py
 
 test-gpu: $(VENV)/.dev  ## run what needs a GPU on this machine's
 	$(BIN)/python -m pytest -m gpu tests

@@ -9,7 +9,6 @@ import torch
 
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import RecipeError, Stopped, UsageError
-from quantkit.models.decoder import CausalLM
 from quantkit.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
@@ -56,7 +55,6 @@ def test_the_checkpoint_does_what_the_model_does(tmp_path, family, case):
     out = quantize(str(tiny), recipe(tmp_path, case), tmp_path / "out").out
     assert verify(out).ok
     made, original = load(str(out), dtype="float32"), load(str(tiny), dtype="float32")
-    assert isinstance(original.model, CausalLM) and isinstance(made.model, CausalLM)
     rounded = 0.08 if CASES[case][0] == "smoothquant" else 0.03
     with torch.no_grad():
         assert 0 < far(made.model(IDS), original.model(IDS)) < rounded

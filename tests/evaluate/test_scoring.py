@@ -12,7 +12,7 @@ from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.scoring import Request, Scorer
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.models.decoder import CausalLM
+from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_scored(exact):
 
 @pytest.mark.parametrize("kv", ["none", "int8"])
 def test_a_broken_model_is_an_error(exact, kv, monkeypatch):
-    monkeypatch.setattr(CausalLM, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), torch.nan))
+    monkeypatch.setattr(FusedModel, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), torch.nan))
     with pytest.raises(QuantkitError, match="not finite"):
         Scorer(exact, parse_kv(kv)).score([Request((5, 6), (7,))])
 
