@@ -11,10 +11,10 @@ from quantkit.cli.present import device_option, note, print_json, show_warning
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantkit.runtime.engine import Timing
     from quantkit.runtime.loader import LoadedModel
     from quantkit.runtime.sampler import Sampling
     from quantkit.runtime.sequence import Completion
+    from quantkit.runtime.timing import Timing
 
 MAX_PROMPT = 64 * 2**20
 _NEEDS_CHANCE = ("top_k", "top_p", "min_p", "seed")

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.runtime.engine import Engine, Timing
+    from quantkit.runtime.engine import Engine
     from quantkit.runtime.loader import LoadedModel
     from quantkit.runtime.sampler import Sampling
+    from quantkit.runtime.timing import Timing
 
 WARM_UP_TOKENS = 2
 """Decode steps before any timing: kernels repack their weights at the first one."""
