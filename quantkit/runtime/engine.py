@@ -234,20 +234,21 @@ class Engine:
     def _sweep(self) -> None:
         """End what was cancelled; take the next prompt if there is room."""
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:  # those that were seen: another may be cancelled this very moment
-                self._waiting.remove(ticket)
+            gone = waiting = [ticket for ticket in self._waiting if ticket.cancelled]
         if self._prefilling is not None and self._prefilling.cancelled:
-            gone.append(self._prefilling)
-            self._free([self._prefilling])
-        gone += [ticket for ticket in self._running if ticket.cancelled]
-        for ticket in gone:
+            gone = [*gone, self._prefilling]
+        for ticket in [*gone, *(ticket for ticket in self._running if ticket.cancelled)]:
             try:
                 ticket.finish("cancelled")
             except Exception as error:  # its listener's
                 self._unheard.append(error)
+        # it is told before drain() can see that it is gone
+        if self._prefilling in gone:
+            self._free(gone[-1:])
         self._retire()
         with self._changed:
+            for ticket in waiting:  # those that were seen: another may be cancelled this very moment
+                self._waiting.remove(ticket)
             if self._waiting and self._prefilling is None and len(self._running) < self._max_batch:
                 first = self._waiting[0]  # should it fail, the request still waits
                 size = len(first.prompt) + first.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""How long the engine worked, and for how many tokens."""
+"""What an engine's work took."""
 
 from __future__ import annotations
 

@@ -66,6 +66,19 @@ def test_drain_does_not_wait_longer_than_asked(started, submit):
     assert engine.drain(WAIT) and ends == ["cancelled"]
 
 
+def test_who_is_cancelled_is_told_before_it_is_gone(small, submit):
+    """Else :meth:`drain` returns while somebody still waits for an answer's end."""
+    engine, ended = Engine(small, max_batch=2), []
+    tickets = [submit(engine, length, on_done=lambda ticket: ended.append((ticket.id, engine.drain(0))))[0]
+               for length in (5, 200, 5)]
+    for _ in range(2):
+        engine.step()
+    for ticket in (tickets[2], tickets[0], tickets[1]):
+        ticket.cancel()
+        engine.step()
+    assert ended == [(2, False), (0, False), (1, False)] and engine.drain(0)
+
+
 def test_a_thread_survives_errors_that_nobody_hears(started, monkeypatch, prompt_of, submit, long):
     engine, hooked = started(), []
     monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args))
