@@ -151,7 +151,7 @@ class _Process:
             pass
         finally:
             timer.cancel()
-        if not line.endswith(b"\n"):
+        if late.is_set() or not line.endswith(b"\n"):  # an answer may come while the process is killed
             raise LimitError(f"takes more than {seconds:g} s" if late.is_set() else
                              "takes more memory than it may, or its process crashed")
         answer: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))

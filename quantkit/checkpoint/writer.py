@@ -40,7 +40,7 @@ from quantkit.checkpoint.reader import PARTIAL, STATE
 from quantkit.checkpoint.shards import SHARD_BYTES, Unread, stored_tensors, tensor_chunks
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.paths import local_path, typed_path
-from quantkit.strict_json import read_object
+from quantkit.strict_json import parse_object, read_object
 
 LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -360,8 +360,9 @@ def _is_ours(name: str) -> bool:
 def _read_state(partial: Path) -> dict[str, Any] | None:
     """Which run a folder is of; ``None`` if nobody can read that there."""
     try:
-        found = _record(partial / STATE)
-    except QuantkitError:
+        with (partial / STATE).open("rb") as file:
+            found = parse_object(file.read(MAX_BYTES), STATE, error=CheckpointError)
+    except (FileNotFoundError, QuantkitError):  # another OSError is the disk's, not another run's
         return None
     return found if isinstance(found.get("identity"), dict) else None
 

@@ -159,10 +159,15 @@ def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
 
     import torch
 
+    from quantkit.errors import SourceError
     from quantkit.models.loadable import dtype_of
     from quantkit.runtime.kernels import linear_kernels, other_kernels
 
-    dtype, device = dtype_of(hf), torch.device(best_device()[0])
+    device = torch.device(best_device()[0])
+    try:
+        dtype = dtype_of(hf)
+    except SourceError:  # it can be described all the same
+        dtype = torch.bfloat16
     named = linear_kernels(config, dtype, device, layers)
     found: dict[str, Any] = {name: {phase: {
         "kernel": kernel, "declined": [{"kernel": k, "reason": why} for k, why in declined]}

@@ -179,7 +179,7 @@ def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
 def _ignoring(task: TaskFile, row: Row, results: list[Any]) -> tuple[Row, list[Any]]:
     """A row and its answers without what ``regexes_to_ignore`` match; lm-eval's own search has no bound."""
     ignored = [one for entry in task.metric_list for one in entry.regexes_to_ignore or ()]
-    if not ignored:
+    if not ignored or task.output_type != "generate_until":
         return row, results
     return row | {"target": remove_all(ignored, str(row["target"]))}, [
         remove_all(ignored, one) if isinstance(one, str) else one for one in results]

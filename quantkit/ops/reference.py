@@ -9,7 +9,7 @@ from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.eight_bit import levels
 from quantkit.ops.cpu_linear import pack_plain, unavailable
 from quantkit.ops.cpu_product import multiply
-from quantkit.ops.dispatch import KernelQuery
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
 from quantkit.ops.linear import dense
 from quantkit.ops.tokens import quantize_tokens
 
@@ -53,7 +53,9 @@ def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         return dense(x, plain)
     x = x.to(plain.dtype)
-    return dense(x, plain) if unavailable() else multiply(x, pack_plain(plain))
+    # packing takes longer than a few rows, which dense multiplies one at a time
+    few = len(x) <= DECODE_ROWS
+    return dense(x, plain) if few or unavailable() else multiply(x, pack_plain(plain))
 
 
 REFERENCE = Reference()

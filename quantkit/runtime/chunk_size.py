@@ -48,6 +48,11 @@ class ChunkSizer:
         return max(least, min(fits, 2 * tried, self._largest))
 
     @property
+    def blind(self) -> bool:
+        """Whether nobody's usual gap is known yet: a step without a chunk shows it."""
+        return self._max_itl is not None and not self._gaps
+
+    @property
     def spare(self) -> float:
         """Seconds of a gap that are a prompt's."""
         return math.inf if self._max_itl is None else AIM * self.longest_gap - self._usual

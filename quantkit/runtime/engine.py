@@ -154,8 +154,8 @@ class Engine:
     def _step(self) -> bool:
         self._sweep()
         begin, beside, ahead = self._clock(), bool(self._running), self._flight is not None
-        reads = self._prefill is not None
-        fed = self._read()
+        reads = self._prefill is not None and not (beside and self._sizer.blind)
+        fed = self._read() if reads else 0
         running = list(self._running)
         if running:
             # no more rows at once than what is independent of its neighbours

@@ -61,5 +61,9 @@ class BoundedThreads:
                 loop.call_soon_threadsafe(tell, result, error)
 
         # a thread each rather than a pool, whose threads would keep the process from ending
-        threading.Thread(target=work, name="quantkit-prepare", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="quantkit-prepare", daemon=True).start()
+        except BaseException:  # the system has no thread left: the next request may find one
+            self._free.release()
+            raise
         return await done

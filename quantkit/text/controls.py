@@ -114,7 +114,8 @@ class ControlTokens:
             ids = library.encode(self._inner, text, False)
             if self._watched.isdisjoint(ids):
                 return library.encode(self._inner, text, True) if special else ids
-        return self._apart("\uE000", {"\uE000": text}, special)
+        (hidden,), stand_ins = self.hide([{"text": text}])
+        return self._apart(hidden["text"], stand_ins, special)
 
     def _apart(self, text: str, stand_ins: Mapping[str, str], special: bool) -> list[int]:
         twin, secret, real, cut = self._twin

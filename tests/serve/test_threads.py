@@ -46,6 +46,22 @@ def test_errors_come_back_and_leave_the_thread_free():
     asyncio.run(run())
 
 
+def test_a_thread_that_cant_be_started_takes_no_place(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def run():
+        threads, start = BoundedThreads(2, 5), threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await threads.run(lambda: 5)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert await asyncio.wait_for(threads.run(lambda: 5), 60) == 5
+
+    asyncio.run(run())
+
+
 def test_who_leaves_while_waiting_is_dropped_and_what_has_begun_counts_on():
     async def run():
         threads, going, ran = BoundedThreads(1, 2), threading.Event(), []
