@@ -25,6 +25,7 @@ class Product:
         rows: of activations, at most.
     """
 
+    @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode
     def __init__(self, packed: Packed, rows: int) -> None:
         from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
         from quantkit_kernels.cpu.program import Program
@@ -66,6 +67,7 @@ class Product:
                           x_private=private)
         self._rows = rows
 
+    @torch.no_grad()
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [m, k]``, m at most ``rows`` → float32 ``[m, n]``, valid until the next call."""
         self._take(len(x))

@@ -162,7 +162,8 @@ class FusedModel:
 
         found = codecs or next(iter(self._programs), Codecs("bf16", "bf16"))
         if found not in self._programs:
-            self._programs[found] = StepProgram(self._model, found)
+            with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
+                self._programs[found] = StepProgram(self._model, found)
         return self._programs[found]
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:

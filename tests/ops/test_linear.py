@@ -74,6 +74,16 @@ def test_torch_never_sees_how_many_rows_there_are(monkeypatch, dtype):
     assert set(seen) == {((1, 7), 0)}
 
 
+def test_what_inference_mode_left_is_used_outside_of_it_too():
+    weight = torch.randn(9, 35)
+    packed, x = pack(weight, torch.float32), torch.randn(3, 35)
+    with torch.inference_mode():
+        inside = linear(x, packed)
+    assert torch.equal(linear(x, packed), inside)
+    with torch.inference_mode():
+        assert torch.equal(linear(x, packed), inside)
+
+
 def test_packed_weights_are_multiplied_by_turns(monkeypatch):
     """One program serves weights of one shape; another shape or number of rows gets its own."""
     from quantkit.ops import cpu_product

@@ -46,6 +46,14 @@ def test_every_shape_that_the_model_takes(fused, plain, shape):
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
+def test_what_inference_mode_left_is_used_outside_of_it_too(fused):
+    model = FusedModel(fused._model)
+    with torch.inference_mode():
+        logits, hidden = model(ids(1, 5)), model.hidden(ids(1, 5))
+    assert torch.equal(model.logits(model.hidden(ids(1, 5))), logits)
+    assert torch.equal(model.logits(hidden.clone()), logits)
+
+
 def test_the_last_positions_alone(fused):
     every = fused(ids(3, 6))
     assert torch.equal(fused(ids(3, 6), last=torch.tensor([-1, 0, 3])), every[[0, 1, 2], [5, 0, 3]])
