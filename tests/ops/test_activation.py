@@ -35,3 +35,15 @@ def test_a_cap_is_never_passed_and_small_numbers_stay():
     assert capped.abs().max() <= 5 and torch.allclose(capped[1:4], x[1:4], atol=1e-7)
     assert float(capped[4]) == pytest.approx(5 * math.tanh(1))
     assert softcapped(x, None) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", [silu_mul, gelu_tanh_mul])
+def test_a_row_does_not_depend_on_the_others(function, dtype):
+    """In a width that fills no vector: what is left over of a tensor may be computed otherwise."""
+    random = torch.Generator().manual_seed(0)
+    gate, up = (3 * torch.randn(23, 51, generator=random).to(dtype) for _ in range(2))
+    alone = torch.cat([function(*pair) for pair in zip(gate.split(1), up.split(1))])
+    for count in (2, 5, 23):
+        assert torch.equal(function(gate[-count:], up[-count:]), alone[-count:])
+    assert function(gate[:0], up[:0]).shape == (0, 51)

@@ -45,3 +45,21 @@ def test_a_float32_weight_multiplies_before_the_only_rounding(obeys_the_rule, dt
     got = rms_norm(x, weight, 1e-6)
     obeys_the_rule(got, plain, exact)
     assert not torch.equal(got, rms_norm(x, weight.to(dtype), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", ["plain", "float32"])
+def test_a_row_does_not_depend_on_the_others(dtype, weight):
+    random = torch.Generator().manual_seed(0)
+    x, scale = 5 * torch.randn(23, 51, generator=random).to(dtype), torch.randn(51, generator=random)
+    scale = scale if weight == "float32" else scale.to(dtype)
+    alone = torch.cat([rms_norm(row, scale, 1e-6) for row in x.split(1)])
+    for count in (2, 5, 23):
+        assert torch.equal(rms_norm(x[-count:], scale, 1e-6), alone[-count:])
+    assert rms_norm(x[:0], scale, 1e-6).shape == (0, 51)
+
+
+def test_gradients_pass():
+    x = torch.randn(3, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8), 1e-6).sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
