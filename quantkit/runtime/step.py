@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -341,7 +341,11 @@ class StepProgram:
                         partial=self._partial)
         self._tiles_now = (tiles, splits)
 
-    def _units(self, operations: Iterable[int], rows: int) -> None:
+    def _units(self, operations: range, rows: int) -> None:
+        """Share out so many rows."""
+        self._program.change((operations, rows), lambda: self._share_out(operations, rows))
+
+    def _share_out(self, operations: range, rows: int) -> None:
         """One row is left as products want it by every thread for itself; more are shared out."""
         program = self._program
         for index in operations:

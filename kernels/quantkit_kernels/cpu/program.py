@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRI
 from quantkit_kernels.cpu.isa import Isa
 
 ALIGNMENT = 64
+KNOWN = 128
+"""Changes that are remembered, at most."""
 KERNELS: dict[type, Sequence[str]] = {
     matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS,
     rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
@@ -53,6 +55,8 @@ class Program:
         self._initial: list[dict[str, Any]] = []
         self._flags: list[int] = []
         self._kept: dict[tuple[int, str], torch.Tensor] = {}
+        self._changes: dict[Hashable, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._log: dict[int, int] | None = None
         self.names: list[str] = []
 
     def add(self, kernel: Kernel, units: int = 1, *, barrier: bool = True, each: bool = False,
@@ -124,7 +128,7 @@ class Program:
             if isinstance(value, torch.Tensor):
                 self._kept[index, name] = value
                 value = value.data_ptr()
-            self.records[index, self._columns[index][name]] = value or 0
+            self._put(index, self._columns[index][name], value or 0)
 
     def get(self, index: int, name: str) -> int:
         """An argument of an operation, as it stands in its record."""
@@ -132,7 +136,36 @@ class Program:
 
     def alone(self, index: int, each: bool) -> None:
         """Whether every thread does all of an operation's units for itself; nobody then waits for it."""
-        self.records[index, FLAGS // 8] = EACH | NO_BARRIER if each else self._flags[index]
+        self._put(index, FLAGS // 8, EACH | NO_BARRIER if each else self._flags[index])
+
+    def change(self, key: Hashable, how: Callable[[], None]) -> None:
+        """Change arguments as ``how`` does, by calls of :meth:`set` and :meth:`alone`.
+
+        For a key it is called once; after that the same numbers are written at once, which takes microseconds
+        for hundreds of operations.
+
+        Args:
+            key: says all that the numbers depend on; none of them is a tensor's address.
+            how: changes them.
+        """
+        flat = self.records.reshape(-1)
+        if (known := self._changes.get(key)) is not None:
+            flat[known[0]] = known[1]
+            return
+        self._log = {}
+        try:
+            how()
+            if len(self._changes) >= KNOWN:
+                self._changes.clear()
+            self._changes[key] = (np.fromiter(self._log.keys(), np.int64),
+                                  np.fromiter(self._log.values(), np.int64))
+        finally:
+            self._log = None
+
+    def _put(self, index: int, column: int, value: int) -> None:
+        self.records[index, column] = value
+        if self._log is not None:
+            self._log[index * self.records.shape[1] + column] = value
 
 
 def _arguments(kernel: object) -> list[str]:
