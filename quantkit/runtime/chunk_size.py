@@ -10,8 +10,9 @@ SLOWDOWN = 3
 """A gap between tokens may be so many times the usual one, if that is more than the limit."""
 AIM = 0.95
 """Part of the longest gap that a chunk is sized for: two steps never take exactly the same time."""
-LEAST = 4
-"""A prompt gets on by so many tokens a step, however slow the machine is."""
+LEAST = 16
+"""A prompt gets on by so many tokens a step, however slow the machine is. With fewer, most of the time would
+be what any chunk takes, however small."""
 GAPS, CHUNKS = 15, 3
 """Of so many recent measurements the median counts, so that one that was disturbed doesn't."""
 
