@@ -27,6 +27,12 @@ def loaded(folder) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def by_operation(tmp_path_factory) -> LoadedModel:
+    """A model with experts, which goes operation by operation."""
+    return load(str(tiny_model(tmp_path_factory.mktemp("experts") / "tiny", "mixtral", dtype="float32")))
+
+
+@pytest.fixture(scope="session")
 def small(tmp_path_factory) -> LoadedModel:
     """A two-layer Qwen3 in bfloat16, whose head dimension fits every KV codec."""
     return load(str(tiny_model(tmp_path_factory.mktemp("small") / "tiny", "qwen3")))

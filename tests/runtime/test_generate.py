@@ -60,7 +60,8 @@ def test_a_window_slides_in_a_batch_as_alone(tmp_path):
         assert got.token_ids == without_cache(loaded, prompt, GREEDY)
 
 
-def test_each_sequence_has_its_own_settings_and_leaves_when_it_is_done(loaded, monkeypatch):
+def test_each_sequence_has_its_own_settings_and_leaves_when_it_is_done(by_operation, monkeypatch):
+    loaded = by_operation
     prompts = prompts_of(5, 9, 2, 7)
     settings = [Sampling(max_tokens=n, temperature=t, seed=s, ignore_eos=True)
                 for n, t, s in ((3, 0, None), (12, 1.0, 7), (1, 1.0, 7), (8, 2.0, 1))]
@@ -193,7 +194,8 @@ def test_a_kv_setting_that_cannot_be_is_an_error_before_any_work(loaded):
         generate(loaded, prompts_of(3), GREEDY, kv=parse_kv("int4"))
 
 
-def test_prefill_asks_for_one_position_a_sequence(loaded, monkeypatch):
+def test_prefill_asks_for_one_position_a_sequence(by_operation, monkeypatch):
+    loaded = by_operation
     asked = []
     logits = type(loaded.model).logits
     monkeypatch.setattr(type(loaded.model), "logits",

@@ -248,15 +248,16 @@ def test_choices_are_queued_all_or_none(live, eventually):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, monkeypatch, stream):
     made = live()
-    push, count = made.engine.loaded.model.logits, iter(range(100))
+    kind, count = type(made.engine.loaded.model), iter(range(100))
+    push = kind.__call__
 
-    def breaks(x):
+    def breaks(self, *args, **options):
         if next(count) == 2:
             raise QuantkitError("the model's output is not finite", why="its weights are damaged")
-        return push(x)
+        return push(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(made.engine.loaded.model, "logits", breaks)
+        patch.setattr(kind, "__call__", breaks)
         with pytest.raises(openai.APIError, match="not finite"):
             answer = made.openai().completions.create(model="tiny", prompt="a", max_tokens=9, stream=stream,
                                                       extra_body={"ignore_eos": True})
