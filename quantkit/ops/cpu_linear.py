@@ -22,6 +22,7 @@ from quantkit.errors import UsageError, did_you_mean
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.nf4_table import codebook
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
+from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
 if TYPE_CHECKING:
@@ -218,6 +219,8 @@ class CpuKernel(ABC):
             return f"runs on cpu, not {query.device}"
         if query.dtype not in HALF:
             return f"takes bfloat16 or float16 activations, not {str(query.dtype).removeprefix('torch.')}"
+        if gpu.SIMULATE and gpu.unavailable(query.device, query.dtype) is None:
+            return "leaves it to the GPU's kernels, which are simulated"
         return unavailable() or self._declines(query)
 
     @abstractmethod
