@@ -32,7 +32,7 @@ test-cpus: $(VENV)/.dev $(VENV)/.smollm2  ## run the tests on imitated smaller C
 test-gpu: $(VENV)/.dev  ## run what needs a GPU on this machine's
 	$(BIN)/python -m pytest -m gpu tests
 
-fuzz: $(VENV)/.dev  ## mutated files for ten minutes a parser
+fuzz: $(VENV)/.dev  ## mutated files for ten minutes a family of parsers
 	QUANTKIT_FUZZ_SECONDS=600 $(BIN)/python -m pytest tests/fuzz -s $(PARALLEL)
 
 aot: $(VENV)/.dev  ## compile every GPU kernel for every GPU, without one, and check what came out

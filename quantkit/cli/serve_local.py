@@ -46,7 +46,7 @@ MAX_NAME = 200
 @click.option("--max-itl", type=click.FloatRange(min=0), default=50.0, show_default=True, metavar="MS",
               help="Inter-token latency while a long prompt is read: its chunks are sized so that the time "
                    "between two tokens of other requests stays below this, or below three times the usual "
-                   "one, whichever is more.")
+                   "one, whichever is more. Not with models whose results depend on the cut.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=60.0, show_default=True,
               metavar="SECONDS", help="For running answers to finish in when it is asked to end.")
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
@@ -78,7 +78,7 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
-        from quantkit.runtime.engine import Engine
+        from quantkit.runtime.engine import PREFILL_CHUNK, Engine
         from quantkit.runtime.loader import load
         from quantkit.serve.app import create_app
 
@@ -87,6 +87,9 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)
         note(_about(loaded, engine))
+        if engine.max_itl is None:
+            note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
+                 "model's results depend on how a prompt is cut")
         loopback = is_loopback(bound)
         application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
                                  key=key, parse_special=parse_special, on_error=_failed)

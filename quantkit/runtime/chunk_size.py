@@ -36,15 +36,14 @@ class ChunkSizer:
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens, and seconds of each token
         self._running = 0  # tokens of the chunk that a device was given in the last step
 
-    @property
-    def size(self) -> int:
-        """Tokens of the next chunk while others decode."""
+    def tokens_in(self, seconds: float) -> int:
+        """Tokens of the next chunk while others decode, if it may take so long."""
         if self._max_itl is None:
             return self._largest
         least = min(LEAST, self._largest)
         if not self._chunks:
             return least
-        fits = int(self.spare / median(cost for _, cost in self._chunks))
+        fits = int(seconds / median(cost for _, cost in self._chunks))
         tried = max(tokens for tokens, _ in self._chunks)
         return max(least, min(fits, 2 * tried, self._largest))
 

@@ -72,6 +72,7 @@ class Engine:
     Attributes:
         cache: the KV cache.
         room: who has how much of it, if its size is fixed.
+        max_itl: as given, or ``None`` with a model whose results depend on the cut.
         timing: so far.
     """
 
@@ -91,8 +92,8 @@ class Engine:
             self.room = Room(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
                              PREFILL_CHUNK)
         self.timing, self._clock = Timing(), clock
-        invariant = loaded.model.chunk_invariant(self.cache.batch([]))
-        self._sizer = ChunkSizer(PREFILL_CHUNK, max_itl if invariant else None)
+        self.max_itl = max_itl if loaded.model.chunk_invariant(self.cache.batch([])) else None
+        self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
         self._waiting: deque[Ticket] = deque()
         self._prefilling: Ticket | None = None
         self._prefill: Prefill | None = None  # of that

@@ -34,7 +34,7 @@ class Prefill:
                  clock: Callable[[], float]) -> None:
         self._loaded, self._cache, self._ticket = loaded, cache, ticket
         self._chunk, self._sizer, self._clock = chunk, sizer, clock
-        self._portion = chunk  # tokens that may go through the model now
+        self._beside, self._until = False, 0.0  # whether others wait, and when their next tokens are due
         self._last: torch.Tensor | None = None  # logits, once the prompt is read
         self._rest: Generator[int, None, None] | None = None  # of the policy's work
         self.logits: torch.Tensor | None = None
@@ -49,17 +49,16 @@ class Prefill:
             How many tokens went through the model, if nothing else was done; else 0.
         """
         before = self._clock()
-        until = before + self._sizer.spare
-        self._portion = self._sizer.size if beside else self._chunk
+        self._beside, self._until = beside, before + self._sizer.spare
         if self._last is None:
-            tokens = self._feed(beside)
+            tokens = self._feed()
             return tokens if self._last is None else 0
         acted = False
         for tokens in self._rest or ():
             if tokens:
                 return 0 if acted else tokens
             acted, took, before = True, self._clock() - before, self._clock()
-            if before + took > until:  # the next one takes as long
+            if before + took > self._until:  # the next one takes as long
                 return 0
         self.logits = self._last
         return 0
@@ -69,16 +68,20 @@ class Prefill:
         if self._rest is not None:
             self._rest.close()
 
-    def _feed(self, beside: bool) -> int:
+    def _portion(self) -> int:
+        """Tokens that may go through the model now, in what is left of the gap."""
+        return self._sizer.tokens_in(self._until - self._clock()) if self._beside else self._chunk
+
+    def _feed(self) -> int:
         """The next tokens of the prompt; returns how many."""
         loaded, ticket = self._loaded, self._ticket
         start, length = ticket.fed, len(ticket.prompt)
-        end = min(start + self._portion, length)
+        end = min(start + self._portion(), length)
         if any(policy.on_prefill == "chunk" for policy in self._cache.policies):
             end = min(end, (start // self._chunk + 1) * self._chunk)
         phase: Phase = ("prefill_end" if end == length else "prefill" if end % self._chunk == 0 else
                         "prefill_part")
-        later = (lambda: self._portion) if beside and end == length else None
+        later = self._portion if self._beside and end == length else None
         batch = self._cache.batch([ticket.row], phase, later)
         ids = gpu.sent(torch.tensor([ticket.prompt[start:end]]), loaded.model.device)
         ticket.fed, logits = end, None

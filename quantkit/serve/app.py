@@ -96,6 +96,7 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
                   redirect_slashes=False)
     api.router.route_class = BodyRoute
     install(api)
+    loaded.tokenizer.prepare()  # the first request then waits for its own answer only
     model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer), parse_special)
     guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     application = Application(api, guard, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
         return library.decode(self._inner, ids, skip_special)
+
+    def prepare(self) -> None:
+        """Work out now what the first conversation would otherwise wait for."""
+        with contextlib.suppress(SourceError):  # whoever needs what is broken is told
+            self.controls.typed_in("")
+            self.least_tokens("")
 
     def least_tokens(self, text: str) -> int:
         """How few tokens ``text`` can have, from its length alone; 0 where its length says nothing."""

@@ -2,7 +2,8 @@
 
 A file ``test_*.py`` here is a family of parsers. It says how a valid input looks and how it is read; the
 ``fuzz`` fixture mutates the input and looks at what comes back. By default a few hundred cases are tried;
-``QUANTKIT_FUZZ_SECONDS=600 pytest tests/fuzz`` (``make fuzz``) goes on for that long with each test.
+``QUANTKIT_FUZZ_SECONDS=600 pytest tests/fuzz`` (``make fuzz``) goes on for that long with each file, in equal
+parts for its tests.
 """
 
 from __future__ import annotations
@@ -86,13 +87,14 @@ def encode_json(value: Any) -> bytes:
 
 
 @pytest.fixture
-def fuzz() -> Callable[..., None]:
+def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
     """``fuzz(parse, seeds, mutate)``: whatever ``mutate(seed, chance)`` makes, ``parse`` takes or refuses."""
     def run(parse: Callable[[Any], object], seeds: Sequence[Any],
             mutate: Callable[[Any, random.Random], Any], cases: int = CASES) -> None:
         for seed in seeds:
             parse(seed)  # what is mutated is valid to begin with
-        end = time.monotonic() + float(os.environ.get("QUANTKIT_FUZZ_SECONDS", 0))
+        seconds = float(os.environ.get("QUANTKIT_FUZZ_SECONDS", 0))
+        end = time.monotonic() + seconds / sum(one.path == request.path for one in request.session.items)
         first = int(os.environ.get("QUANTKIT_FUZZ_SEED", 0))
         case = refused = 0
         while case < cases or time.monotonic() < end:

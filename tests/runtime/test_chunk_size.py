@@ -47,7 +47,7 @@ class Machine:
             sizer.observe(self.step(), 0)
         sizes, gaps, at = [], [], start
         while at < start + length:
-            sizes.append(min(sizer.size, start + length - at))
+            sizes.append(min(sizer.tokens_in(sizer.spare), start + length - at))
             gaps.append(self.step(sizes[-1], at))
             at += sizes[-1]
             if at < start + length:  # as in the engine: a prompt's end says nothing
@@ -99,9 +99,9 @@ def test_on_a_noisy_machine_most_gaps_are_short(name, seed):
 def test_a_disturbed_step_changes_nothing():
     machine, sizer = MACHINES["a small model on two cores"], ChunkSizer(PREFILL_CHUNK, ITL)
     machine.read(sizer, 600)
-    before = sizer.size
+    before = sizer.tokens_in(sizer.spare)
     sizer.observe(40 * ITL, before)
-    assert sizer.size > 0.95 * before
+    assert sizer.tokens_in(sizer.spare) > 0.95 * before
     sizer.observe(40 * ITL, 0)
     assert sizer.longest_gap == pytest.approx(ITL)
 
@@ -109,7 +109,7 @@ def test_a_disturbed_step_changes_nothing():
 def test_a_prompt_gets_on_however_slow_the_machine_is():
     sizes, _ = Machine(0.001, 0.0, 9.0, 0.0).read(ChunkSizer(PREFILL_CHUNK, ITL), 100)
     assert sizes == [LEAST] * 6 + [4]
-    assert ChunkSizer(4, ITL).size == 4
+    assert ChunkSizer(4, ITL).tokens_in(ITL) == 4
 
 
 def test_a_machine_that_becomes_slower_or_faster_is_followed():
@@ -128,19 +128,19 @@ def test_what_runs_ahead_is_counted_where_it_is_waited_for():
         one.observe(0.01, 0)
     together.observe(0.03, 100)
     sizer.observe(0.01, 100, ahead=True)
-    assert sizer.size == LEAST and sizer.longest_gap == ITL
+    assert sizer.tokens_in(sizer.spare) == LEAST and sizer.longest_gap == ITL
     sizer.observe(0.03, 50, ahead=True)
-    assert sizer.size == together.size == 187
+    assert sizer.tokens_in(sizer.spare) == together.tokens_in(together.spare) == 187
     # of the second chunk nobody knows what it took
     sizer.skip()
     sizer.observe(0.01, 0, ahead=True)
-    assert sizer.size == 187
+    assert sizer.tokens_in(sizer.spare) == 187
 
 
 def test_without_a_limit_chunks_are_the_largest():
     sizer = ChunkSizer(PREFILL_CHUNK, None)
     sizer.observe(99.0, 512)
-    assert sizer.size == PREFILL_CHUNK
+    assert sizer.tokens_in(sizer.spare) == PREFILL_CHUNK
 
 
 # -- in the engine
@@ -268,6 +268,16 @@ def test_a_prompt_that_comes_again_leaves_short_gaps(timed, submit):
     while not ticket.result.token_ids:
         engine.step()
     assert sum(model.chunks) == 400 and max(gaps_of(times)) <= ITL
+
+
+def test_a_chunk_behind_what_a_policy_did_is_sized_for_what_is_left_of_the_gap():
+    sizer = ChunkSizer(PREFILL_CHUNK, ITL)
+    for _ in range(20):
+        sizer.observe(SLOW.step(), 0)
+        sizer.observe(SLOW.step(16), 16)
+    whole, left = sizer.tokens_in(sizer.spare), sizer.tokens_in(sizer.spare / 2)
+    assert LEAST <= left < whole <= 32
+    assert ChunkSizer(PREFILL_CHUNK, None).tokens_in(0.0) == PREFILL_CHUNK
 
 
 @pytest.mark.parametrize("kv", ["snapkv(0.5)", "kvzip(0.5)+int4"])

@@ -49,6 +49,24 @@ def test_specials_are_put_as_transformers_does(adds, setting, tmp_path):
     assert make(adds, setting).encode("the cat ✓") == theirs("the cat ✓")["input_ids"]
 
 
+def test_the_first_conversation_of_a_prepared_one_reads_no_file(monkeypatch):
+    tokenizer = make(settings={"chat_template": CHAT_TEMPLATE})
+    tokenizer.prepare()
+    for name in ("token_length", "ControlTokens"):
+        monkeypatch.setattr(f"quantkit.text.tokenizer.{name}", None)
+    assert tokenizer.least_tokens("the" * 100) > 0
+    assert tokenizer.chat([{"role": "user", "content": "<|im_end|>"}])
+    with pytest.raises(TypeError):  # without, it would
+        make().least_tokens("the")
+
+
+def test_a_broken_template_stops_whoever_uses_it_and_not_the_preparation():
+    tokenizer = make(settings={"chat_template": "{{ 1"})
+    tokenizer.prepare()
+    with pytest.raises(SourceError):
+        tokenizer.chat([{"role": "user", "content": "a"}])
+
+
 def test_round_trip():
     tokenizer = make()
     text = "The naïve 日本 👩‍👧 <end>\n\n  x"
