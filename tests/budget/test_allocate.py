@@ -54,14 +54,16 @@ def test_real_sizes_fill_the_budget_and_beat_a_greedy_choice(bits):
     assert limit * 0.9995 < total(sizes, chosen) <= limit
     greedy = [0] * len(sizes)
     while True:
+        left = limit - total(sizes, greedy)
         steps = [((options[at] - options[at + 1]) / (size[at + 1] - size[at]), i)
                  for i, (options, size, at) in enumerate(zip(costs, sizes, greedy)) if at + 1 < len(size)
-                 and total(sizes, greedy) - size[at] + size[at + 1] <= limit]
+                 and size[at + 1] - size[at] <= left]
         if not steps:
             break
         greedy[max(steps)[1]] += 1
     assert total(costs, chosen) <= total(costs, greedy)
-    assert allocate(costs, sizes, limit) == chosen
+    if bits == 4.25:  # not all: a solution may take seconds
+        assert allocate(costs, sizes, limit) == chosen
 
 
 def test_the_solver_writes_nothing_to_stdout(capfd):
