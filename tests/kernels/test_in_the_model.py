@@ -9,8 +9,10 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
+from quantkit.kv import room
 from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
+from quantkit.kv.predict import footprint
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
@@ -43,10 +45,21 @@ LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "i
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Switches the kernels on, in the interpreter."""
+    """Switches the kernels on, in the interpreter; but what memory will be needed is foreseen without them,
+    as with a GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the kernels run on it instead")
-    return lambda: monkeypatch.setattr(gpu, "SIMULATE", True)
+
+    def foreseen(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "SIMULATE", False)
+            return footprint(*given)
+
+    def switch():
+        monkeypatch.setattr(gpu, "SIMULATE", True)
+        monkeypatch.setattr(room, "footprint", foreseen)
+
+    return switch
 
 
 @pytest.fixture
