@@ -30,13 +30,14 @@ os.environ.pop("TRITON_INTERPRET", None)  # what was decorated stays so; other t
 
 
 if not GPU:
-    from triton.language import float16 as FLOAT16
+    from triton import language
+    from triton.language import core
     from triton.runtime import interpreter
 
     def _dot(builder: object, a: Any, b: Any, d: Any, input_precision: object, imprecise: object) -> Any:
         """A product of tiles as a tensor core makes it: exact products, summed up alike in tiles of any size.
         NumPy's float32 products are summed up in other orders for other sizes, on some CPUs."""
-        parts = [interpreter._convert_float(one.data, one.dtype, FLOAT16, None).view(np.float16)
+        parts = [interpreter._convert_float(one.data, one.dtype, language.float16, None).view(np.float16)
                  if one.dtype.primitive_bitwidth == 8 and one.dtype.is_floating() else one.data
                  for one in (a, b)]
         with np.errstate(invalid="ignore"):  # a spoiled row
@@ -44,6 +45,16 @@ if not GPU:
         return interpreter.TensorHandle(whole.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = _dot
+
+    def _called(function: Any, *args: Any, **named: Any) -> Any:
+        """A device function, within a kernel. The interpreter looks through all of Triton's language before
+        each call, which takes longer than most of them; here only if that hasn't been done yet."""
+        seen = {id(one) for one in function.fn.__globals__.values()}
+        if any(core.is_builtin(one.arange) for one in (language, core) if id(one) in seen):
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **named)
+
+    interpreter.InterpretedFunction.__call__ = _called
 
 
 @pytest.fixture(params=["interpreter-float16", "interpreter-float32",

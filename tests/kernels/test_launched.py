@@ -32,11 +32,8 @@ def launched(*arguments):
     return found["launches"]
 
 
-@pytest.mark.parametrize("arguments", [("--kv", "none,int4"), ("--recipes", "int4-rtn", "--early"),
-                                       ("--recipes", "w8a8", "--kv", "rotation(4)", "--target", "sm_80")],
-                         ids=" ".join)
-def test_some_models(arguments):
-    assert launched(*arguments).keys() >= NEEDED
+def test_a_model():
+    assert launched("--kv", "none,int4").keys() >= NEEDED
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def run(loaded, kv, prompt, seed, monkeypatch):
     heard, engine = [], Engine(loaded, kv=parse_kv(kv), max_itl=1.0)
     if seed is not None:
         draw = random.Random(seed)
-        monkeypatch.setattr(ChunkSizer, "size", property(lambda self: draw.choice((1, 3, 16, 40, 64, 100))))
+        monkeypatch.setattr(ChunkSizer, "tokens_in",
+                            lambda self, seconds: draw.choice((1, 3, 16, 40, 64, 100)))
         engine.submit(prompt[:9], Sampling(max_tokens=400, ignore_eos=True))
         engine.step()
     ticket = engine.submit(prompt, Sampling(max_tokens=12, ignore_eos=True), logprobs=2,
