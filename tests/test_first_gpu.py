@@ -42,6 +42,7 @@ def results(out):
                 for member in archive.getmembers() if member.isfile()}
 
 
+@pytest.mark.slow
 def test_every_stage_runs_and_what_it_measures_comes_back(rehearsal, tmp_path):
     kernel = tmp_path / "work" / "triton" / "HASH"
     kernel.mkdir(parents=True)
