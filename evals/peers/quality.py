@@ -135,7 +135,8 @@ class Run:
             return True
         for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
             shutil.rmtree(rest, ignore_errors=True)
-        facts = {"peer": one.peer, "name": one.name, "bits": one.bits, "calibrated": one.calibrated}
+        facts = {"peer": one.peer, "name": one.name, "bits": one.bits, "calibrated": one.calibrated,
+                 "cpu": cpu_name()}
         print(f"{one.key}:", end=" ", flush=True)
         command, env = self._ours(one, folder) if one.peer == "ours" else self._other(one, folder)
         before, begin = os.times(), time.perf_counter()
@@ -186,7 +187,8 @@ class Run:
             if self.wanted(key) and not self._scorers.keys() <= self._read(key).get("texts", {}).keys():
                 found = self._llama.measure(kind, calibrated)
                 self._write(key, {"peer": "llama.cpp", "name": kind + (" imatrix" if calibrated else ""),
-                                  "bits": bits, "calibrated": calibrated, **found})
+                                  "bits": bits, "calibrated": calibrated, "cpu": cpu_name(),
+                                  **found})
                 for text, scores in found["texts"].items():
                     print(f"{key}, {text}: KL {scores['served']['half']['kl']:.4f}", flush=True)
 
