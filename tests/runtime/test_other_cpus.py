@@ -27,7 +27,8 @@ ROWS = "tests/ops/test_linear.py"
 PROMISES = (COMPANY, ROWS, "tests/ops/test_attention.py", "tests/ops/test_rotation.py",
             "tests/kernels/cpu/test_matmul.py", "tests/kernels/cpu/test_attention.py",
             "tests/kernels/cpu/test_waiting.py", "tests/kernels/cpu/test_rows.py")
-TILES = ("tests/kernels/test_w8a16.py", "tests/kernels/test_fp8.py", "tests/kernels/test_w16a16.py")
+TILES = ("tests/kernels/test_w8a16.py", "tests/kernels/test_fp8.py", "tests/kernels/test_w16a16.py",
+         "tests/kernels/test_batch_invariance.py", "tests/kernels/test_prefill_attention.py")
 """Where Triton's interpreter multiplies by NumPy's library."""
 
 
