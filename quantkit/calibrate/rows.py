@@ -109,8 +109,11 @@ def _listed(value: Any, where: str, key: str, role: str, content: str) -> list[t
             role, content = ("role", "content") if role == "from" else ("from", "value")
         if not isinstance(turn, Mapping) or not {role, content} <= turn.keys():
             raise CalibrationError(f"{at} has no {role!r} and {content!r}", next=f"known: {FORMS}")
-        who = _text(turn[role], at, role)
-        turns.append((_ROLES.get(who, who), _text(turn[content], at, content)))
+        who = turn[role]
+        if not isinstance(who, str) or not who.strip():  # content parts are for contents alone
+            raise CalibrationError(f"{at}: {role!r} is not the name of a role", why=f"it is {who!r:.200}",
+                                   next="correct or remove that line")
+        turns.append((_ROLES.get(who, _text(who, at, role)), _text(turn[content], at, content)))
     return turns
 
 

@@ -66,6 +66,9 @@ def test_plain_text():
     ({"messages": "Hi?"}, "not a list of turns"),
     ({"messages": ["Hi?"]}, "turn 1 of 'messages' has no"),
     ({"messages": [ASKED, {"role": "assistant"}]}, "turn 2 of 'messages' has no"),
+    ({"messages": [ASKED, {"role": "", "content": "b"}]}, "turn 2 of 'messages': 'role' is not the name"),
+    ({"messages": [ASKED, {"role": [], "content": "b"}]}, "turn 2 of 'messages': 'role' is not the name"),
+    ({"messages": [ASKED, {"role": [{"type": "text", "text": "user"}], "content": "b"}]}, "not the name of"),
     ({"messages": [ASKED, {"role": "x", "content": None}]}, "turn 2 of 'messages': 'content' is not text"),
     ({"prompt": "Hi?", "response": ["x"]}, "'response' is not text"),
 ])
