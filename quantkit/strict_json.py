@@ -2,7 +2,7 @@
 
 Every JSON file of a model's or checkpoint's folder is read here, and so are the headers of safetensors files.
 What Python's own reader would let through and what fails later is refused too: a key that stands twice, NaN
-and infinities, and text that no file can hold (lone surrogates).
+and infinities, integers that no float can hold, and text that no file can hold (lone surrogates).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ MAX_CONFIG = 16 * 2**20
 """Bytes of a ``config.json``; one that names the scheme of each of 100,000 layers has 10 MB."""
 MAX_DEPTH = 32
 """Objects and lists inside each other; no file of a model has more than ten."""
+MAX_DIGITS = 39
+"""Of an integer: sums and products of a few such numbers are finite as floats. transformers writes 31 digits
+for ``model_max_length`` where a tokenizer knows none."""
 AGAIN = "download the file again"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -37,8 +40,8 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
 
     Raises:
         QuantkitError: of the class ``error``: it is no object, no JSON, nested too deep, has a key twice, a
-            number that is not finite, a lone surrogate, or more than :data:`MAX_NODES` values. Time and
-            memory are bounded by the length and that number.
+            number that is not finite or too long, a lone surrogate, or more than :data:`MAX_NODES` values.
+            Time and memory are bounded by the length and that number.
     """
 
     def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -57,7 +60,8 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
                     next="don't use this file: no honest tool writes it")
     try:
         text = raw.decode("utf-8-sig")  # editors on Windows write a mark at the beginning
-        data = json.loads(text, object_pairs_hook=no_twice, parse_constant=_no_constant, parse_float=_finite)
+        data = json.loads(text, object_pairs_hook=no_twice, parse_constant=_no_constant,
+                          parse_float=_finite, parse_int=_short)
         _check_depth(data)
         if holds_lone_surrogate(text, data):
             raise ValueError("it holds half of a surrogate pair")
@@ -111,6 +115,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is not finite")
     return value
+
+
+def _short(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"the number {text[:MAX_DIGITS]}… has more than {MAX_DIGITS} digits")
+    return int(text)
 
 
 def _check_depth(data: Any) -> None:

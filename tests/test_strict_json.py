@@ -10,7 +10,8 @@ from quantkit import strict_json
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.strict_json import parse_object, read_object
 
-numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+LARGEST = 10**strict_json.MAX_DIGITS - 1
+numbers = st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(st.none() | st.booleans() | numbers | st.text(),
                       lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
 
@@ -55,7 +56,8 @@ def test_a_file_is_read_up_to_its_limit(tmp_path):
 
 @pytest.mark.parametrize("raw,why", [
     (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"), (b'{"a": 1e999}', "not finite"),
-    (b'{"a": -1e400}', "not finite"), (b'{"a": "\\ud800"}', "surrogate"), (b'{"\\uDFFF": 1}', "surrogate"),
+    (b'{"a": -1e400}', "not finite"), (b'{"a": -1' + b"0" * 39 + b"}", "more than 39 digits"),
+    (b'{"a": "\\ud800"}', "surrogate"), (b'{"\\uDFFF": 1}', "surrogate"),
 ])
 def test_what_python_reads_and_later_fails(raw, why):
     json.loads(raw)
