@@ -81,7 +81,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
 
 def _whole(lengths: str) -> tuple[int, ...]:
     parts = [part.strip() for part in lengths.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise UsageError(f"--lengths {lengths} can't be read", next="--lengths 1024,2048,4096",
-                         why="they are whole numbers, separated by commas")
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise UsageError(f"--lengths {lengths[:80]} can't be read", next="--lengths 1024,2048,4096",
+                         why="they are whole numbers of tokens, separated by commas")
     return tuple(map(int, parts))

@@ -166,7 +166,7 @@ class _Renderer:
             return made | {"text": str(text), "target": str(target)}
         choices = self._choices.items(row, at) if isinstance(self._choices, TaskTemplate) else self._choices
         if not choices or not all(isinstance(one, str) and one for one in choices):
-            raise self._misfit(at, "doc_to_choice", f"gives {choices!r}, not a list of texts")
+            raise self._misfit(at, "doc_to_choice", f"gives {choices!r:.200}, not a list of texts")
         text, target = _index(text), _index(target)
         if isinstance(text, int):  # a context a choice, and one continuation for all: text is the answer
             answer, key = text, "doc_to_text"
@@ -176,7 +176,7 @@ class _Renderer:
             answer = choices.index(target) if target in choices else target
             target = answer
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
-            raise self._misfit(at, key, f"gives {answer!r}, which is none of {len(choices)} choices")
+            raise self._misfit(at, key, f"gives {answer!r:.200}, which is none of {len(choices)} choices")
         return made | {"text": text, "target": target, "choices": list(choices)}
 
     def _misfit(self, at: str, key: str, why: str) -> UsageError:
@@ -187,4 +187,4 @@ class _Renderer:
 def _index(value: Any) -> Any:
     """A number written as text is a choice's number, as for lm-eval."""
     return int(value) if isinstance(value, bool) or (
-        isinstance(value, str) and value.isascii() and value.isdigit()) else value
+        isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10) else value

@@ -122,6 +122,7 @@ def test_a_missing_file_says_everything(task, tmp_path, monkeypatch):
     (b'{"q": "x", "options": ["a", "b"], "gold": -1}', "none of 2 choices"),
     (b'{"q": "x", "options": ["a", "b"], "gold": "c"}', "none of 2 choices"),
     (b'{"q": "x", "options": ["a", "b"], "gold": 0.0}', "none of 2 choices"),
+    (b'{"q": "x", "options": ["a", "b"], "gold": "' + b"1" * 5000 + b'"}', "none of 2 choices"),
     (b'{"q": "x", "options": ["a", 1], "gold": 0}', "list of texts"),
     (b'{"q": "x", "options": ["a", ""], "gold": 0}', "list of texts"),
     (b'{"q": "x", "options": "a", "gold": 0}', "list of texts"),
