@@ -38,12 +38,12 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
-from quantkit.peak import BATCH
-from quantkit.plan import Plan, make_plan
+from quantkit.planning.layers import PlanRow, together
+from quantkit.planning.peak_memory import BATCH
+from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.rows import PlanRow, together
 from quantkit.solve import Origin, Solved, in_order, solve, solve_data_free
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec

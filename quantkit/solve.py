@@ -16,11 +16,11 @@ from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
 from quantkit.methods.grid import require_finite
 from quantkit.ops.finite import squares
-from quantkit.ops.rotation import rotate, rotate_form
-from quantkit.plan import with_own_head
+from quantkit.ops.hadamard import rotate, rotate_form
+from quantkit.planning.layers import PlanRow
+from quantkit.planning.plan import with_own_head
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
-from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, SourceIdentity, open_source, release
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed

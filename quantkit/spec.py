@@ -67,7 +67,7 @@ class QuantSpec(Frozen):
         granularity: which weights share a scale.
         scale_dtype: what scales are stored and rounded in; ``model`` follows the weight's dtype.
         nested: scales are themselves quantized to 8 bits (``nf`` only).
-        rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.rotation`), and inputs must be.
+        rotation: ``hadamard``: the columns are rotated (:mod:`quantkit.ops.hadamard`), and inputs must be.
         window: bits that decide a weight (``trellis`` only): the wider, the better, and twice the work to
             quantize for each.
         activations: ``token``: what the weight is multiplied with is rounded too, as it comes, to the

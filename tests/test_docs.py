@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import __version__, hookspecs
 from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.sources.base import open_source

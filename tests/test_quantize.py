@@ -17,7 +17,7 @@ from quantkit.errors import CalibrationError, CheckpointError, SourceError, Spec
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe

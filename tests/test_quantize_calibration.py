@@ -17,8 +17,8 @@ from quantkit.checkpoint.verify import verify
 from quantkit.errors import QuantkitError, Stopped
 from quantkit.methods import gptq
 from quantkit.methods.base import LayerStats
-from quantkit.peak import RUNTIME_BYTES
-from quantkit.plan import make_plan
+from quantkit.planning.peak_memory import RUNTIME_BYTES
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import open_source

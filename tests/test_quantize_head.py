@@ -19,8 +19,8 @@ from quantkit.methods import gptq, parts, rtn
 from quantkit.methods.base import LayerStats
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.ops.rotation import rotate
-from quantkit.plan import make_plan
+from quantkit.ops.hadamard import rotate
+from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe

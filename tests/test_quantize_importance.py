@@ -13,7 +13,7 @@ from quantkit import quantize as module
 from quantkit.checkpoint import durable
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, Stopped
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import open_source

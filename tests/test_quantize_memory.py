@@ -17,7 +17,7 @@ from quantkit.calibrate import spill
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.checkpoint import shards
 from quantkit.errors import CheckpointError, Stopped
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import TensorInfo, open_source, prefetch
@@ -194,7 +194,7 @@ def test_a_tensor_that_is_read_late_must_be_what_was_announced(tmp_path):
 
 RUN = """
 import json, re, sys
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import open_source

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import RecipeError, Stopped, UsageError
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.runtime.loader import load

@@ -14,7 +14,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.quantize import quantize
-from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.cpu.model import FusedModel
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling

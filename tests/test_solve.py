@@ -11,7 +11,7 @@ from quantkit.methods import parts
 from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD
 from quantkit.ops.finite import squares
-from quantkit.rows import PlanRow
+from quantkit.planning.layers import PlanRow
 from quantkit.solve import solve
 from quantkit.spec import Granularity, QuantSpec
 

@@ -17,11 +17,11 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.text import load_text
 from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.cache import KVCache
-from quantkit.kv.predict import footprint
+from quantkit.kv.footprint import footprint
 from quantkit.ops.linear import kernel_name
 from quantkit.progress import Event, Listener, silent
+from quantkit.runtime.cpu.model import FusedModel
 from quantkit.runtime.engine import PREFILL_CHUNK
-from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel

@@ -12,7 +12,7 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
-from quantkit.plan import Plan, make_plan
+from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import load_recipe
 from quantkit.runtime.loader import LoadedModel, network

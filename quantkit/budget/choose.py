@@ -15,11 +15,11 @@ from quantkit.budget.sensitivity import Rows, sensitivities
 from quantkit.calibrate.runner import EXPERT
 from quantkit.errors import RecipeError, UsageError
 from quantkit.models.architecture import EMBEDDING
-from quantkit.plan import Plan, candidate_rows, make_plan
+from quantkit.planning.layers import PlanRow
+from quantkit.planning.plan import Plan, candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.progress import Listener, silent
 from quantkit.recipe import Candidate, Recipe
-from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
 

@@ -35,13 +35,13 @@ from quantkit.errors import CheckpointError, QuantkitError, Stopped
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.ops.rotation import rotate, rotate_form
-from quantkit.peak import walks_bytes
-from quantkit.plan import Plan
+from quantkit.ops.hadamard import rotate, rotate_form
+from quantkit.planning.layers import PlanRow
+from quantkit.planning.peak_memory import walks_bytes
+from quantkit.planning.plan import Plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.recipe import Candidate, Recipe
-from quantkit.rows import PlanRow
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit_kernels.kept import cache_folder
 

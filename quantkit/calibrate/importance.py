@@ -30,7 +30,7 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.ops.activation import softcapped
-from quantkit.peak import BACKWARD_LOGITS, BACKWARD_TOKENS
+from quantkit.planning.peak_memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""

@@ -11,7 +11,7 @@ from quantkit.calibrate.written import Form, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.plan import Plan
+from quantkit.planning.plan import Plan
 from quantkit.plugins import registry
 from quantkit.progress import Event, Listener, silent
 from quantkit.sources.base import ModelSource

@@ -21,8 +21,8 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
-from quantkit.ops.rotation import unrotate
-from quantkit.peak import BATCH_TOKENS
+from quantkit.ops.hadamard import unrotate
+from quantkit.planning.peak_memory import BATCH_TOKENS
 
 EXPERT = ".experts."
 """What the names of an expert's layers hold."""

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.peak import STATES_IN_MEMORY
+from quantkit.planning.peak_memory import STATES_IN_MEMORY
 
 
 class Spill:
@@ -19,7 +19,7 @@ class Spill:
     Args:
         folder: made when the first tensor doesn't fit; removed at the end. What an earlier run left
             there is removed at the beginning. ``None``: memory has room for all.
-        limit: bytes kept in memory; :data:`~quantkit.peak.STATES_IN_MEMORY` by default.
+        limit: bytes kept in memory; :data:`~quantkit.planning.peak_memory.STATES_IN_MEMORY` by default.
     """
 
     def __init__(self, folder: Path | None, limit: int | None = None) -> None:

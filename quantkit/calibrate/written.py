@@ -21,7 +21,7 @@ from quantkit.models.linear import Weights
 from quantkit.ops.attention import Visibility, attention
 from quantkit.ops.finite import all_finite
 from quantkit.ops.rope import rotate
-from quantkit.peak import WRITTEN
+from quantkit.planning.peak_memory import WRITTEN
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 

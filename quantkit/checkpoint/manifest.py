@@ -20,7 +20,7 @@ from quantkit.calibrate.runner import EXPERT
 from quantkit.errors import CheckpointError
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
-from quantkit.rows import PlanRow
+from quantkit.planning.layers import PlanRow
 from quantkit.sources.base import SourceIdentity
 from quantkit.spec import CalibrationSpec, Frozen, KVSpec, QuantSpec
 from quantkit.strict_json import parse_object

@@ -115,7 +115,7 @@ def _check(model: str, recipe: str, calibration: CalibrationSpec | None, folder:
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.checkpoint.verify import verify
     from quantkit.errors import CheckpointError
-    from quantkit.plan import make_plan
+    from quantkit.planning.plan import make_plan
     from quantkit.recipe import load_recipe
     from quantkit.sources.base import open_source
 

@@ -12,8 +12,8 @@ from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.runtime.loader import LoadedModel
+    from quantkit.runtime.request import Completion
     from quantkit.runtime.sampler import Sampling
-    from quantkit.runtime.sequence import Completion
     from quantkit.runtime.timing import Timing
 
 MAX_PROMPT = 64 * 2**20

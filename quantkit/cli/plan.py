@@ -14,8 +14,8 @@ from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.capacity.joint import Combination
-    from quantkit.capacity.roofline import Ceilings
+    from quantkit.fit.combinations import Combination
+    from quantkit.fit.roofline import Ceilings
 
 _FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([gtp])(?:flop/?s)?", re.ASCII | re.IGNORECASE)
 _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -58,8 +58,8 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     if prompt is not None and prompt > context:
         raise UsageError(f"--prompt is {prompt:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt {context}")
-    from quantkit.capacity.candidates import candidates
-    from quantkit.capacity.joint import Asked, combine
+    from quantkit.fit.candidates import candidates
+    from quantkit.fit.combinations import Asked, combine
 
     there = candidates(model, revision, recipes, settings)
     found = combine(there.pairs, Asked(context, concurrency, size, prompt))
@@ -101,7 +101,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
 def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
     """As given, or of this machine; or why there are none."""
     from quantkit.bench import ceilings
-    from quantkit.capacity.roofline import Ceilings
+    from quantkit.fit.roofline import Ceilings
 
     whose = {name: "measured on this CPU now" if rate is None else "given"
              for name, rate in (("bandwidth", bandwidth), ("flops", flops))}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantkit.capacity.joint import Combination, front
-from quantkit.capacity.losses import losses
-from quantkit.capacity.roofline import Ceilings, step, turns
 from quantkit.cli.present import table, wrapped
+from quantkit.fit.combinations import Combination, front
+from quantkit.fit.losses import losses
+from quantkit.fit.roofline import Ceilings, step, turns
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_codings, build_policy
-from quantkit.runtime.buffers import MOST_ROWS
+from quantkit.runtime.cpu.buffers import MOST_ROWS
 from quantkit.units import human_bytes
 
 BETTER, WORSE = 3, 5

@@ -21,9 +21,9 @@ from quantkit.units import human_bytes
 if TYPE_CHECKING:
     from quantkit.budget.choose import Choice
     from quantkit.checkpoint.manifest import CalibrationFacts
-    from quantkit.plan import Plan
+    from quantkit.planning.layers import PlanRow
+    from quantkit.planning.plan import Plan
     from quantkit.recipe import Recipe
-    from quantkit.rows import PlanRow
     from quantkit.spec import CalibrationSpec
 
 MIXED = "mixed"
@@ -157,7 +157,7 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
           quiet: bool) -> tuple[Plan, CalibrationFacts | None]:
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
-    from quantkit.plan import make_plan
+    from quantkit.planning.plan import make_plan
     from quantkit.solve import Origin
 
     opened = Origin(source, revision, recipe).open()

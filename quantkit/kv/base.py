@@ -31,7 +31,7 @@ class Coding(Protocol):
 
     Attributes:
         name: says all that its bytes depend on; kernels know it by this.
-        turned: vectors are rotated before (:func:`quantkit.ops.rotation.rotate`), and with keys the queries
+        turned: vectors are rotated before (:func:`quantkit.ops.hadamard.rotate`), and with keys the queries
             that meet them; of values, attention's result is rotated back.
     """
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.kv import watch
+from quantkit.kv import attention_scores
+from quantkit.kv.attend import Rows, attend
 from quantkit.kv.base import Phase
-from quantkit.kv.held import HeldLayer
-from quantkit.kv.read import Rows, attend
-from quantkit.kv.replay import CHUNK, replay
+from quantkit.kv.reread import CHUNK, replay
+from quantkit.kv.sequence import HeldLayer
 from quantkit.models.layers import Step
-from quantkit.ops import rotation
+from quantkit.ops import hadamard
 from quantkit.ops.rope import rotate
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Batch:
         self._starts = [sequence.layers[-1].seen for sequence in rows]
         self._shared: dict[object, object] = {}
         for sequence in rows:
-            watch.listen(cache, sequence, phase)
+            attention_scores.listen(cache, sequence, phase)
 
     @property
     def most(self) -> int | None:
@@ -84,13 +84,13 @@ class Batch:
         cos, sin = step.rotation(window)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache.codings.keys.turned:
-            q, k = rotation.rotate(q), _turned(k)
+            q, k = hadamard.rotate(q), _turned(k)
         if cache.codings.values.turned:
             v = _turned(v)
         self._store(layer, rows, k, v, step.positions)
         out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         if cache.codings.values.turned:
-            out = rotation.unrotate(out)
+            out = hadamard.unrotate(out)
         for row, (held, count) in enumerate(rows):
             cache.settle_layer(layer, held)
             self._end(layer, held, q[row, :, :count], count)
@@ -112,7 +112,7 @@ class Batch:
         if not count:
             return
         if q is not None and policy.listens(self.phase):
-            watch.put(self.cache, layer, held, q)
+            attention_scores.put(self.cache, layer, held, q)
         acts = policy.acts(self.phase)
         if self.phase == "prefill_end":
             held.prompt = held.seen
@@ -194,4 +194,4 @@ class Batch:
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
-    return rotation.rotate(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)
+    return hadamard.rotate(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.kv import watch
+from quantkit.kv import attention_scores
 from quantkit.kv.base import PAGE, KVPolicy, Layout, Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_codings, build_policy, by_layer
-from quantkit.kv.held import HeldLayer, HeldSequence
-from quantkit.kv.pages import Moves, Pages
+from quantkit.kv.page_pool import Moves, Pages
+from quantkit.kv.sequence import HeldLayer, HeldSequence
 from quantkit.kv.store import Store
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
@@ -224,7 +224,7 @@ class KVCache:
         """Before a step in all layers: pages for so many more tokens, laid out as a table of all."""
         if held.asked is not None:
             for index, layer in enumerate(held.layers):
-                watch.make_room(self, index, layer, layer.seen, count)
+                attention_scores.make_room(self, index, layer, layer.seen, count)
         if held.table is None or held.room < count:
             for store, layer in zip(self.stores, held.layers):
                 store.reserve(layer, count)
@@ -245,7 +245,7 @@ class KVCache:
     def act(self, layer: int, held: HeldLayer) -> None:
         """Let the policy drop what it will, and give back the pages."""
         store, policy = self.stores[layer], self.policies[layer]
-        kept = policy.keep(watch.view(self, layer, held))
+        kept = policy.keep(attention_scores.view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
             if policy.visible is not None and store.waiting is not None:

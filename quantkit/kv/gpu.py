@@ -14,7 +14,7 @@ from quantkit.ops import gpu
 if TYPE_CHECKING:
     from quantkit.kv.base import Codings
     from quantkit.kv.cache import KVCache
-    from quantkit.kv.held import HeldLayer
+    from quantkit.kv.sequence import HeldLayer
     from quantkit.kv.store import Store
     from quantkit_kernels.triton.cache import Coding, Pages, Side
 

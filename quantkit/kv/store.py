@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from quantkit.kv.base import PAGE, Coding, Codings, Layout
-from quantkit.kv.held import HeldLayer
-from quantkit.kv.pages import Moves, Pages, slots_of
+from quantkit.kv.page_pool import Moves, Pages, slots_of
+from quantkit.kv.sequence import HeldLayer
 
 
 class Store:

@@ -13,7 +13,7 @@ import torch
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.methods.base import LayerStats, Method, Options
 from quantkit.ops.finite import squares
-from quantkit.ops.rotation import rotate
+from quantkit.ops.hadamard import rotate
 from quantkit.spec import QuantSpec
 
 PART = 1 << 26

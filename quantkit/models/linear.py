@@ -8,9 +8,9 @@ import torch
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.device_weight import Placed
 from quantkit.ops.embedding import Table
 from quantkit.ops.linear import linear
-from quantkit.ops.placed import Placed
 
 Watcher = Callable[..., None]
 """Takes a Linear's inputs or results; and, if they aren't all, which of the step's tokens they are."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import Packed, isa, pool
-from quantkit.ops.placed import Placed
+from quantkit.ops.device_weight import Placed
 from quantkit.progress import tell_compiling
 
 Table = torch.Tensor | QuantizedTensor | Packed | Placed

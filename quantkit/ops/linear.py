@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.cpu_linear import CpuKernel, Packed, pack_plain
 from quantkit.ops.cpu_product import multiply
+from quantkit.ops.device_weight import Placed
 from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
-from quantkit.ops.placed import Placed
-from quantkit.ops.rotation import rotate
+from quantkit.ops.hadamard import rotate
 
 BLOCK_ELEMENTS = 2**20
 _HALF = (torch.bfloat16, torch.float16)

@@ -13,15 +13,15 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
-from quantkit.kv.room import Room
+from quantkit.kv.reservation import Room
 from quantkit.ops import gpu
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.prompt import Prefill
+from quantkit.runtime.request import Ticket, TokenInfo, check_request
 from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
-from quantkit.runtime.sequence import Ticket, TokenInfo, check_request
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 

@@ -8,8 +8,8 @@ from quantkit.errors import UsageError
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.request import Completion, Ticket, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.sequence import Completion, Ticket, TokenInfo, check_request
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 

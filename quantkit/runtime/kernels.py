@@ -17,8 +17,8 @@ from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuKernel, Packed, unavailable
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import kernel_name, pack, query_for
-from quantkit.runtime import fused
-from quantkit.runtime.gpu import products
+from quantkit.runtime.cpu import model as cpu_model
+from quantkit.runtime.gpu import linears
 from quantkit.runtime.loader import way_of
 from quantkit.spec import KVSpec, QuantSpec
 
@@ -60,7 +60,7 @@ def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: t
         return list(kv_gpu.choices(build_codings(kv), dtype, config.hidden_size, config.head_dim,
                                    config.num_heads // config.num_kv_heads, device.type, reason))
     if way == "cpu":
-        reason = fused.cache_declines(KVCache(config, kv, dtype))
+        reason = cpu_model.cache_declines(KVCache(config, kv, dtype))
     return [kv_gpu.Choice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
 
 
@@ -86,7 +86,7 @@ def _chosen(layer: Layer, dtype: torch.dtype, device: torch.device, way: str,
         return choice.kernel.name, choice.declined
     weight = torch.empty(layer, dtype=dtype, device="meta")
     if way == "gpu":
-        return products.placed(Linear("", weight), dtype, device).name, ()
+        return linears.placed(Linear("", weight), dtype, device).name, ()
     if own and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), Packed):
         return packed.name, ()
     return kernel_name(weight, dtype, device, phase), ()

@@ -24,11 +24,11 @@ from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_linear import Packed, unavailable
 from quantkit.ops.linear import pack
-from quantkit.runtime.fused import FusedModel, declines
+from quantkit.runtime.cpu.malloc import trim
+from quantkit.runtime.cpu.model import FusedModel, declines
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.gpu.model import declines as gpu_declines
-from quantkit.runtime.memory import trim
 from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer

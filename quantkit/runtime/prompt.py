@@ -11,7 +11,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.ops import gpu
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sequence import Ticket
+from quantkit.runtime.request import Ticket
 
 
 class Prefill:

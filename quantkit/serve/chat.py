@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.sequence import Completion, TokenInfo
+from quantkit.runtime.request import Completion, TokenInfo
 from quantkit.serve.errors import ApiError
 from quantkit.serve.logprobs import chat_logprobs
 from quantkit.serve.prompt import PromptReader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.sequence import Completion, TokenInfo, check_ids
+from quantkit.runtime.request import Completion, TokenInfo, check_ids
 from quantkit.serve.logprobs import Offsets, text_logprobs
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Model, Reply

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.runtime.engine import EngineClosed, EngineFull
-from quantkit.runtime.sequence import ContextLengthError
+from quantkit.runtime.request import ContextLengthError
 from quantkit.text.chat import TemplateError
 
 RETRY_AFTER = {"Retry-After": "1"}

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quantkit.runtime.sequence import TokenInfo
+from quantkit.runtime.request import TokenInfo
 from quantkit.text.stream import StreamDecoder
 from quantkit.text.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.runtime.sequence import ContextLengthError
+from quantkit.runtime.request import ContextLengthError
 from quantkit.serve.errors import ApiError
 from quantkit.text.tokenizer import Tokenizer
 

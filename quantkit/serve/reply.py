@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sequence import Completion, ContextLengthError, TokenInfo
+from quantkit.runtime.request import Completion, ContextLengthError, TokenInfo
 from quantkit.serve.logprobs import TokenTexts
 from quantkit.serve.schema import Request
 from quantkit.serve.work import Job, Work

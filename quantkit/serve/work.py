@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.runtime.engine import Engine, EngineClosed
+from quantkit.runtime.request import Completion, Ticket, TokenInfo
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.sequence import Completion, Ticket, TokenInfo
 from quantkit.serve.errors import ApiError
 
 

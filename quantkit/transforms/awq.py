@@ -17,7 +17,7 @@ from quantkit.methods.base import Options
 from quantkit.methods.grid import find_grid, from_grid, round_to_grid
 from quantkit.methods.hessian import losses
 from quantkit.models.config import ModelConfig
-from quantkit.models.seams import Seam, seams
+from quantkit.models.scale_groups import Seam, seams
 from quantkit.transforms.base import LayerTensors, Transform
 
 ROWS = 512

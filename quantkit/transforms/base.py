@@ -10,7 +10,7 @@ import torch
 
 from quantkit.methods.base import LayerStats, Options
 from quantkit.models.config import ModelConfig
-from quantkit.models.seams import Seam
+from quantkit.models.scale_groups import Seam
 from quantkit.sources.base import ModelSource
 from quantkit.spec import QuantSpec
 

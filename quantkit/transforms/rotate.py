@@ -18,8 +18,8 @@ import torch
 from quantkit.methods.base import Options
 from quantkit.models.architecture import linear_slots
 from quantkit.models.config import ModelConfig
-from quantkit.models.seams import Seam, seams
-from quantkit.ops.rotation import rotate
+from quantkit.models.scale_groups import Seam, seams
+from quantkit.ops.hadamard import rotate
 from quantkit.sources.base import ModelSource, TensorInfo
 from quantkit.sources.untied import EMBEDDING, HEAD
 from quantkit.sources.wrapper import Wrapper

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from quantkit.methods.base import Options
 from quantkit.models.config import ModelConfig
-from quantkit.models.seams import seams
+from quantkit.models.scale_groups import seams
 from quantkit.transforms.base import LayerTensors, Transform
 
 

@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import RecipeError, UsageError
 from quantkit.models.architecture import linear_slots, parse_config
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import Candidate, Recipe, Rule, load_recipe
 from quantkit.sources.base import open_source

@@ -15,7 +15,7 @@ from quantkit.errors import CalibrationError, CheckpointError, Stopped
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.plan import candidate_rows, make_plan
+from quantkit.planning.plan import candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Candidate, Recipe, Rule
 from quantkit.sources.base import open_source

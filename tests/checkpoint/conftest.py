@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoint.manifest import LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
 from quantkit.sources.base import SourceIdentity, TensorInfo

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.quantization_config import quantization_config
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import open_source
 from quantkit.spec import Granularity, QuantSpec

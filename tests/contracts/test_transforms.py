@@ -8,7 +8,7 @@ import torch
 from quantkit.errors import PluginError
 from quantkit.methods.base import Options
 from quantkit.models.config import ModelConfig
-from quantkit.models.seams import seams
+from quantkit.models.scale_groups import seams
 from quantkit.plugins import registry
 from quantkit.testing import check_transform
 from quantkit.transforms.awq import TRANSFORM as AWQ

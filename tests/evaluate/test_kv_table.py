@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kv.predict import footprint
+from quantkit.kv.footprint import footprint
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 

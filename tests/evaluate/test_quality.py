@@ -11,7 +11,7 @@ from quantkit.evaluate import quality
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
 from quantkit.ops.cpu_linear import pack_plain
-from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.cpu.model import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

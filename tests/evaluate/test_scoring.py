@@ -14,7 +14,7 @@ from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.scoring import Request, Scorer
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.runtime.fused import FusedModel
+from quantkit.runtime.cpu.model import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 

@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.inspect import inspect_facts
 from quantkit.errors import CheckpointError
 from quantkit.models.loadable import check_loadable
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.testing import FAMILIES, tiny_model

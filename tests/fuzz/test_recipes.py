@@ -11,7 +11,7 @@ from quantkit.errors import UsageError
 from quantkit.kv.build import build_codings, build_policy
 from quantkit.kvspec import parse_kv
 from quantkit.patterns import compiled
-from quantkit.plan import candidate_rows, make_plan, with_own_head
+from quantkit.planning.plan import candidate_rows, make_plan, with_own_head
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.safe_yaml import read_yaml
 from quantkit.sources.base import open_source

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops import rotation
+from quantkit.ops import hadamard as reference_hadamard
 from quantkit_kernels import reference
 from quantkit_kernels.triton import hadamard
 from quantkit_kernels.triton.hadamard import rotate
 
 
 def factors(n, on):
-    return tuple(part.to(on[0]) for part in rotation.factors(n))
+    return tuple(part.to(on[0]) for part in reference_hadamard.factors(n))
 
 
 @pytest.mark.parametrize("n", [1, 7, 12, 64, 80, 96, 128, 256, 576, 1536, 4096, 152, 11008])
@@ -20,7 +20,7 @@ def test_there_and_back(on, randn, n):
     """In registers, and in parts from 9 times a power of two on."""
     x = randn(3, n, on=on)
     there, back = (rotate(x, *factors(n, on), back=way) for way in (False, True))
-    assert torch.equal(there, rotation.rotate(x)) and torch.equal(back, rotation.unrotate(x))
+    assert torch.equal(there, reference_hadamard.rotate(x)) and torch.equal(back, reference_hadamard.unrotate(x))
     assert (hadamard.constants(n) is None) == (n in (576, 152, 11008))
 
 
@@ -38,7 +38,7 @@ def test_parts_that_are_too_long(on, randn, monkeypatch, n):
     """The last step of such a part's Hadamard matrix is one of the small matrix."""
     monkeypatch.setattr(hadamard, "WHOLE", (n & -n) // 2)
     x = randn(3, n, on=on)
-    exact = rotation.rotate(x.double().float()).double()
+    exact = reference_hadamard.rotate(x.double().float()).double()
     got = rotate(x, *factors(n, on))
     assert hadamard.constants(n) is None and (got.double() - exact).norm() <= 1e-3 * exact.norm()
     again = rotate(got, *factors(n, on), back=True)

@@ -9,10 +9,10 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv import room
+from quantkit.kv import reservation
 from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
-from quantkit.kv.predict import footprint
+from quantkit.kv.footprint import footprint
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
@@ -57,7 +57,7 @@ def simulated(monkeypatch):
 
     def switch():
         monkeypatch.setattr(gpu, "SIMULATE", True)
-        monkeypatch.setattr(room, "footprint", foreseen)
+        monkeypatch.setattr(reservation, "footprint", foreseen)
 
     return switch
 

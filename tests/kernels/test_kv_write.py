@@ -17,10 +17,10 @@ from quantkit.kv.codecs.int8 import Integers
 from quantkit.kv.codecs.kivi import Grid
 from quantkit.kv.codecs.plain import Vectors
 from quantkit.kv.codecs.rotation import Turned
-from quantkit.kv.held import HeldSequence
-from quantkit.kv.pages import Moves
+from quantkit.kv.page_pool import Moves
+from quantkit.kv.sequence import HeldSequence
 from quantkit.kv.store import Store
-from quantkit.ops import rotation
+from quantkit.ops import hadamard
 from quantkit_kernels import reference
 from quantkit_kernels.triton import close_pages as close
 from quantkit_kernels.triton import rope_store as rope
@@ -57,7 +57,7 @@ class Cache:
         self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, Moves())
                                      for device in (torch.device("cpu"), on[0]))
         self.held = [[HeldSequence(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
-        self.turn = tuple(part.to(on[0]) for part in rotation.factors(dim))
+        self.turn = tuple(part.to(on[0]) for part in hadamard.factors(dim))
 
     def tables(self):
         """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
@@ -107,7 +107,7 @@ class Cache:
             q, k = (normed(x, about[f"{name}_norm"]) for name, x in (("q", q), ("k", k)))
         q, k = (reference.rotate(x.float(), cos, sin).to(self.on[1]) for x in (q, k))
         if turned[0]:
-            q, k = rotation.rotate(q), _turned(k)
+            q, k = hadamard.rotate(q), _turned(k)
         if turned[1]:
             v = _turned(v)
         at = 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantkit.errors import UsageError
 from quantkit.kv.build import build_codings
 from quantkit.kv.cache import KVCache
-from quantkit.kv.pages import PAGE
+from quantkit.kv.page_pool import PAGE
 from quantkit.models.layers import Step
 from quantkit.ops.rope import rotate
 
@@ -202,7 +202,7 @@ def test_sequences_come_and_go_under_any_policy(feeder, codec, window):
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_move_under_other_sequences(feeder, codec, policy, monkeypatch):
     """One long sequence is dropped from below three others, which read the same as before."""
-    from quantkit.kv.pages import Pages
+    from quantkit.kv.page_pool import Pages
 
     moves, shrink = [], Pages.shrink
     monkeypatch.setattr(Pages, "shrink", lambda self: (moves.append(moved := shrink(self)), moved)[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.pages import PAGE
+from quantkit.kv.page_pool import PAGE
 
 CODECS = ("none", "bf16", "int8", "fp8")
 

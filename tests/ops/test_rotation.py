@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.ops.rotation import factors, rotate, rotate_form, unrotate
+from quantkit.ops.hadamard import factors, rotate, rotate_form, unrotate
 
 WIDTHS = [1, 2, 3, 5, 12, 64, 100, 192, 576, 1000, 1536]
 

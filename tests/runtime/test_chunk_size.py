@@ -13,8 +13,8 @@ import pytest
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.chunk_size import CHUNKS, LEAST, SLOWDOWN, ChunkSizer
+from quantkit.runtime.cpu.model import FusedModel
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine
-from quantkit.runtime.fused import FusedModel
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
 from quantkit.testing import tiny_model

@@ -10,11 +10,11 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kvspec import parse_kv
+from quantkit.runtime.cpu.program import StepProgram
 from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
+from quantkit.runtime.request import ContextLengthError, TokenInfo
 from quantkit.runtime.sampler import Sampling
-from quantkit.runtime.sequence import ContextLengthError, TokenInfo
-from quantkit.runtime.step import StepProgram
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 

@@ -14,8 +14,8 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
+from quantkit.runtime.cpu.program import packed_of
 from quantkit.runtime.loader import load
-from quantkit.runtime.step import packed_of
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.runtime.engine import EngineClosed, EngineFull
-from quantkit.runtime.sequence import ContextLengthError
+from quantkit.runtime.request import ContextLengthError
 from quantkit.serve import guard
 from quantkit.serve.errors import api_error
 from quantkit.serve.prompt import PromptReader

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quantkit.runtime.sequence import TokenInfo
+from quantkit.runtime.request import TokenInfo
 from quantkit.serve.logprobs import Offsets, TokenTexts, chat_logprobs, text_logprobs
 
 

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import normalizers
 
-from quantkit.runtime.sequence import ContextLengthError
+from quantkit.runtime.request import ContextLengthError
 from quantkit.serve import prompt
 from quantkit.serve.errors import ApiError
 from quantkit.serve.prompt import PromptReader

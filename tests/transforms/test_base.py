@@ -11,7 +11,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.models.seams import Seam, seams
+from quantkit.models.scale_groups import Seam, seams
 from quantkit.sources.base import open_source
 from quantkit.testing import FAMILIES, tiny_model
 from quantkit.transforms.base import LayerTensors

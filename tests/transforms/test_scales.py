@@ -10,7 +10,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.models.architecture import parse_config
-from quantkit.models.seams import seams
+from quantkit.models.scale_groups import seams
 from quantkit.sources.base import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu import kv_bits, rotation
+from quantkit_kernels.cpu import hadamard, kv_bits
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes
@@ -57,7 +57,7 @@ class RopeStore:
         angle = [e.load(p, vec(F32, half), position * (half * 4)) for p in (a.cos, a.sin)]
         eps = a.eps.trunc(I32).bits(F32)
         turned = {side: self.codecs.side(side).turned for side in "kv"}
-        room = e.room(rotation.room_bytes(self.dim)) if any(turned.values()) else None
+        room = e.room(hadamard.room_bytes(self.dim)) if any(turned.values()) else None
         with e.loop(0, a.group) as one:
             q = a.q + row * a.q_stride + (head * a.group + one) * (self.dim * 4)
             self._turn(e, q, angle, a.q_norm, eps, self.dim**-0.5)
@@ -185,7 +185,7 @@ class Unturn:
     def emit(self, module: ir.Module) -> None:
         """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, UNTURN_ARGUMENTS)
-        room = e.room(rotation.room_bytes(self.dim))
+        room = e.room(hadamard.room_bytes(self.dim))
         with e.loop(0, a.heads) as head:
             _mixed(e, a, a.x + unit * a.x_stride + head * (self.dim * 4), room, self.dim, back=True)
         e.ret()
@@ -195,15 +195,15 @@ def _mixed(e: Emitter, a: SimpleNamespace, x: Value, room: Value | None, dim: in
            farthest: float | None = None, back: bool = False) -> None:
     """Rotate the float32 vector at ``x``, clamped if asked, or rotate it back, in place."""
     assert room is not None
-    wide = vec(F32, rotation.LANES)
+    wide = vec(F32, hadamard.LANES)
 
     def signed(value: Value, at: Value, wanted: bool) -> Value:
         return value * e.load(a.signs + at * 4, wide) if wanted else value
 
-    with e.loop(0, dim, rotation.LANES) as at:
+    with e.loop(0, dim, hadamard.LANES) as at:
         value = e.load(x + at * 4, wide)
         value = value if farthest is None else kv_bits.within(e, value, farthest)
         e.store(room + at * 4, signed(value, at, not back))
-    found = rotation.emit(e, room, a.mix, dim)
-    with e.loop(0, dim, rotation.LANES) as at:
+    found = hadamard.emit(e, room, a.mix, dim)
+    with e.loop(0, dim, hadamard.LANES) as at:
         e.store(x + at * 4, signed(e.load(found + at * 4, wide), at, back))

@@ -2,7 +2,7 @@
 
 A row operation takes a row from somewhere (``plain``, ``norm``, ``silu``, ``gelu``) and leaves it as a
 multiplication wants it: float32, int16 or int8 with a scale for each subgroup of 32, or int8 or e4m3 with one
-scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.rotation`) if the weights are. A unit is a row.
+scale for the row; rotated before (:mod:`~quantkit_kernels.cpu.hadamard`) if the weights are. A unit is a row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu import rotation
+from quantkit_kernels.cpu import hadamard
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
@@ -87,7 +87,7 @@ class Rows:
             room = a.room + thread * a.room_private
             with e.loop(0, self.rotation, LANES) as i:
                 e.store(room, value(i * 4) * e.load(a.signs, wide, i * 4), i * 4)
-            turned = rotation.emit(e, room, a.mix, self.rotation)
+            turned = hadamard.emit(e, room, a.mix, self.rotation)
             with e.loop(self.rotation, a.subgroups * SUB, LANES) as i:
                 e.store(turned, e.const(wide, 0.0), i * 4)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import UsageError
-from quantkit.evaluate.long.hay import Filler, Hay, bale
+from quantkit.evaluate.long.haystack import Filler, Hay, bale
 from quantkit.evaluate.long.tasks import TASKS, Asked, Draft
 from quantkit.text.tokenizer import Tokenizer
 

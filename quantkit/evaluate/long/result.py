@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.evaluate.long.answer import When
 from quantkit.evaluate.long.generated import Drift
-from quantkit.evaluate.long.paired import Pair, Paired, compare
+from quantkit.evaluate.long.paired_test import Pair, Paired, compare
 from quantkit.evaluate.long.positions import Bucket
 from quantkit.evaluate.metrics import Interval
 

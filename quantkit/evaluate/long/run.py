@@ -17,7 +17,7 @@ from quantkit.errors import UsageError, did_you_mean
 from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.long.answer import Answer, Answers, Reader, When
 from quantkit.evaluate.long.generated import by_step
-from quantkit.evaluate.long.hay import Filler, Hay, TextHay
+from quantkit.evaluate.long.haystack import Filler, Hay, TextHay
 from quantkit.evaluate.long.items import Item, make_items
 from quantkit.evaluate.long.journal import Journal
 from quantkit.evaluate.long.positions import by_position, edges_of

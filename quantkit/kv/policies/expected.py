@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.asked import SINKS
 from quantkit.kv.base import MOST, PAGE, Held, KVPolicy
 from quantkit.kv.policies.scores import best, places, tokens
+from quantkit.kv.query_window import SINKS
 
 
 class Expected(KVPolicy):

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MOST, Held, KVPolicy
-from quantkit.kv.pages import PAGE
+from quantkit.kv.page_pool import PAGE
 
 SUMMED = 256
 """Slots that attention on a CPU sums up before it adds them to others."""

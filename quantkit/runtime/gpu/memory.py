@@ -13,7 +13,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import LanguageModel
-from quantkit.runtime.gpu import products
+from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.tables import table_bytes
 from quantkit.units import human_bytes
 
@@ -32,10 +32,10 @@ PACKING = 6
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
                  device: torch.device) -> int:
     """What all weights take on the device in the kernels' order."""
-    found = sum(products.packed_bytes(one, dtype, device) for one in quantized.values())
+    found = sum(linears.packed_bytes(one, dtype, device) for one in quantized.values())
     for name, shape in tensor_shapes(config).items():
         if name.removesuffix(".weight") not in quantized:
-            rows = -(-shape[0] // products.ROWS) * products.ROWS if len(shape) > 1 else shape[0]
+            rows = -(-shape[0] // linears.ROWS) * linears.ROWS if len(shape) > 1 else shape[0]
             found += rows * math.prod(shape[1:]) * dtype.itemsize
     return found
 

@@ -14,19 +14,19 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
+from quantkit.kv import attention_scores
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv import watch
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import gpu
-from quantkit.runtime.gpu import products
+from quantkit.runtime.chunks import Piece, joined, only, padded, picked, pieces_of
+from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, Graphs
 from quantkit.runtime.gpu.memory import MOST_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
-from quantkit.runtime.pieces import Piece, joined, only, padded, picked, pieces_of
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
             config.head_dim, config.num_heads // config.num_kv_heads)) is not None:
         return reason
     for name, weight in quantized.items():
-        if (reason := products.declines(weight, dtype, device)) is not None:
+        if (reason := linears.declines(weight, dtype, device)) is not None:
             return f"{name} {reason}"
     return None
 
@@ -129,7 +129,7 @@ class _Running:
         for layer, q in enumerate(kept):
             if self._cache.policies[layer].listens(batch.phase):
                 for held, one in zip(part.sequences, q.split(counts)):
-                    watch.put(self._cache, layer, held.layers[layer], one.transpose(0, 1))
+                    attention_scores.put(self._cache, layer, held.layers[layer], one.transpose(0, 1))
         return x
 
 

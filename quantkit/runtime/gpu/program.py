@@ -15,11 +15,11 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
 from quantkit.ops.activation import softcapped
 from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.device_weight import Placed
 from quantkit.ops.embedding import Table, embed
-from quantkit.ops.placed import Placed
-from quantkit.ops.rotation import factors
-from quantkit.runtime.arguments import angles
-from quantkit.runtime.gpu.products import Joint, placed
+from quantkit.ops.hadamard import factors
+from quantkit.runtime.cpu.tables import angles
+from quantkit.runtime.gpu.linears import Joint, placed
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import Pages, Step, Tables

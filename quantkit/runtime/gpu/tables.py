@@ -11,8 +11,8 @@ import torch
 
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import Batch, KVCache
-from quantkit.kv.held import HeldSequence, Table
-from quantkit.kv.room import AHEAD
+from quantkit.kv.reservation import AHEAD
+from quantkit.kv.sequence import HeldSequence, Table
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.evaluate.long.hay import Filler
+from quantkit.evaluate.long.haystack import Filler
 from quantkit.evaluate.long.items import Item, make_items
 from quantkit.runtime import engine
 from quantkit.runtime.loader import LoadedModel, load

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.evaluate.long.answer import MORE, Reader, _begins
-from quantkit.evaluate.long.hay import Filler
+from quantkit.evaluate.long.haystack import Filler
 from quantkit.evaluate.long.items import make_items
 from quantkit.evaluate.scoring import Request, Scorer
 from quantkit.kv.cache import KVCache

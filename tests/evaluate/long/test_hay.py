@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quantkit.errors import UsageError
-from quantkit.evaluate.long.hay import LONGEST, Filler, TextHay, bale
+from quantkit.evaluate.long.haystack import LONGEST, Filler, TextHay, bale
 
 STORY = " ".join(f"This is sentence number {index}, no more and no less." for index in range(400))
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from quantkit.errors import SourceError, UsageError
-from quantkit.evaluate.long.hay import Filler
+from quantkit.evaluate.long.haystack import Filler
 from quantkit.evaluate.long.items import depths_of, make_items
 from quantkit.evaluate.long.tasks import CHAINS, HOPS, KEYS, TASKS
 

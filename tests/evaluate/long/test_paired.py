@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from quantkit.evaluate.long.paired import Pair, compare, mcnemar
+from quantkit.evaluate.long.paired_test import Pair, compare, mcnemar
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (1, 0), (0, 4), (5, 0), (6, 1), (3, 3), (2, 9)])

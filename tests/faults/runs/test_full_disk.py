@@ -16,7 +16,7 @@ import pytest
 
 from quantkit.checkpoint import durable
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.plan import make_plan
+from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.base import open_source

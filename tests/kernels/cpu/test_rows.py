@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit_kernels.cpu import reference, rotation
+from quantkit_kernels.cpu import hadamard, reference
 from quantkit_kernels.cpu.matmul import SUB
 from quantkit_kernels.cpu.program import Program
 from quantkit_kernels.cpu.rows import LEVELS, NormAdd, Rows
@@ -174,14 +174,14 @@ def test_the_references_fma_rounds_once():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rotated_rows_have_the_bits_of_the_reference(isa, leave, same, room, source, width, family):
     padded = -(-width // SUB) * SUB
-    count, _ = rotation.parts(width)
+    count, _ = hadamard.parts(width)
     signs, mix = rows_of(1, width, 3)[0].sign(), rows_of(count, count, 4)
     x, second, weight = (torch.nn.functional.pad(one, (0, padded - width))
                          for one in (rows_of(2, width), rows_of(2, width, 1), rows_of(1, width, 2)))
     values = {"plain": {}, "norm": {"weight": weight[0], "eps": bits(1e-5)},
               "silu": {"second": second}}[source]
     found = leave(isa, Rows(source, family, width), x, size=width, signs=signs, mix=mix.flatten(),
-                  room=room(rotation.room_bytes(width), dtype=torch.uint8), **values)
+                  room=room(hadamard.room_bytes(width), dtype=torch.uint8), **values)
     own = x[:, :width].numpy()
     expected = {"plain": lambda: own,
                 "norm": lambda: reference.norm(own, weight[0, :width].numpy(), 1e-5),

@@ -10,7 +10,7 @@ from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 from quantkit.models.layers import Step
 from quantkit.ops.cpu_linear import PLAIN
-from quantkit.ops.rotation import factors
+from quantkit.ops.hadamard import factors
 from quantkit_kernels.cpu import attention, kv_pages, kv_write
 from quantkit_kernels.cpu.kv_codecs import PARTS
 from quantkit_kernels.cpu.program import Program

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.kv.codecs.kivi import Grid
 from quantkit.kv.codecs.rotation import CURVES, Turned, levels
-from quantkit.ops.rotation import rotate, unrotate
+from quantkit.ops.hadamard import rotate, unrotate
 from quantkit_kernels.cpu import kv_codecs
 
 BEST = {2: 0.1175, 3: 0.03454, 4: 0.009497}

@@ -1,0 +1,93 @@
+"""A model's name → the weights × KV settings that there are to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.open import open_model
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.fit.losses import losses
+from quantkit.fit.weights import KEPT, Weights, by_recipe, kept, of_checkpoint
+from quantkit.kv.cache import KVCache
+from quantkit.kvspec import parse_kv
+from quantkit.recipe import list_recipes, load_recipe
+from quantkit.sources.base import ModelSource
+from quantkit.spec import KVSpec
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What there is to choose from.
+
+    Attributes:
+        pairs: weights and a KV setting.
+        left_out: recipes and settings that don't fit this model, and why.
+    """
+
+    pairs: tuple[tuple[Weights, KVSpec], ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (),
+               settings: Sequence[str] = ()) -> Candidates:
+    """Everything that can be named and was measured, or what is given.
+
+    Args:
+        uri: a checkpoint, whose weights are what they are, or anything that a source takes.
+        revision: of a model on the hub.
+        recipes: names or files; ``none`` leaves the weights as they are. Without any: all that can be named.
+        settings: as for ``--kv``. Without any: those whose loss was measured, none of which drops anything;
+            for a recipe that has a setting of its own, that one.
+
+    Raises:
+        UsageError: recipes for a checkpoint, or one that leaves a choice to a budget.
+        QuantkitError: the model isn't there or isn't known; what is given doesn't exist or doesn't fit.
+    """
+    given = [parse_kv(text) for text in settings]
+    found, left_out = open_model(uri, revision), dict[str, str]()
+    try:
+        if isinstance(found, Checkpoint | ForeignCheckpoint):
+            if recipes:
+                raise UsageError(f"{uri} is quantized already", why="a recipe is for weights as they were",
+                                 next="leave out --recipe, or name the original")
+            weights = [of_checkpoint(found)]
+        elif recipes:
+            weights = [_named(name, found, uri) for name in dict.fromkeys(recipes)]
+        else:
+            weights = _all(found, left_out)
+    finally:
+        found.close()
+    if not given:
+        for text in losses().kv:
+            spec = parse_kv(text)
+            try:
+                KVCache(weights[0].config, spec, weights[0].dtype, "meta")
+                given.append(spec)
+            except UsageError as error:
+                left_out[text] = error.why or error.what
+    pairs = [(one, kv) for one in weights
+             for kv in (given if settings or one.kv is None else [parse_kv(one.kv)])]
+    return Candidates(tuple(pairs), left_out)
+
+
+def _named(name: str, source: ModelSource, uri: str) -> Weights:
+    if name == KEPT:
+        return kept(source)
+    if load_recipe(name).candidates:
+        raise UsageError(f"recipe {name!r} leaves a choice", why="its widths follow from a budget",
+                         next=f"quantkit quantize {uri} --recipe {name} --budget 4.25bpw --dry-run")
+    return by_recipe(name, source)
+
+
+def _all(source: ModelSource, left_out: dict[str, str]) -> list[Weights]:
+    found = [kept(source)]
+    for info in list_recipes():
+        try:
+            if not load_recipe(info.name).candidates:
+                found.append(by_recipe(info.name, source))
+        except QuantkitError as error:
+            left_out[info.name] = error.what
+    return found

@@ -1,0 +1,224 @@
+"""Ways to have a model's weights, and what each takes when it runs: no weight is read.
+
+What kernels hold isn't what files hold (2- and 3-bit integers are multiplied from 4 bits), so a few rows of
+every kind of layer are packed by the kernel that would run it, and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quantkit.checkpoint.manifest import LayerRow
+from quantkit.checkpoint.open import AnyCheckpoint
+from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.dtypes import FLOATS, dtype_name
+from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
+from quantkit.models.config import ModelConfig
+from quantkit.models.loadable import dtype_of
+from quantkit.ops import cpu_linear
+from quantkit.ops.cpu_linear import CpuKernel, Packed
+from quantkit.ops.dispatch import choose
+from quantkit.ops.linear import query_for
+from quantkit.planning.plan import make_plan, with_own_head
+from quantkit.plugins import registry
+from quantkit.recipe import load_recipe
+from quantkit.runtime.cpu.model import declines
+from quantkit.runtime.loader import label_of
+from quantkit.sources.base import ModelSource
+from quantkit.spec import QuantSpec
+from quantkit.transforms.apply import transformed
+
+KEPT = "none"
+"""What the weights are called that stay as they are, as in ``--kv none``."""
+ROWS = 64
+"""Of a layer that are packed for counting: whole stripes, and whole rings of a trellis."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One Linear, or the embedding, in memory.
+
+    Attributes:
+        row: what it is.
+        bytes: all that is held for it.
+        read: bytes of these that a product reads.
+        packed: a few of its rows as a CPU kernel reads them, if one does; ``shape`` is the whole layer's.
+    """
+
+    row: LayerRow
+    bytes: int
+    read: int
+    packed: Packed | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.row.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """One way to have a model's weights.
+
+    Attributes:
+        name: the recipe's, :data:`KEPT`, or what was done to a checkpoint.
+        description: the recipe's.
+        config: of the model, as it is then: its head may have become one of its own.
+        dtype: of activations and plain weights.
+        file_bytes: of all stored tensors.
+        layers: the embedding, if a product reads it or it is quantized, and every Linear and head.
+        other_bytes: held beside these: a looked-up embedding, norms, biases.
+        unfused: why the model isn't run as one program on a CPU; ``None`` if it is.
+        recipe: what ``--recipe`` must say to make them; ``None``: nothing has to be made.
+        kv: the recipe's own KV setting.
+    """
+
+    name: str
+    description: str
+    config: ModelConfig
+    dtype: torch.dtype
+    file_bytes: int
+    layers: tuple[Held, ...] = field(repr=False)
+    other_bytes: int
+    unfused: str | None = None
+    recipe: str | None = None
+    kv: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights in memory."""
+        return self.other_bytes + sum(one.bytes for one in self.layers)
+
+    @property
+    def multiplied(self) -> tuple[Held, ...]:
+        """What a decode step multiplies by: Linears and the head, which may be the embedding."""
+        tied = self.config.tie_word_embeddings
+        return tuple(one for one in self.layers if tied or one.name != EMBEDDING)
+
+    def read_bytes(self, batch: int) -> float:
+        """Bytes that a decode step of so many tokens reads; of experts, those that as many tokens reach if
+        a router chooses evenly."""
+        return sum(one.read * self._reached(one, batch) for one in self.multiplied)
+
+    def multiplications(self) -> float:
+        """Of one token, attention aside."""
+        return sum(math.prod(one.shape) * self._reached(one, 1) for one in self.multiplied)
+
+    def sample(self, rows: int) -> Packed:
+        """So many rows of the largest layer as a CPU kernel multiplies them; in bfloat16 if none does."""
+        row = max(self.multiplied, key=lambda one: one.read).row
+        kind = row.format, row.spec, row.shape[1]
+        packed = _packed(*kind, row.dtype, self.dtype, rows)
+        return packed or cpu_linear.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
+
+    def _reached(self, one: Held, tokens: int) -> float:
+        experts = self.config.experts
+        if experts is None or ".experts." not in one.name:
+            return 1.0
+        return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
+
+
+def kept(source: ModelSource) -> Weights:
+    """The model as it is, in the dtype that it is run in.
+
+    Raises:
+        QuantkitError: it isn't known, or has a dtype that isn't.
+    """
+    config, dtype = parse_config(source.config()), dtype_of(source.config(), "auto")
+    name = dtype_name(dtype)
+    rows = [LayerRow(name=slot.name, shape=(slot.out_features, slot.in_features), dtype=name,
+                     bits=8.0 * dtype.itemsize, bytes=slot.out_features * slot.in_features * dtype.itemsize)
+            for slot in linear_slots(config)]
+    total = dtype.itemsize * sum(map(math.prod, tensor_shapes(config).values()))
+    return _weights(KEPT, f"as they are, in {name}", config, dtype, rows,
+                    total - sum(row.bytes for row in rows),
+                    sum(info.nbytes for info in source.tensors().values()))
+
+
+def by_recipe(name: str, source: ModelSource) -> Weights:
+    """What a recipe, named or a file, would make.
+
+    Raises:
+        QuantkitError: there is none, it doesn't fit the model, or it leaves a choice to a budget.
+    """
+    recipe = load_recipe(name)
+    seen = with_own_head(recipe, transformed(recipe.transforms, source))
+    plan = make_plan(recipe, seen)
+    rows = [LayerRow.of(row) for row in plan.rows]
+    made = _weights(recipe.name, recipe.description, parse_config(seen.config()),
+                    dtype_of(seen.config(), "auto"), rows, plan.other_bytes, plan.disk_bytes)
+    return dataclasses.replace(made, recipe=name, kv=recipe.kv)
+
+
+def of_checkpoint(checkpoint: AnyCheckpoint) -> Weights:
+    """Those of a checkpoint; called as the recipe that made it, or after what was done.
+
+    Raises:
+        QuantkitError: the model isn't known, or has a dtype that isn't.
+    """
+    manifest = checkpoint.manifest
+    label = str(manifest.recipe["name"]) if manifest else label_of(checkpoint.layers)
+    config = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
+    rows, total = checkpoint.layers, sum(info.nbytes for info in checkpoint.infos.values())
+    return _weights(label, "as the checkpoint has them", parse_config(config), dtype_of(config, "auto"), rows,
+                    total - sum(row.bytes for row in rows), checkpoint.file_bytes)
+
+
+def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtype, rows: Sequence[LayerRow],
+             other: int, file_bytes: int) -> Weights:
+    rows = list(rows)
+    if config.tie_word_embeddings and all(row.name != EMBEDDING for row in rows):
+        # the head is the embedding, which is one of the other tensors
+        size = config.vocab_size * config.hidden_size * dtype.itemsize
+        rows.insert(0, LayerRow(name=EMBEDDING, shape=(config.vocab_size, config.hidden_size), bytes=size,
+                                dtype=dtype_name(dtype), bits=8.0 * dtype.itemsize))
+        other -= size
+    samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
+    reason = declines(config, dtype, torch.device("cpu"),
+                      {name: one for name, one in samples.items() if one is not None})
+    kernels = cpu_linear.unavailable() is None
+    layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
+              for row in rows]
+    return Weights(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
+
+
+def _held(row: LayerRow, packed: Packed | None) -> Held:
+    """A layer in memory: packed, or as it is stored if no kernel of ours multiplies it."""
+    if packed is None:
+        return Held(row, row.bytes, row.bytes)
+    whole = dataclasses.replace(packed, shape=row.shape)
+    size = packed.nbytes // packed.stripes * whole.stripes
+    return Held(row, size, size, whole)
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str, dtype: torch.dtype,
+            rows: int = ROWS) -> Packed | None:
+    sample = _sample(form, spec, columns, stored, rows)
+    if sample is None:
+        return cpu_linear.pack_plain(torch.zeros(rows, columns, dtype=dtype))
+    kernel = choose(query_for(sample, dtype, torch.device("cpu"), "decode")).kernel
+    return kernel.prepare(sample) if isinstance(kernel, CpuKernel) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
+            rows: int = ROWS) -> QuantizedTensor | None:
+    """A few rows of such a layer, of level 0 and scale 1; ``None`` of a plain one."""
+    if form is None or spec is None:
+        return None
+    shape = (rows, columns)
+    scales = spec.scale_shape(shape)
+    zero = torch.zeros(scales, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
+    codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero)
+    made: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
+    return made

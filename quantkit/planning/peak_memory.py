@@ -1,0 +1,161 @@
+"""How much memory a quantization will need, before it is begun."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quantkit.methods.gptq import TOGETHER
+from quantkit.methods.parts import rows_at_once
+from quantkit.models.architecture import EMBEDDING
+from quantkit.models.config import ModelConfig
+from quantkit.planning.layers import together
+from quantkit.sources.base import TensorInfo
+from quantkit.spec import CalibrationSpec
+
+if TYPE_CHECKING:
+    from quantkit.planning.layers import PlanRow
+
+RUNTIME_BYTES = 320 * 2**20
+"""Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
+BATCH = 1 << 22
+"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
+BATCH_TOKENS = 4096
+"""Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
+BACKWARD_TOKENS = 2048
+"""Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
+BACKWARD_LOGITS = 1 << 23
+"""Logits in memory at a time, at least: so many floats, 32 MiB, the allocator gives back to the system when
+they are freed. Of fewer it keeps a growing heap."""
+WRITTEN = 32
+"""Calibration windows that a model writes at a time, where it writes them itself."""
+STATES_IN_MEMORY = 1 << 30
+"""Bytes of hidden states above which those between two layers are on disk."""
+
+
+def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:
+    """The most that is on disk while tokens get an importance: what enters each layer and the head, float32
+    ``[tokens, hidden]``, and the gradients behind the layer that the backward walk has come to and before it;
+    a square for each token, and each Linear that is wanted or the head."""
+    return 4 * tokens * ((config.num_layers + 2) * config.hidden_size + linears + 1)
+
+
+def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpec | None, weighed: bool,
+               config: ModelConfig, other: tuple[str, ...], infos: Mapping[str, TensorInfo],
+               changed: bool = False) -> int:
+    """What :func:`~quantkit.planning.plan.make_plan` predicts.
+
+    ``RUNTIME + hidden states + the most of what happens``, in bytes. Hidden states, if a method needs
+    calibration, are ``samples · length · hidden · 4``, up to ``STATES_IN_MEMORY``. What happens:
+
+    - a *Linear is solved*: 11 for each weight (itself and its result in float32, and codes) or,
+      where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
+      weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
+      (``BATCH``) are one, with a second copy of the Hessians. Beside that are its unit's
+      stored results, and ``4 · in²`` for each input that layers share (for each Linear,
+      where tokens have an importance) and that this or a later one needs;
+    - a *layer is measured*: 4 for every weight of its Linears (float32), those Hessians, and the
+      activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
+      A transform that changes layers holds one in float32, beside that;
+    - the *embedding or the head*, if it is quantized: as it is stored before and after, its codes, and as
+      for a layer's Linear what a part of its rows takes (:mod:`~quantkit.methods.parts`);
+    - *another tensor* is copied, as it is stored; of the embeddings those that the text needs, in float32;
+    - where tokens get an importance, a layer is held with all that its backward pass needs, or the head with
+      some of its logits; all layers' inputs are on disk;
+    - a model that writes its calibration text is whole in memory before all that.
+
+    Where tensors are views of files, what the system keeps of these in its cache isn't counted.
+
+    Args:
+        rows: the plan's.
+        needs: names of the layers whose method needs statistics.
+        calibration: if any does.
+        weighed: tokens get an importance.
+        config: the model's.
+        other: names of the other stored tensors.
+        infos: of all tensors.
+        changed: a transform changes layers after their inputs were measured.
+    """
+    units: dict[int | None, list[PlanRow]] = defaultdict(list)
+    for row in rows:
+        units[row.layer].append(row)
+    kept = [f"{row.name}.weight" for row in rows if row.method is None]
+    largest = max((infos[name].nbytes for name in (*other, *kept)), default=0)
+    largest += max(sum(row.bytes_after for row in unit if row.method) for unit in units.values())
+    outside = units.pop(None, [])
+    for row in outside:
+        if row.spec is not None:
+            largest = max(largest, _outside(row, row.name in needs))
+    for unit in units.values():
+        whole = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
+        largest = max(largest, whole + _solving(unit, needs, weighed))
+    if calibration is None:
+        return RUNTIME_BYTES + largest
+    tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
+    between = min(4 * tokens * config.hidden_size, STATES_IN_MEMORY)
+    wide = config.intermediate_size
+    if config.experts is not None:
+        wide = max(wide, config.experts.chosen * config.experts.intermediate_size)
+    batch = 4 * min(tokens, max(BATCH_TOKENS, calibration.length)) * (6 * config.hidden_size + 4 * wide)
+    largest = max(largest, table + 4 * min(tokens, config.vocab_size) * config.hidden_size)
+    for unit in units.values():
+        if not needs.isdisjoint(row.name for row in unit):
+            weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
+            packed = sum(row.bytes_after for row in unit)
+            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs, weighed)))
+    solving = max(between + largest, _writing(rows, calibration, config))
+    if not weighed:
+        return RUNTIME_BYTES + solving
+    weighing = 4 * tokens * len(needs)
+    weights = max(4 * sum(row.shape[0] * row.shape[1] for row in unit) for unit in units.values())
+    batch = min(tokens, max(BACKWARD_TOKENS, calibration.length))
+    activations = 10 * config.hidden_size + 4 * wide + 3 * config.num_heads * calibration.length
+    logits = config.vocab_size * min(batch, -(-BACKWARD_LOGITS // config.vocab_size))
+    head = 4 * config.vocab_size * config.hidden_size
+    backward = max(weights + 4 * activations * batch, table + head + 24 * logits)
+    return RUNTIME_BYTES + weighing + max(solving, backward)
+
+
+def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
+    """While a unit's Linears are solved, some that are alike at a time."""
+    most = packed = 0
+    groups = together(unit, needs, BATCH)
+    left = [row for group in groups for row in group]
+    for group in groups:
+        row, count = group[0], len(group)
+        weights, form = count * row.shape[0] * row.shape[1], count * row.shape[1] ** 2
+        packed += sum(one.bytes_after for one in group)
+        working = 11 * weights
+        if row.name in needs:
+            copies = 4 * form * (1 if count == 1 else 2)
+            working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
+        if row.spec and row.spec.rotation:
+            working += 4 * weights + (8 * form if row.name in needs else 0)
+        most = max(most, packed + working + _hessians(left, needs, apart))
+        left = left[count:]
+    return most
+
+
+def _hessians(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
+    """Of those layers of a unit that need one; each its own or shared."""
+    return sum({row.name if apart else row.shares: 4 * row.shape[1] ** 2
+                for row in unit if row.name in needs}.values())
+
+
+def _outside(row: PlanRow, calibrated: bool) -> int:
+    """The embedding or the head while it is solved: rows are, a part at a time."""
+    assert row.spec is not None
+    rows, columns = row.shape
+    part = rows_at_once(row.spec, row.shape)
+    hessian = 4 * columns**2 + 8 * (part + columns) * columns if calibrated else 0
+    return row.bytes_before + row.bytes_after + rows * columns + 12 * part * columns + hessian
+
+
+def _writing(rows: list[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:
+    """While a model writes its calibration text: all of it in float32, and keys and values of the windows."""
+    if calibration.text != "self":
+        return 0
+    values = sum(row.shape[0] * row.shape[1] for row in rows) + 2 * config.vocab_size * config.hidden_size
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return 4 * (values + token * min(calibration.samples, WRITTEN) * calibration.length)

@@ -1,0 +1,246 @@
+"""A recipe resolved against one model: a row a layer, with exact bytes and predicted peaks.
+
+Everything that could fail later because of a spec, an option or a shape fails here, before any work
+and for all layers at once. :func:`make_plan` reads no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from quantkit.errors import RecipeError
+from quantkit.kv.build import build_codings, build_policy
+from quantkit.kvspec import parse_kv
+from quantkit.models.architecture import (
+    EMBEDDING,
+    HEAD,
+    all_slots,
+    linear_slots,
+    parse_config,
+)
+from quantkit.models.loadable import check_loadable
+from quantkit.planning.layers import PlanRow, Refusal, Resolver, assign
+from quantkit.planning.peak_memory import STATES_IN_MEMORY, peak_bytes, walks_bytes
+from quantkit.plugins import registry
+from quantkit.recipe import Recipe, Rule
+from quantkit.sources.base import ModelSource
+from quantkit.sources.untied import Untied
+from quantkit.spec import CalibrationSpec
+from quantkit.transforms.apply import resolve
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe × a model.
+
+    Attributes:
+        recipe: as given; if a method needs calibration that the recipe doesn't describe, with
+            the default :class:`~quantkit.spec.CalibrationSpec` filled in.
+        rows: one a Linear, in the model's order; the embedding's comes first, if it is quantized.
+        other_bytes: of all other stored tensors (an embedding that stays as it is, norms, biases).
+        peak_bytes: predicted resident memory, see :func:`make_plan`.
+        disk_bytes: predicted size of the checkpoint's tensors.
+        walks_bytes: on disk while tokens get an importance, if they do.
+        between_bytes: of the hidden states between two layers, if anything is calibrated.
+        other: names of the other stored tensors, in order.
+    """
+
+    recipe: Recipe
+    rows: tuple[PlanRow, ...]
+    other_bytes: int
+    peak_bytes: int
+    disk_bytes: int
+    walks_bytes: int = 0
+    between_bytes: int = 0
+    other: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of all Linears over their parameters; a kept bf16 layer counts as 16. The embedding
+        isn't counted, quantized or not."""
+        rows = [row for row in self.rows if row.name != EMBEDDING]
+        weights = sum(row.shape[0] * row.shape[1] for row in rows)
+        return 8 * sum(row.bytes_after for row in rows) / weights if weights else 0.0
+
+    @property
+    def linears(self) -> int:
+        """How many Linears there are."""
+        return sum(row.name != EMBEDDING for row in self.rows)
+
+    @property
+    def needed_disk_bytes(self) -> int:
+        """Free space that a run needs: for the walks that weigh tokens, or for finished layers, the
+        checkpoint and the states between two layers."""
+        return max(2 * self.disk_bytes + max(0, self.between_bytes - STATES_IN_MEMORY), self.walks_bytes)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any layer's method, or a transform, needs statistics of its inputs."""
+        return bool(self.measured)
+
+    @property
+    def measured(self) -> dict[str, frozenset[str]]:
+        """The layers whose inputs are measured, by name, and which statistics are wanted of them."""
+        return _measured(self.recipe, self.rows)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether tokens get an importance: the recipe asks for it, and somebody wants Hessians."""
+        spec = self.recipe.calibration
+        return spec is not None and spec.importance == "gradient" and any(
+            "hessian" in needs for needs in self.measured.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {"recipe": self.recipe.snapshot(), "rows": [row.to_dict() for row in self.rows],
+                "other_bytes": self.other_bytes, "peak_bytes": self.peak_bytes,
+                "disk_bytes": self.disk_bytes, "needed_disk_bytes": self.needed_disk_bytes,
+                "bits_per_weight": self.bits_per_weight}
+
+
+def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
+    """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
+    embedding, the model with a head of its own, whatever becomes of the embedding."""
+    tied = parse_config(source.config()).tie_word_embeddings
+    return Untied(source) if tied and any(r.match == HEAD and r.method for r in recipe.rules) else source
+
+
+def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
+    """Resolve ``recipe`` against the model of ``source``.
+
+    Raises:
+        RecipeError: a rule matches no layer, or any layer is refused; the first five refusals are
+            shown with their remedies, and the count.
+        UsageError: the recipe's KV setting can't be read.
+        SourceError, UnsupportedModelError: the model couldn't be loaded, see
+            :func:`~quantkit.models.loadable.check_loadable`; so its checkpoint couldn't be either.
+    """
+    if recipe.candidates:
+        raise RecipeError(f"recipe {recipe.name!r} leaves a choice",
+                          why=f"its {len(recipe.candidates)} candidates are for a budget to choose from",
+                          next="--budget 4.25bpw, or a size such as --budget 5GB")
+    _check_kv(recipe)
+    infos = source.tensors()
+    config = check_loadable(source.uri, source.config(), infos, source.side_files()).config
+    slots = all_slots(config)
+    chosen = assign(recipe, slots)
+    if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
+        slots, chosen = slots[1:], chosen[1:]
+    resolver = Resolver(recipe)
+    rows, refused = [], []
+    for slot, index in zip(slots, chosen, strict=True):
+        try:
+            rows.append(resolver.row(slot, index, infos))
+        except Refusal as refusal:
+            refused.append((slot.name, str(refusal)))
+    if refused:
+        raise _unfit(recipe, source.uri, refused, len(slots))
+    _check_alone(recipe, rows, resolver)
+    _check_transforms(recipe, rows)
+    linear = {f"{slot.name}.weight" for slot in slots}
+    if config.tie_word_embeddings:
+        linear.add(f"{HEAD}.weight")  # the embedding matrix itself; some files repeat it
+    other = tuple(name for name in infos if name not in linear)
+    other_bytes = sum(infos[name].nbytes for name in other)
+    needs = _measured(recipe, rows)
+    if needs and recipe.calibration is None:
+        recipe = recipe.model_copy(update={"calibration": CalibrationSpec()})
+    disk = other_bytes + sum(row.bytes_after for row in rows)
+    calibration = recipe.calibration if needs else None
+    walks = between = 0
+    forms = {name for name, wanted in needs.items() if "hessian" in wanted}
+    if calibration is not None:
+        between = calibration.samples * calibration.length * config.hidden_size * 4
+        if calibration.importance == "gradient" and forms:
+            walks = walks_bytes(config, calibration.samples * calibration.length, len(forms))
+    changed = any(transform.layer for transform, _ in resolve(recipe.transforms))
+    peak = peak_bytes(rows, forms, calibration, walks > 0, config, other, infos, changed)
+    return Plan(recipe, tuple(rows), other_bytes, peak, disk, walks, between, other)
+
+
+def _measured(recipe: Recipe, rows: Iterable[PlanRow]) -> dict[str, frozenset[str]]:
+    methods, every = registry("methods"), frozenset[str]()
+    for transform, _ in resolve(recipe.transforms):
+        every |= transform.needs
+    wanted = {row.name: methods.get(row.method).needs | (every if row.layer is not None else frozenset())
+              for row in rows if row.method}
+    return {name: needs for name, needs in wanted.items() if needs}
+
+
+def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, PlanRow]]:
+    """What each candidate would make of each Linear that no rule takes: by full name, then by the candidate's
+    number, those that fit.
+
+    Raises:
+        RecipeError: no candidate fits some layer.
+    """
+    slots, infos = linear_slots(parse_config(source.config())), source.tensors()
+    rules = tuple(Rule(match="*", **dict(one)) for one in recipe.candidates)
+    resolver = Resolver(recipe.model_copy(update={"rules": rules}))
+    found: dict[str, dict[int, PlanRow]] = {}
+    refused = []
+    for slot in slots:
+        if any(rule.matches(slot.name) for rule in recipe.rules):
+            continue
+        rows, whys = {}, []
+        for index in range(len(rules)):
+            try:
+                rows[index] = resolver.row(slot, index, infos)
+            except Refusal as refusal:
+                whys.append(f"{recipe.candidates[index].label()}: {refusal}")
+        found[slot.name] = rows
+        if not rows:
+            refused.append((slot.name, "no candidate fits: " + "; ".join(whys)))
+    if refused:
+        raise _unfit(recipe, source.uri, refused, len(slots))
+    return found
+
+
+def _check_kv(recipe: Recipe) -> None:
+    """Raise UsageError if the KV setting can't be read, or names what isn't installed."""
+    if recipe.kv is not None:
+        spec = parse_kv(recipe.kv)
+        build_policy(spec)
+        build_codings(spec)
+
+
+def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: Resolver) -> None:
+    """RecipeError if a layer's format wants all others to be like it, and one isn't."""
+    packed = [row for row in rows if row.spec is not None]
+    for row in packed:
+        if not getattr(resolver.formats.get(cast(str, row.format)), "alone", False):
+            continue
+        other = next((o for o in packed if (o.format, o.spec, o.dtype) != (row.format, row.spec, row.dtype)),
+                     None)
+        if other is not None:
+            said = [f"{one.name}: {one.format} {one.spec.label()}" for one in (row, other) if one.spec]
+            raise RecipeError(f"recipe {recipe.name!r} makes what no quantization_config can say",
+                              why=f"format {row.format} has place for one spec, and here are two:\n"
+                                  + "\n".join(said),
+                              next=f"give every rule format {row.format} and one spec (or method: null), "
+                                   "or leave out 'format': pack-quantized can say a mix of integers")
+
+
+def _check_transforms(recipe: Recipe, rows: list[PlanRow]) -> None:
+    """RecipeError if a transform has nothing to do for any of the layers."""
+    specs = dict.fromkeys(row.spec for row in rows if row.layer is not None and row.spec is not None)
+    for transform, _ in resolve(recipe.transforms):
+        whys = [transform.idle(spec) for spec in specs]
+        if whys and whys[0] is not None and None not in whys:
+            raise RecipeError(f"transform {transform.name} would change nothing", why=whys[0],
+                              next="leave it out of the recipe")
+
+
+def _unfit(recipe: Recipe, uri: str, refused: list[tuple[str, str]], total: int) -> RecipeError:
+    lines = [f"{name}: {why}" for name, why in refused[:SHOWN]]
+    if len(refused) > SHOWN:
+        lines.append(f"and {len(refused) - SHOWN} more")
+    return RecipeError(f"recipe {recipe.name!r} doesn't fit {uri}: "
+                       f"{len(refused)} of {total} layers are refused",
+                       why="\n".join(lines),
+                       next="change the recipe as said, or keep such layers with a rule "
+                            "{match: NAME, method: null} before the others")

@@ -1,0 +1,197 @@
+"""A model on the CPU as one program: a step is one call into machine code, whatever its number of tokens.
+
+Activations between operations are float32; products and attention are the kernels of
+``quantkit_kernels.cpu``. Decoding, prefill and scoring go through the same operations, each of which gives
+a row the same bits whatever other rows are there: so a request's tokens depend on nothing but the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.formats.base import QuantizedTensor
+from quantkit.kv.cache import Batch, KVCache
+from quantkit.models.config import ModelConfig
+from quantkit.models.decoder import CausalLM, KVCacheProtocol
+from quantkit.models.linear import Linear
+from quantkit.ops import cpu_linear
+from quantkit.ops.dispatch import DECODE_ROWS, Kernel, choose
+from quantkit.ops.linear import query_for
+from quantkit.runtime.chunks import joined, only, padded, picked, pieces_of
+from quantkit.runtime.cpu.buffers import MOST_ROWS, packed_of
+from quantkit.runtime.cpu.program import StepProgram
+from quantkit.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.kv_pages import Codecs
+
+SUBGROUP = 64
+"""Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
+
+
+def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+             quantized: Mapping[str, QuantizedTensor]) -> str | None:
+    """Why a model isn't run as a program; ``None`` if it is.
+
+    Args:
+        config: its shape.
+        dtype, device: of its plain weights.
+        quantized: its packed weights by name.
+    """
+    if device.type != "cpu":
+        return f"runs on cpu, not {device.type}"
+    if dtype not in cpu_linear.PLAIN:
+        return f"takes models in {_listed(cpu_linear.PLAIN)}, not {_listed([dtype])}"
+    if (reason := _other_maths(config)) is not None:
+        return reason
+    if (reason := cpu_linear.unavailable()) is not None:
+        return reason
+    from quantkit_kernels.cpu.hadamard import refuses as turning_refuses
+
+    for name, weight in quantized.items():
+        if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
+            return f"{name} is multiplied by {kernel.name}"
+        if weight.spec.rotation and (reason := turning_refuses(weight.shape[1])) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _other_maths(config: ModelConfig) -> str | None:
+    """What no kernel computes."""
+    has = {"mixtures of experts": config.experts is not None,
+           "scaled scores": config.attention_scale is not None,
+           "capped scores": config.attention_softcap is not None,
+           "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
+           "a rotation of parts of a head": config.rope.partial != 1.0}
+    if (found := next((what for what, asked in has.items() if asked), None)) is not None:
+        return f"has no kernel for {found}"
+    # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
+    if config.fused_projections and config.intermediate_size % SUBGROUP:
+        return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
+    return None
+
+
+def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> Kernel:
+    return choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+
+
+class FusedModel:
+    """The same calls as :class:`~quantkit.models.decoder.CausalLM`; logits and hidden states are float32.
+
+    Args:
+        model: its Linears and its head packed.
+
+    Attributes:
+        config, dtype, device: the model's.
+        decode_rows: sequences that decode side by side.
+    """
+
+    decode_rows = DECODE_ROWS
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model, self.config = model, model.config
+        self.dtype, self.device = model.dtype, model.device
+        self._programs: dict[Codecs, StepProgram] = {}
+        cpu_linear.pool()  # of as many threads as torch has now
+
+    def linears(self) -> dict[str, Linear]:
+        """As the model's."""
+        return self._model.linears()
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        held = {id(one.weight): packed_of(one).nbytes for one in (*self.linears().values(), self._model.head)}
+        return sum(held.values())
+
+    def declines(self, batch: Batch) -> str | None:
+        """Why a step over these sequences goes operation by operation instead."""
+        return cache_declines(batch.cache)
+
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """See :class:`~quantkit.models.decoder.LanguageModel`: operation by operation it isn't."""
+        return isinstance(cache, Batch) and self.declines(cache) is None
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.__call__`."""
+        batch = self._batch(ids, cache)
+        if batch is None:
+            return self._model(ids, positions, cache, last).float()
+        counts = batch.counts(ids.shape, positions)
+        program = self.program(codecs_of(batch.cache))
+        wanted = [range(count) for count in counts] if last is None else [
+            only(int(at), count) for at, count in zip(last, counts, strict=True)]
+        parts = [program.step(batch, ids, pieces, picked(pieces, wanted))
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
+        batch.finish(counts)
+        batch.done(self, ids, positions)
+        rows = joined(parts, self.config.vocab_size)
+        return rows if last is not None else padded(rows, counts, ids.shape[1])
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: KVCacheProtocol | None = None) -> torch.Tensor:
+        """See :meth:`CausalLM.hidden`."""
+        batch = self._batch(ids, cache)
+        if batch is None:
+            return self._model.hidden(ids, positions, cache).float()
+        counts = batch.counts(ids.shape, positions)
+        program = self.program(codecs_of(batch.cache))
+        parts = [program.run(batch, ids, pieces).clone()
+                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
+        batch.finish(counts)
+        batch.done(self, ids, positions)
+        return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`CausalLM.logits`."""
+        rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
+        flat = joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        return flat.reshape(*x.shape[:-1], self.config.vocab_size)
+
+    def program(self, codecs: Codecs | None) -> StepProgram:
+        """The program that reads these codecs of the cache, or any; made when it is first asked for."""
+        from quantkit_kernels.cpu.kv_pages import Codecs
+
+        found = codecs or next(iter(self._programs), Codecs("bf16", "bf16"))
+        if found not in self._programs:
+            with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
+                self._programs[found] = StepProgram(self._model, found)
+        return self._programs[found]
+
+    def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
+        """The sequences as rows of pages; ``None`` if the program can't run them."""
+        if cache is None:
+            own = KVCache(self.config, KVSpec(), self.dtype)
+            return own.batch([own.add() for _ in range(ids.shape[0])])
+        return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
+
+
+def cache_declines(cache: KVCache) -> str | None:
+    """Why a program doesn't read this cache; ``None`` if it does."""
+    from quantkit_kernels.cpu.kv_codecs import CODECS
+
+    if cache.dtype not in cpu_linear.PLAIN:
+        return f"reads pages in {_listed(cpu_linear.PLAIN)}, not {_listed([cache.dtype])}"
+    codecs = codecs_of(cache)
+    for codec in (codecs.keys, codecs.values):
+        if codec not in CODECS:
+            return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
+    return None
+
+
+def codecs_of(cache: KVCache) -> Codecs:
+    """A cache's, as kernels name them: what is stored as it was computed has the cache's dtype."""
+    from quantkit_kernels.cpu.kv_pages import Codecs
+
+    plain = cpu_linear.PLAIN[cache.dtype]
+    keys, values = (plain if one.name == "none" else one.name for one in (
+        cache.codings.keys, cache.codings.values))
+    return Codecs(keys, values, None if cache.stores[0].waiting is None else plain)

@@ -1,0 +1,206 @@
+"""Linears that see one input, as few products as their kernels allow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.models.linear import Linear
+from quantkit.ops.activation import gelu_tanh_mul, silu_mul
+from quantkit.ops.device_weight import Placed
+from quantkit.ops.dispatch import choose, codes_of
+from quantkit.ops.hadamard import factors
+from quantkit.ops.linear import query_for
+from quantkit.ops.triton_linear import TritonKernel
+from quantkit.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from quantkit_kernels.triton.levels import Levels
+    from quantkit_kernels.triton.packed import Packed
+
+ROWS = 128
+"""Rows of a tile: a weight's are filled up to whole ones."""
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+def declines(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no kernel of ours multiplies it there; ``None`` if one does."""
+    kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+    return None if isinstance(kernel, TritonKernel) else f"is multiplied by {kernel.name}"
+
+
+def packed_bytes(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> int:
+    """What a weight takes there in a kernel's order: as 128 rows of nothing do."""
+    kernel = choose(query_for(weight, dtype, device, "decode")).kernel
+    assert isinstance(kernel, TritonKernel)
+    rows, k = weight.shape
+    return -(-rows // ROWS) * _tile_bytes(kernel, weight.spec, k)
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
+    scale = torch.ones(spec.scale_shape((ROWS, k)))
+    zero = torch.zeros(scale.shape, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
+    return kernel.pack(Codes(spec, torch.zeros(ROWS, k, dtype=torch.uint8), scale, zero)).nbytes
+
+
+@dataclass(frozen=True)
+class Product:
+    """One weight on the device.
+
+    Attributes:
+        weight: in the tensor core's order.
+        bias: ``[n]``, or none.
+        rotation: of rows before, on the device: see :func:`quantkit.ops.hadamard.factors`.
+    """
+
+    weight: Packed
+    bias: torch.Tensor | None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor | Levels, **how: Any) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, n]``; ``how``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
+        from quantkit_kernels.triton.matmul import multiply
+
+        ready = self._prepared(x) if isinstance(x, torch.Tensor) else x
+        return multiply(ready, self.weight, bias=self.bias, **how)
+
+    @property
+    def takes(self) -> torch.dtype | None:
+        """Levels that whoever makes x may round it to; ``None``: x as it is."""
+        decoder = self.weight.decoder
+        return decoder.takes[0] if decoder.levels and self.rotation is None else None
+
+    def _prepared(self, x: torch.Tensor) -> torch.Tensor | Levels:
+        if self.rotation is not None:
+            from quantkit_kernels.triton.hadamard import rotate
+
+            x = rotate(x, *self.rotation)
+        if not self.weight.decoder.levels:
+            return x
+        from quantkit_kernels.triton.levels import quantize
+
+        return quantize(x, self.weight.decoder.takes[0])
+
+
+class Joint:
+    """Linears that see one input, side by side in one result.
+
+    Weights that are quantized alike become one; each is moved to the device when its turn comes.
+
+    Args:
+        linears: in the order of their results.
+        dtype: of activations.
+        device: where they are multiplied.
+        activation: of gate and up, the two Linears or the two halves of one: the result is then
+            ``activation(gate) · up``.
+
+    Attributes:
+        takes: levels that x may be rounded to before; ``None``: x as it is.
+        width: numbers in a row of the result.
+        nbytes: read by one call.
+    """
+
+    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
+                 activation: str | None = None) -> None:
+        self._activation = activation
+        groups = [list(linears)] if len({_kind(one) for one in linears}) == 1 else [[one] for one in linears]
+        self._gated = activation is not None and len(groups) == 1
+        self._parts: list[tuple[Product, int, int]] = []
+        start = 0
+        for group in groups:
+            size = sum(one.shape[0] for one in group)
+            self._parts.append((_product(group, dtype, device, self._gated), start, start + size))
+            start += size
+        self.takes = self._parts[0][0].takes if len(groups) == 1 else None
+        self.width = start if activation is None else start // 2
+        self._whole, self._dtype = start, dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(product.weight.nbytes for product, _, _ in self._parts)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[m]`` → those rows of the one weight, ``[m, k]``."""
+        from quantkit_kernels.triton.embedding import embed
+
+        return embed(ids, self._parts[0][0].weight, self._dtype)
+
+    def __call__(self, x: torch.Tensor | Levels, residual: torch.Tensor | None = None,
+                 out: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one, in ``out``; of a single weight
+        without activation only."""
+        if len(self._parts) == 1:
+            product = self._parts[0][0]
+            if self._gated:
+                return product(x, gated=self._activation)
+            found = product(x, residual=residual, out=out)
+        else:
+            assert isinstance(x, torch.Tensor) and residual is None and out is None
+            found = x.new_empty(x.shape[0], self._whole)
+            for product, start, end in self._parts:
+                product(x, out=found[:, start:end])
+        if self._activation is not None:
+            gate, up = found.chunk(2, 1)
+            return ACTIVATIONS[self._activation](gate.contiguous(), up)
+        return found
+
+
+def placed(linear: Linear, dtype: torch.dtype, device: torch.device) -> Placed:
+    """What is left of a Linear's weight when it is on the device."""
+    weight = linear.weight
+    name = "triton-w16a16"
+    if isinstance(weight, QuantizedTensor):
+        name = choose(query_for(weight, dtype, device, "decode")).kernel.name
+    return Placed(name, linear.shape)
+
+
+def _kind(linear: Linear) -> object:
+    """Linears of one kind can be one weight."""
+    weight = linear.weight
+    return weight.spec if isinstance(weight, QuantizedTensor) else None
+
+
+def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device, gated: bool) -> Product:
+    biases = [one.bias for one in linears]
+    bias = None
+    if any(one is not None for one in biases):
+        bias = torch.cat([torch.zeros(one.shape[0], dtype=dtype) if one.bias is None else one.bias.to(dtype)
+                          for one in linears]).to(device)
+    first = linears[0].weight
+    if isinstance(first, torch.Tensor):
+        from quantkit_kernels.triton import w16a16
+
+        whole = [one.weight.to(device, dtype) for one in linears if isinstance(one.weight, torch.Tensor)]
+        weight = w16a16.pack(whole[0] if len(whole) == 1 else torch.cat(whole), gated=gated)
+        return Product(weight, bias)
+    assert isinstance(first, QuantizedTensor)
+    kernel = choose(query_for(first, dtype, device, "decode")).kernel
+    assert isinstance(kernel, TritonKernel)
+    codes = _side_by_side([codes_of(one.weight.to(device)) for one in linears
+                           if isinstance(one.weight, QuantizedTensor)])
+    spec, rotation = first.spec, None
+    if spec.rotation:
+        signs, mix = factors(first.shape[1])
+        rotation = signs.to(device), mix.to(device)
+    return Product(kernel.pack(codes, gated=gated), bias, rotation)
+
+
+def _side_by_side(parts: Sequence[Codes]) -> Codes:
+    """Rows one after another; what all rows of one share is given to each."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def rows(one: Codes, part: torch.Tensor) -> torch.Tensor:
+        return part.expand(one.codes.shape[0], -1) if part.shape == (1, 1) else part
+
+    zero = None if parts[0].zero is None else torch.cat(
+        [rows(one, one.zero) for one in parts if one.zero is not None])
+    return Codes(parts[0].spec, torch.cat([one.codes for one in parts]),
+                 torch.cat([rows(one, one.scale) for one in parts]), zero)
+

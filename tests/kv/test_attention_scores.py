@@ -1,0 +1,128 @@
+"""What policies are told of queries, against its definition, however the text was cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantkit.kv import attention_scores
+from quantkit.models.layers import Step
+from quantkit.ops import hadamard
+from quantkit.ops.rope import rotate
+
+CUTS = st.lists(st.integers(1, 150), min_size=1, max_size=4)
+
+
+LONG = {"model_type": "phi3", "hidden_size": 128, "pad_token_id": 0,
+        "original_max_position_embeddings": 64, "max_position_embeddings": 1024, "rope_scaling": {
+            "type": "longrope", "short_factor": [1 + 0.1 * i for i in range(16)],
+            "long_factor": [2 + 0.5 * i for i in range(16)]}}
+YARN = {"max_position_embeddings": 1024, "rope_scaling": {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
+
+
+def rotation_of(one, number, positions, dtype=torch.float32):
+    """Of a sequence's positions, as long as it was announced to get."""
+    held = one.cache._sequences[number].layers[0]
+    return Step(one.config, positions, dtype, held).rotation(None)
+
+
+def fed(one, number, cuts, answers=()):
+    """Feeds a prompt in these pieces, then an answer: of each layer rotated queries, keys, plain queries."""
+    found = [[torch.zeros(n, 0, one.dim) for n in (4, 2, 4)] for _ in range(one.layers)]
+    steps = [(count, "prefill") for count in cuts[:-1]] + [(cuts[-1], "prefill_end")]
+    for count, phase in [*steps, *((count, "decode") for count in answers)]:
+        for layer, (q, k, _, positions, _) in enumerate(one.feed([number], [count], phase)):
+            cos, sin = rotation_of(one, number, positions, q.dtype)
+            new = rotate(q, cos, sin)[0], rotate(k, cos, sin)[0], q[0]
+            found[layer] = [torch.cat((old, x), 1) for old, x in zip(found[layer], new)]
+    return found
+
+
+def views(one, number):
+    held = one.cache._sequences[number].layers
+    return [attention_scores.view(one.cache, layer, held[layer]) for layer in range(one.layers)]
+
+
+def attention(q, k):
+    """float64 ``[H, T, T]``."""
+    scores = q.double() @ k.double().repeat_interleave(2, 0).mT / q.shape[-1]**0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=CUTS, answers=st.lists(st.integers(1, 9), max_size=8))
+def test_sums_are_of_all_queries(feeder, cuts, answers):
+    one = feeder("h2o(100000, interval=7)")
+    number = one.cache.add()
+    for (q, k, _), held in zip(fed(one, number, cuts, answers), views(one, number)):
+        wanted = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
+        assert torch.allclose(held.sums().double(), wanted, atol=1e-4)
+        assert held.prompt == sum(cuts) and held.seen == sum(cuts) + sum(answers)
+
+
+def test_sums_follow_what_stays(feeder):
+    one = feeder("h2o(50, recent=0.4)")
+    number = one.cache.add()
+    for layer, (q, k, _) in enumerate(fed(one, number, [130, 70])):
+        sums = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
+        kept = one.cache.positions(number, layer).long()
+        for head, row in enumerate(kept):
+            assert row[-20:].tolist() == list(range(180, 200))
+            assert sorted(sums[head, :180].topk(30).indices.tolist()) == row[:-20].tolist()
+        held = one.cache._sequences[number].layers[layer].sums
+        assert torch.allclose(held.double(), sums.gather(1, kept), atol=1e-4)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=CUTS, size=st.integers(1, 70))
+def test_weights_are_of_the_last_queries(feeder, cuts, size):
+    one = feeder(f"snapkv(100000, window={size})")
+    number = one.cache.add()
+    for (q, k, _), held in zip(fed(one, number, cuts), views(one, number)):
+        wanted = attention(q, k)[:, -size:].mean(1).unflatten(0, (2, 2)).mean(1)
+        assert torch.allclose(held.weights().double(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["none", "rotation(4)"])
+@pytest.mark.parametrize("cuts", [[5], [3, 60], [200, 1, 130]])
+@pytest.mark.parametrize(("keys", "extent"), [({}, 0), (YARN, 0), (LONG, 64), (LONG, 500)],
+                         ids=["plain", "yarn", "longrope short", "longrope long"])
+def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts, keys, extent):
+    one = feeder(f"expected(100000)+{codec}", **keys)
+    number, total = one.cache.add(extent), sum(cuts)
+    assert (one.config.rope.attention_factor != 1) == bool(keys), "or vectors keep their lengths"
+    for (_, _, plain), held in zip(fed(one, number, cuts), views(one, number)):
+        mean, covariance = held.future(20)
+        some = plain[:, 4:].double() / one.dim**0.5  # without the first, which are like no other
+        at = torch.arange(total, total + 20)[None]
+        cos, sin = (wave.double() for wave in rotation_of(one, number, at))
+        turn = torch.stack([rotate(torch.eye(one.dim, dtype=torch.float64)[None, None, [i]].expand(
+            1, 1, 20, -1), cos, sin)[0, 0].mean(0) for i in range(one.dim)])  # row i: what e_i becomes
+        centered = some - some.mean(1, keepdim=True)
+        wanted = some.mean(1) @ turn, turn.mT @ (centered.mT @ centered / some.shape[1]) @ turn
+        if codec != "none":
+            mixed = hadamard.rotate(torch.eye(one.dim)).double()
+            wanted = wanted[0] @ mixed, mixed.mT @ wanted[1] @ mixed
+        assert torch.allclose(mean.double(), wanted[0], atol=1e-5)
+        assert torch.allclose(covariance.double(), wanted[1], atol=1e-5)
+
+
+def test_nothing_is_kept_of_queries_that_nobody_will_ask(feeder):
+    for kv, phases in (("all", ()), ("window(8)", ()), ("snapkv(20)", ("prefill",)),
+                       ("h2o(20)", ("prefill", "decode")), ("expected(20)", ("prefill",))):
+        one = feeder(kv)
+        number = one.cache.add()
+        for count, phase in ((30, "prefill"), (30, "prefill_end"), (1, "decode")):
+            one.feed([number], [count], phase)
+            listens = phase.partition("_")[0] in phases
+            assert (one.cache._sequences[number].asked is not None) == listens, (kv, phase)
+            assert one.cache._sequences[number].watched_bytes > 0 or not listens
+        assert one.cache._sequences[number].watched_bytes == 0 or "decode" in phases
+        pages = sum(store.pages.used * store.pages.page_bytes for store in one.cache.stores)
+        assert one.cache.used_bytes - pages == one.cache._sequences[number].watched_bytes
+        one.cache.free([number])
+        assert one.cache.used_bytes == 0

@@ -1,0 +1,164 @@
+"""The allocator against a dictionary: what was written stays, numbers of moved pages are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.kv.page_pool import PAGE, Pages, slots_of
+
+LAYOUT = {"codes": ((4,), torch.int8), "scale": ((), torch.bfloat16), "pair": ((2, 3), torch.float32)}
+PAGE_BYTES = PAGE * (4 + 2 + 24)
+
+
+def write(pages, page, value):
+    """Every slot of a page says whose it is."""
+    slots = torch.tensor(slots_of([page], 0, PAGE))
+    pages.write(slots, {name: torch.full((PAGE, *shape), value, dtype=dtype)
+                        for name, (shape, dtype) in LAYOUT.items()})
+
+
+def content(pages, page):
+    found = {float(x) for name in LAYOUT for x in pages.read(name, torch.tensor([[page]])).unique()}
+    assert len(found) == 1, f"page {page} holds {found}"
+    return found.pop()
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.one_of(st.tuples(st.just("take"), st.integers(0, 9)),
+                          st.tuples(st.just("give"), st.integers(0, 12)),
+                          st.tuples(st.just("shrink"), st.just(0))), max_size=40), st.randoms())
+def test_random_taking_giving_and_shrinking(steps, random):
+    pages, owned, name = Pages(LAYOUT), {}, 0  # page → what was written there
+    for what, count in steps:
+        total = pages.allocated_bytes // PAGE_BYTES
+        if what == "take":
+            free = total - len(owned)
+            got = pages.take(count)
+            assert len(set(got)) == count and not owned.keys() & set(got)
+            if count <= free:
+                assert pages.allocated_bytes // PAGE_BYTES == total, "it grew for no reason"
+            else:
+                assert pages.allocated_bytes // PAGE_BYTES <= max(len(owned) + count, total + total // 8)
+                for page in got:
+                    if page >= total:
+                        assert content(pages, page) == 0, "new memory is not zero"
+            for page in got:
+                name = name % 100 + 1
+                write(pages, page, name)
+                owned[page] = name
+        elif what == "give":
+            gone = random.sample(sorted(owned), min(count, len(owned)))
+            pages.give(gone)
+            for page in gone:
+                del owned[page]
+        else:
+            moved = pages.shrink()
+            assert moved is None or moved
+            assert not (moved or {}).keys() - owned.keys(), "a free page moved"
+            owned = {(moved or {}).get(page, page): value for page, value in owned.items()}
+            after = pages.allocated_bytes // PAGE_BYTES
+            assert after == (len(owned) if (total - len(owned)) * 4 > total else total)
+        assert pages.used == len(owned)
+        assert all(0 <= page < pages.allocated_bytes // PAGE_BYTES for page in owned)
+        for page, value in owned.items():
+            assert content(pages, page) == value
+
+
+def test_the_lowest_pages_are_taken_first():
+    pages = Pages(LAYOUT)
+    assert pages.take(5) == [0, 1, 2, 3, 4]
+    pages.give([3, 1])
+    assert pages.take(2) == [1, 3]
+
+
+def test_bytes_are_those_of_the_tensors():
+    pages = Pages(LAYOUT)
+    assert (pages.allocated_bytes, pages.used, pages.page_bytes) == (0, 0, PAGE_BYTES)
+    pages.take(3)
+    assert pages.allocated_bytes == 3 * PAGE_BYTES == sum(p.nbytes for p in pages.parts.values())
+    assert {name: (p.shape, p.dtype) for name, p in pages.parts.items()} == {
+        name: (torch.Size((3, PAGE, *shape)), dtype) for name, (shape, dtype) in LAYOUT.items()}
+
+
+def test_growth_is_an_eighth_and_shrinking_waits_for_a_quarter():
+    pages = Pages(LAYOUT)
+    pages.take(80)
+    pages.take(1)
+    assert pages.allocated_bytes == 90 * PAGE_BYTES
+    pages.give(range(60, 73))
+    assert pages.used == 68 and pages.shrink() is None and pages.allocated_bytes == 90 * PAGE_BYTES
+    pages.give([73])
+    assert pages.shrink() == dict(zip(range(74, 81), range(60, 67), strict=True))
+    assert pages.allocated_bytes == 67 * PAGE_BYTES == 67 * pages.page_bytes
+    pages.give(range(67))
+    assert pages.shrink() is None and pages.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("operation", ["new_zeros", "clone"])
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacking):
+    """The allocator keeps its parts in step: all of them grow or shrink, or none."""
+    pages = Pages(LAYOUT)
+    for page in pages.take(8):
+        write(pages, page, page + 1)
+    pages.give([0, 1, 2])
+    made, allocate = [], getattr(torch.Tensor, operation)
+
+    def short(*arguments):
+        made.append(arguments)
+        if len(made) > lacking:
+            raise MemoryError
+        return allocate(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, operation, short)
+        with pytest.raises(MemoryError):
+            pages.take(9) if operation == "new_zeros" else pages.shrink()
+    assert pages.used == 5 and pages.allocated_bytes == 8 * PAGE_BYTES
+    assert [content(pages, page) for page in range(3, 8)] == [4, 5, 6, 7, 8]
+    assert pages.take(3) == [0, 1, 2] and pages.take(2) == [8, 9]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside):
+    with torch.inference_mode():
+        pages = Pages(LAYOUT)
+        for page in pages.take(8):
+            write(pages, page, page + 1)
+        pages.give([0, 1, 2])
+    with torch.inference_mode(inside):
+        moved = pages.shrink()
+    assert sorted(moved) == [5, 6, 7] and {content(pages, new) for new in moved.values()} == {6, 7, 8}
+
+
+def test_slots_of_pages():
+    assert slots_of([7, 2], 62, 4) == [7 * PAGE + 62, 7 * PAGE + 63, 2 * PAGE, 2 * PAGE + 1]
+    assert slots_of([7], 5, 0) == []
+
+
+def test_pages_in_a_row():
+    pages = Pages({"x": ((1,), torch.float32)})
+    pages.take(3)
+    pages.write(torch.arange(3 * PAGE), {"x": torch.arange(3.0 * PAGE)[:, None]})
+    got = pages.read("x", torch.tensor([[2, 0], [1, 1]]))
+    assert got.shape == (2, 2, PAGE, 1)
+    one = torch.arange(float(PAGE))
+    assert torch.equal(got.flatten(1), torch.stack((torch.cat((one + 2 * PAGE, one)),
+                                                 torch.cat((one + PAGE, one + PAGE)))))
+
+
+def test_what_a_page_holds_beside_its_slots_moves_with_it():
+    pages = Pages({"x": ((), torch.float32)}, shared={"scale": ((3,), torch.bfloat16)})
+    assert pages.take(6) == list(range(6)) and pages.page_bytes == PAGE * 4 + 3 * 2
+    values = {name: torch.arange(6.0)[:, None].expand(6, size) for name, size in (("x", PAGE), ("scale", 3))}
+    pages.fill(torch.arange(6), values)
+    pages.give([0, 1, 2, 4])
+    moved = pages.shrink()
+    assert moved == {3: 0, 5: 1}
+    table = torch.tensor([[0, 1]])
+    assert pages.read("x", table)[0, :, 7].tolist() == [3, 5]
+    found = pages.read("scale", table)
+    assert found.shape == (1, 2, 3) and found[0, :, 2].tolist() == [3, 5]

@@ -1,0 +1,181 @@
+"""One request: what a token's arrival shows, how it ends, and what its listener hears."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError, UsageError
+from quantkit.runtime.request import ROWS, ContextLengthError, Ticket, TokenInfo, check_request
+from quantkit.runtime.sampler import Sampling, choose
+
+
+def logits_for(token, size=300):
+    row = torch.zeros(size)
+    row[token] = 9.0
+    return row
+
+
+def encode(loaded, text):
+    return loaded.tokenizer.encode(text, special=False)
+
+
+def feed(loaded, ids, **options):
+    """A ticket through which these ids go; and all that was heard."""
+    heard = []
+    options = {"ignore_eos": True, "max_tokens": len(ids) + 5} | options
+    ticket = Ticket(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
+                    on_done=lambda ticket: heard.append(ticket.result.finish_reason))
+    for token in ids:
+        if not ticket.done:
+            ticket.push(token, logits_for(token))
+    return ticket, heard
+
+
+@pytest.mark.parametrize("text", ["the thing in the other", "naïve 😀 text", "日本語", "a"])
+def test_the_pieces_are_the_text_and_no_character_is_cut(loaded, text):
+    ids = encode(loaded, text)
+    ticket, heard = feed(loaded, ids, max_tokens=len(ids))
+    assert heard.pop() == "length" == ticket.result.finish_reason and ticket.done
+    assert [info.id for info in heard] == ids == ticket.result.token_ids
+    assert "".join(info.text for info in heard) == text == ticket.result.text
+    assert not any("\ufffd" in info.text for info in heard)
+
+
+def test_an_unfinished_character_comes_out_at_the_end(loaded):
+    ids = encode(loaded, "x😀")[:-1]
+    ticket, heard = feed(loaded, ids, max_tokens=len(ids))
+    assert ticket.result.text == loaded.tokenizer.decode(ids) == "".join(info.text for info in heard[:-1])
+    assert ticket.result.text.startswith("x") and "\ufffd" in ticket.result.text
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_text_before_the_end_token_is_flushed_with_it(loaded, cut):
+    ids = encode(loaded, "one 😀 two")[:cut]
+    ticket, heard = feed(loaded, [*ids, 3, 7], ignore_eos=False)
+    assert heard.pop() == "stop" == ticket.result.finish_reason
+    assert ticket.result.token_ids == [*ids, 3] and ticket.result.text == loaded.tokenizer.decode(ids)
+    assert "".join(info.text for info in heard) == ticket.result.text
+
+
+def test_an_end_token_that_is_ignored_goes_on(loaded):
+    ticket, _ = feed(loaded, [*encode(loaded, "a"), 3, *encode(loaded, "b")])
+    assert not ticket.done and ticket.result.text == "ab"
+
+
+@pytest.mark.parametrize(("stop", "shown"), [
+    (("e f",), "abc d"), (("abc",), ""), (("zzz", "f g"), "abc de "), (("g",), "abc de f "),
+    (("c d", "d"), "ab")])
+def test_a_stop_string(loaded, stop, shown):
+    ids = encode(loaded, "abc de f g h i")
+    ticket, heard = feed(loaded, ids, stop=stop)
+    assert heard.pop() == "stop_string" == ticket.result.finish_reason
+    assert ticket.result.text == shown == "".join(info.text for info in heard)
+    assert len(ticket.result.token_ids) < len(ids) and ids[:len(heard)] == ticket.result.token_ids
+
+
+def test_a_stop_string_with_the_last_token(loaded):
+    ids = encode(loaded, "abc d")
+    ticket, _ = feed(loaded, ids, stop=("c d",), max_tokens=len(ids))
+    assert (ticket.result.finish_reason, ticket.result.text) == ("stop_string", "ab")
+
+
+def test_what_may_be_a_stop_string_is_held_until_it_is_none(loaded):
+    ids = encode(loaded, "abc de")
+    ticket, heard = feed(loaded, ids, stop=("de never",))
+    assert ticket.result.text == "abc " and not ticket.done
+    ticket, heard = feed(loaded, ids, stop=("de never",), max_tokens=len(ids))
+    assert ticket.result.text == "abc de" == "".join(info.text for info in heard[:-1])
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 3])
+def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
+    heard = []
+    row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ticket = Ticket(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
+                                             repetition_penalty=2.0), logprobs, on_token=heard.append)
+    ticket.push(ticket.sampler(row, ticket.history), row)
+    (info,) = heard
+    want = row.float().log_softmax(-1)
+    if logprobs is None:
+        assert info.logprob is None and info.top == ()
+        return
+    assert info.logprob == float(want[info.id])
+    best = want.topk(logprobs)
+    assert info.top == tuple(zip(best.indices.tolist(), best.values.tolist()))
+
+
+@pytest.mark.parametrize("chunks", [[200], [1, 199], [ROWS, ROWS, 72], [65, 64, 63, 8], [1] * 200])
+def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
+    random = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, 300, (200,), generator=random).tolist()
+    logits = torch.randn(200, 300, generator=random)
+    want = logits.log_softmax(-1)
+    ticket = Ticket(0, loaded, prompt, Sampling(), 2, echo=True)
+    assert ticket.wants_prompt_logprobs
+    for count in chunks:
+        ticket.fed += count
+        ticket.see_prompt(logits[ticket.fed - count:ticket.fed])
+    first, *scored = ticket.result.prompt_logprobs
+    assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
+    assert [info.logprob for info in scored] == pytest.approx(
+        [float(want[i, prompt[i + 1]]) for i in range(199)], abs=1e-5)
+    assert [info.top[0][0] for info in scored] == want[:-1].argmax(-1).tolist()
+
+
+def test_without_echo_there_is_nothing_to_score(loaded):
+    ticket = Ticket(0, loaded, [5], Sampling())
+    assert not ticket.wants_prompt_logprobs and ticket.result.prompt_logprobs is None
+    assert (ticket.prompt_tokens, ticket.result.prompt_tokens) == (1, 1)
+
+
+def test_an_error_is_told_or_raised(loaded):
+    errors, ends = [], []
+    told = Ticket(0, loaded, [5], Sampling(), on_error=errors.append, on_done=ends.append)
+    told.fail(ValueError("x"))
+    assert told.done and [str(error) for error in errors] == ["x"] and not ends
+    alone = Ticket(0, loaded, [5], Sampling(), on_done=ends.append)
+    with pytest.raises(ValueError, match="x"):
+        alone.fail(ValueError("x"))
+    assert alone.done and not ends
+
+
+def test_output_that_is_not_finite(loaded):
+    row = logits_for(7)
+    row[3] = float("inf")
+    good, bad = (Ticket(number, loaded, [5], Sampling()) for number in range(2))
+    chosen = choose(torch.stack((logits_for(7), row)), [good.sampler, bad.sampler], [[], []])
+    assert chosen[0] == 7
+    assert isinstance(chosen[1], QuantkitError) and "not finite" in chosen[1].what
+
+
+def test_cancelling_is_a_wish_until_somebody_ends_it(loaded):
+    ticket, heard = feed(loaded, encode(loaded, "ab"))
+    ticket.cancel()
+    assert ticket.cancelled and not ticket.done
+    ticket.finish("cancelled")
+    assert ticket.done and heard[-1] == "cancelled" == ticket.result.finish_reason
+    assert ticket.result.text == "ab"
+
+
+def test_the_prompt_counts_for_the_repetition_penalty(loaded):
+    for penalty, chosen in ((1.0, 7), (1.5, 8)):
+        row = torch.zeros(300)
+        row[7], row[8] = 6.0, 5.0
+        ticket = Ticket(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
+        assert ticket.sampler.on_host == (penalty != 1)
+        assert choose(row[None], [ticket.sampler], [ticket.history]) == [chosen]
+
+
+def test_check_request(loaded):
+    check_request(loaded, [0, 299], Sampling(max_tokens=510))
+    for prompt in ([], [300], [-1], [5, 10**9]):
+        with pytest.raises(UsageError) as caught:
+            check_request(loaded, prompt, Sampling())
+        assert caught.value.why
+    with pytest.raises(ContextLengthError, match="3 tokens and 510") as caught:
+        check_request(loaded, [5, 5, 5], Sampling(max_tokens=510))
+    assert caught.value.context == (513, 512) and "509" in caught.value.next
+    with pytest.raises(ContextLengthError) as caught:
+        check_request(loaded, [5] * 600, Sampling(max_tokens=1))
+    assert caught.value.context == (601, 512)
