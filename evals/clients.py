@@ -20,7 +20,7 @@ QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "Exp
              "Translate 'good morning' into German.", "Tell me a joke about computers.")
 
 
-class Answer(NamedTuple):
+class ClientResponse(NamedTuple):
     """What a client got: seconds are from its request on."""
 
     text: str
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     seconds: float
 
 
-def ask(client: openai.OpenAI, model: str, question: str, tokens: int) -> Answer:
+def ask(client: openai.OpenAI, model: str, question: str, tokens: int) -> ClientResponse:
     """Stream one greedy answer of exactly so many tokens."""
     begin, first, text, count = time.perf_counter(), 0.0, "", 0
     for chunk in client.chat.completions.create(
@@ -40,7 +40,7 @@ def ask(client: openai.OpenAI, model: str, question: str, tokens: int) -> Answer
             if choice.delta.content:
                 first = first or time.perf_counter() - begin
                 text += choice.delta.content
-    return Answer(text, count, first, time.perf_counter() - begin)
+    return ClientResponse(text, count, first, time.perf_counter() - begin)
 
 
 def main() -> int:

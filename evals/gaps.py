@@ -21,7 +21,7 @@ import openai
 WORDS = ("harbour", "lantern", "quiet", "river", "seven", "copper", "walked", "under", "morning", "because")
 
 
-class Round(NamedTuple):
+class GapRound(NamedTuple):
     """Seconds between tokens before and while the prompt is read, and from its request to its first token."""
 
     before: list[float]
@@ -41,7 +41,7 @@ def stream(client: openai.OpenAI, model: str, prompt: str, tokens: int, arrived:
     answer.close()
 
 
-def measure(url: str, streams: int, words: int, settle: float, salt: int) -> Round:
+def measure(url: str, streams: int, words: int, settle: float, salt: int) -> GapRound:
     """One round: streams decode, and after a while a long prompt comes."""
     client = openai.OpenAI(base_url=url.rstrip("/") + "/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
@@ -74,7 +74,7 @@ def measure(url: str, streams: int, words: int, settle: float, salt: int) -> Rou
                 before.append(other - one)
             elif other > sent and one < answered:
                 during.append(other - one)
-    return Round(before, during, answered - sent)
+    return GapRound(before, during, answered - sent)
 
 
 def worst(gaps: list[float], part: float) -> float:
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=float, default=2.0, help="seconds of streams alone")
     chosen = parser.parse_args()
-    rounds: dict[str, list[Round]] = {url: [] for url in chosen.urls}
+    rounds: dict[str, list[GapRound]] = {url: [] for url in chosen.urls}
     for url in chosen.urls:  # kernels are compiled
         measure(url, chosen.streams, 40, 0.2, 0)
     for number in range(chosen.rounds):

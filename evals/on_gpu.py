@@ -21,7 +21,7 @@ import torch
 from quantkit.bench.machine import machine
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.feed import force, prefill
-from quantkit.evaluate.forced import Forced, split_settings
+from quantkit.evaluate.forced import TeacherForcedModel, split_settings
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
 from quantkit.kv.cache import KVCache
@@ -35,7 +35,7 @@ MOST = 0.02
 """KL in nats that a GPU may be farther from the exact result than 16-bit arithmetic on the CPU is."""
 
 
-class Portions(Forced):
+class PromptComparison(TeacherForcedModel):
     """As a prompt is read; results on the CPU.
 
     All windows, and every way that a model is run, share one ``cache``: on a GPU it takes all the memory that
@@ -47,7 +47,7 @@ class Portions(Forced):
         self._cache = cache
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Forced.logits`."""
+        """See :meth:`TeacherForcedModel.logits`."""
         ids: list[int] = window.tolist()
         row = self._cache.add(len(ids))
         prefill(self.loaded, self._cache, row, ids[:self._prompt])
@@ -60,11 +60,11 @@ class Portions(Forced):
         return force(self.loaded, self._cache, row, ids)
 
 
-class OneByOne(Portions):
+class DecodeComparison(PromptComparison):
     """As an answer is written: a token a step."""
 
     def read(self, row: int, ids: list[int]) -> torch.Tensor:
-        """See :meth:`Portions.read`."""
+        """See :meth:`PromptComparison.read`."""
         model, found = self.loaded.model, []
         for token in ids:
             batch = self._cache.batch([row], "decode")
@@ -78,8 +78,8 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     prompt, spec = tokens.shape[1] // 2, parse_kv(kv)
     of_exact, of_gpu, of_cpu = (KVCache(model.config, spec, model.dtype, model.model.device)
                                 for model in models)
-    ways = [Portions(exact, spec, prompt, of_exact), Portions(gpu, spec, prompt, of_gpu),
-            OneByOne(gpu, spec, prompt, of_gpu), Portions(cpu, spec, prompt, of_cpu)]
+    ways = [PromptComparison(exact, spec, prompt, of_exact), PromptComparison(gpu, spec, prompt, of_gpu),
+            DecodeComparison(gpu, spec, prompt, of_gpu), PromptComparison(cpu, spec, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
     return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused, "cpu_unfused": cpu.unfused,
             **{name: {key: one.value for key, one in found.items()}

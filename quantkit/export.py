@@ -31,7 +31,7 @@ from quantkit.models.architecture import EMBEDDING, all_slots, layer_of, parse_c
 from quantkit.models.loadable import check_loadable
 from quantkit.paths import local_path
 from quantkit.plugins import current, registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.spec import QuantSpec
 
 REST = "rest"
@@ -208,19 +208,19 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
     try:
         for index, members in units.items():
             unit = REST if index is None else f"layer-{index}"
-            progress(Event(len(units) - 1 if index is None else index, len(units), unit.replace("-", " ")))
+            progress(ProgressEvent(len(units) - 1 if index is None else index, len(units), unit.replace("-", " ")))
             if writer.finished or writer.has(unit):
                 continue
             mine = [n for n in other if layer_of(n, shape.num_layers) == index]
             writer.put(unit, _tensors(checkpoint, form, members) | {n: checkpoint.tensor(n) for n in mine},
                        [row.to_dict() for row in members])
             checkpoint.release()
-        progress(Event(len(units), len(units), "assembling and rereading"))
+        progress(ProgressEvent(len(units), len(units), "assembling and rereading"))
         return writer.finish(config, checkpoint.side_files(), manifest)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {len(writer.units())} of {len(units)} units are kept in {writer.partial}",
                       next="run the same command again to go on") from None
-    except Inexact:
+    except InexactLayout:
         writer.abandon()
         raise
 
@@ -244,7 +244,7 @@ def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) 
     return tensors
 
 
-class Inexact(CheckpointError):
+class InexactLayout(CheckpointError):
     """A layout can't hold a layer's values as they are."""
 
 
@@ -266,7 +266,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8)
     if spec.symmetric and zero is not None:
         if bool((zero != middle(spec)).any()):
-            raise Inexact(f"layer {name} has zero points, for which format {form.name} has no place",
+            raise InexactLayout(f"layer {name} has zero points, for which format {form.name} has no place",
                           why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
                           next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
@@ -274,7 +274,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         held = codes.scale.to(FLOATS[spec.scale_dtype]).float()
         if (lost := int((held != codes.scale).sum())):
             worst = codes.scale[held != codes.scale]
-            raise Inexact(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
+            raise InexactLayout(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
                           why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format {form.name} "
                               f"keeps scales in {spec.scale_dtype}",
                           next=f"quantize the original by a recipe with format: {form.name}: scales are then "
@@ -283,10 +283,10 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     try:
         again = form.pack(wanted, packed.dtype)
     except SpecError as error:
-        raise Inexact(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
+        raise InexactLayout(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
     back = form.unpack(again)
     if not torch.equal(back.scale, codes.scale) or not torch.equal(_signed(back), _signed(wanted)):
-        raise Inexact(f"layer {name} doesn't come back from format {form.name} as it was",
+        raise InexactLayout(f"layer {name} doesn't come back from format {form.name} as it was",
                       why="a scale has no exact place there",
                       next=f"quantize the original by a recipe with format: {form.name}")
     return again

@@ -45,7 +45,7 @@ def register_formats(register: Register) -> None:
 
 @hookspec
 def register_kernels(register: Register) -> None:
-    """Kernels behind ``quantkit.ops``. Target: a ``quantkit.ops.dispatch.Kernel``."""
+    """Kernels behind ``quantkit.ops``. Target: a ``quantkit.ops.dispatch.LinearKernel``."""
 
 
 @hookspec

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "methods": ("method", "quantkit.methods.base:Method"),
     "transforms": ("transform", "quantkit.transforms.base:Transform"),
     "formats": ("format", "quantkit.formats.base:Format"),
-    "kernels": ("kernel", "quantkit.ops.dispatch:Kernel"),
+    "kernels": ("kernel", "quantkit.ops.dispatch:LinearKernel"),
     "kv_policies": ("KV policy", None),
     "kv_codecs": ("KV codec", None),
     "metrics": ("metric", None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Event:
+class ProgressEvent:
     """``done`` of ``total`` units are finished; ``label`` is being worked on."""
 
     done: int
@@ -15,10 +15,10 @@ class Event:
     label: str
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[ProgressEvent], None]
 
 
-def silent(event: Event) -> None:
+def silent(event: ProgressEvent) -> None:
     """A listener that doesn't listen."""
 
 
@@ -29,4 +29,4 @@ compiling: list[Listener] = []
 def tell_compiling(done: int, total: int, label: str) -> None:
     """Tell them."""
     for listener in compiling:
-        listener(Event(done, total, label))
+        listener(ProgressEvent(done, total, label))

@@ -28,7 +28,7 @@ from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
 from quantkit.checkpoint.reader import read_manifest
-from quantkit.checkpoint.shards import Unread
+from quantkit.checkpoint.shards import LazyTensor
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.device import find_device
@@ -42,9 +42,9 @@ from quantkit.planning.layers import PlanRow, together
 from quantkit.planning.peak_memory import BATCH
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.solve import Origin, Solved, in_order, solve, solve_data_free
+from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -118,7 +118,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
     loaded = load_recipe(recipe) if isinstance(recipe, str) else recipe
     if calibration is not None:
         loaded = loaded.model_copy(update={"calibration": calibration})
-    origin = Origin(uri, revision, loaded)
+    origin = ModelOrigin(uri, revision, loaded)
     with ExitStack() as ends:
         source = ends.enter_context(closing(origin.open()))
         plan = make_plan(loaded, source)
@@ -131,7 +131,7 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
 
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
-                 progress: Listener, origin: Origin, executor: Executor, device: torch.device) -> None:
+                 progress: Listener, origin: ModelOrigin, executor: Executor, device: torch.device) -> None:
         self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
         self.origin, self.executor, self.device = origin, executor, device
         self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
@@ -154,7 +154,7 @@ class _Run:
                     self._units(writer, total)
                     facts = CalibrationFacts.of(self.plan.recipe.calibration, self.data)
                     manifest = manifest.model_copy(update={"calibration": facts})
-                self.progress(Event(total, total, "assembling and rereading"))
+                self.progress(ProgressEvent(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
@@ -208,7 +208,7 @@ class _Run:
                 elsewhere = ends.enter_context(closing(self._elsewhere([*before, *work, *after])))
             table, done = None, 0
             if first:
-                self.progress(Event(0, total, TABLE))
+                self.progress(ProgressEvent(0, total, TABLE))
                 table, done = self._whole(writer, outside.pop(0), {}, elsewhere)[EMBEDDING], 1
             head = next((row.name for unit in outside if not writer.has(unit) for row in self._outside(unit)
                          if row.name in self.measured), None)
@@ -221,7 +221,7 @@ class _Run:
                 with self._tracing():
                     runner = LayerRunner(self.config, weights, self.data.tokens, importance, states, table)
             for index in range(layers):
-                self.progress(Event(done + index, total, f"layer {index}"))
+                self.progress(ProgressEvent(done + index, total, f"layer {index}"))
                 packed, changed = self._layer(writer, index, runner, elsewhere)
                 if runner is not None and index < last:
                     with self._tracing():
@@ -233,7 +233,7 @@ class _Run:
                     stats[head] = runner.measure_head(head)
             del runner
             for left, unit in zip(range(len(outside), 0, -1), outside, strict=True):
-                self.progress(Event(total - left, total, TABLE if unit == TABLE else "embeddings and head"))
+                self.progress(ProgressEvent(total - left, total, TABLE if unit == TABLE else "embeddings and head"))
                 self._whole(writer, unit, stats, elsewhere)
 
     def _elsewhere(self, units: Iterable[tuple[str, list[PlanRow]]]) -> Generator[list[Solved], None, None]:
@@ -276,7 +276,7 @@ class _Run:
             total, count = (1 + backward) * self.config.num_layers, itertools.count()
 
             def step() -> None:
-                self.progress(Event(next(count), total, "what each token matters"))
+                self.progress(ProgressEvent(next(count), total, "what each token matters"))
 
             step()
             with self._tracing():
@@ -340,7 +340,7 @@ class _Run:
     def _store(self, writer: CheckpointWriter, unit: str, planned: list[PlanRow], other: list[str],
                layer: LayerTensors, elsewhere: Iterator[list[Solved]] | None) -> dict[str, QuantizedTensor]:
         solved = self._solved(planned, layer, elsewhere)
-        tensors: dict[str, torch.Tensor | Unread] = {}
+        tensors: dict[str, torch.Tensor | LazyTensor] = {}
         rows: list[LayerRow] = []
         packed: dict[str, QuantizedTensor] = {}
         for plan in planned:
@@ -355,7 +355,7 @@ class _Run:
             rows.append(row)
         infos = self.source.tensors()
         tensors |= {name: layer.stored(name) if name in layer.changed else
-                    Unread(infos[name], partial(self._tensor, name)) for name in other}
+                    LazyTensor(infos[name], partial(self._tensor, name)) for name in other}
         writer.put(unit, tensors, [row.to_dict() for row in rows])
         release(self.source)
         for row in rows:

@@ -16,7 +16,7 @@ from quantkit.models.architecture import EMBEDDING
 from quantkit.paths import local_path
 from quantkit.patterns import compiled
 from quantkit.plugins import current
-from quantkit.safe_yaml import Document, read_yaml
+from quantkit.safe_yaml import YamlDocument, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
 
 MAX_EXTENDS = 8
@@ -212,21 +212,21 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
     return recipe
 
 
-def _checked_kv(text: str, document: Document) -> str:
+def _checked_kv(text: str, document: YamlDocument) -> str:
     """In its canonical spelling. Raises RecipeError."""
-    from quantkit.kv.build import build_codings, build_policy
+    from quantkit.kv.build import build_kv_codecs, build_policy
 
     try:
         spec = parse_kv(text)
         build_policy(spec)
-        build_codings(spec)
+        build_kv_codecs(spec)
     except UsageError as error:
         raise RecipeError(f"{document.label} line {document.line(('kv',))}: {error.what}", why=error.why,
                           next=error.next) from None
     return str(spec)
 
 
-def _load_parent(parent: object, document: Document, chain: tuple[str, ...]) -> Recipe:
+def _load_parent(parent: object, document: YamlDocument, chain: tuple[str, ...]) -> Recipe:
     at = f"{document.label} line {document.line(('extends',))}"
     if not isinstance(parent, str) or not _NAME.fullmatch(parent) or _is_path(parent):
         raise RecipeError(f"{at}: extends {parent!r} is not a recipe's name",

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """One registration: who made it, what it points to, and what its owner says about it."""
 
     name: str
@@ -37,7 +37,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, expects: str | None = None) -> None:
         self.kind, self._expects = kind, expects
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RegistryEntry] = {}
         self._loaded: dict[str, T] = {}
 
     def register(self, name: str, target: object, *, owner: str, **about: Any) -> None:
@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         if isinstance(target, str) and target.count(":") != 1:
             raise PluginError(f"{self.kind} {name!r} of {owner} has target {target!r}",
                               why='a lazy target is written "module:attr"')
-        self._entries[name] = Entry(name, target, owner, MappingProxyType(dict(about)))
+        self._entries[name] = RegistryEntry(name, target, owner, MappingProxyType(dict(about)))
 
     def get(self, name: str) -> T:
         """The thing called ``name``, imported now if needed.
@@ -72,7 +72,7 @@ class Registry(Generic[T]):
         self._loaded[name] = thing
         return thing
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> RegistryEntry:
         """The registration itself, importing nothing."""
         return self._entries[name]
 

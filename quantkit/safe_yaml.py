@@ -35,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 Loc = tuple[str | int, ...]
 
 
-class Document:
+class YamlDocument:
     """A parsed mapping and the line that each of its keys and items stands on.
 
     Attributes:
@@ -104,7 +104,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
 
 
-def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> Document:
+def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Read a YAML file whose top level is a mapping. Raises ``error``."""
     try:
         with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read_yaml(path: Path, error: type[QuantkitError] = RecipeError) -> Document:
     return parse_yaml(raw, str(path), error)
 
 
-def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError) -> Document:
+def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError) -> YamlDocument:
     """Parse YAML bytes whose top level is a mapping. Raises ``error`` for anything else."""
 
     def refuse(why: str) -> QuantkitError:
@@ -145,7 +145,7 @@ def parse_yaml(raw: bytes, label: str, error: type[QuantkitError] = RecipeError)
         raise refuse(f"it is not valid YAML ({type(cause).__name__}: {cause})") from None
     if not isinstance(data, dict) or not isinstance(node, MappingNode):
         raise refuse("line 1: it must be a mapping of keys to values")
-    return Document(label, data, lines, error)
+    return YamlDocument(label, data, lines, error)
 
 
 class _Refused(Exception):

@@ -16,7 +16,7 @@ from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
 from quantkit.methods.grid import require_finite
 from quantkit.ops.finite import squares
-from quantkit.ops.hadamard import rotate, rotate_form
+from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.plan import with_own_head
 from quantkit.plugins import registry
@@ -27,7 +27,7 @@ from quantkit.transforms.apply import transformed
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """A model, for a process that has to open it itself.
 
     Attributes:
@@ -96,7 +96,7 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
                 require_finite(exact)
             blamed = everyone
             if spec.rotation:
-                exacts = [rotate(exact) for exact in exacts]
+                exacts = [apply_hadamard(exact) for exact in exacts]
             found = method.run_together(exacts, stats, spec, options)
             for exact in exacts:
                 codes = found.pop(0)
@@ -133,10 +133,10 @@ def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
 
 
 def _rotated(stats: LayerStats) -> LayerStats:
-    return stats if stats.hessian is None else dataclasses.replace(stats, hessian=rotate_form(stats.hessian))
+    return stats if stats.hessian is None else dataclasses.replace(stats, hessian=rotate_hessian(stats.hessian))
 
 
-def solve_data_free(origin: Origin, plans: tuple[PlanRow, ...]) -> list[Solved]:
+def solve_data_free(origin: ModelOrigin, plans: tuple[PlanRow, ...]) -> list[Solved]:
     """Linears whose methods need no statistics, of a model that is opened here: one tensor at a time.
 
     Raises:
@@ -164,7 +164,7 @@ def _another(uri: str, what: str) -> SourceError:
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(origin: Origin) -> ModelSource:
+def _opened(origin: ModelOrigin) -> ModelSource:
     return origin.open()
 
 

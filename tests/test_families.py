@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.evaluate.run import Settings, evaluate
+from quantkit.evaluate.run import EvalSettings, evaluate
 from quantkit.quantize import quantize
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -50,7 +50,7 @@ def test_it_is_quantized_whole_and_generates(made):
 
 def test_it_is_measured(made):
     folder, result = made
-    found = evaluate([str(folder), str(result.out)], Settings(window=32, windows=4, speed=False))
+    found = evaluate([str(folder), str(result.out)], EvalSettings(window=32, windows=4, speed=False))
     exact, four = found.to_dict()["results"]
     assert exact["kl_mean"] == 0 and 0 < four["kl_mean"] < 1.5
     assert four["bits_per_weight"] == pytest.approx(result.plan.bits_per_weight)

@@ -19,13 +19,13 @@ from quantkit.methods import gptq, parts, rtn
 from quantkit.methods.base import LayerStats
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.ops.hadamard import rotate
+from quantkit.ops.hadamard import apply_hadamard
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.runtime.loader import load
-from quantkit.solve import Origin
+from quantkit.solve import ModelOrigin
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 
@@ -94,7 +94,7 @@ def test_the_head_serves_its_inputs_better_than_rounding(models, recipe, tmp_pat
 
 def _planned(folder, recipe):
     loaded = load_recipe(recipe)
-    source = Origin(str(folder), None, loaded).open()
+    source = ModelOrigin(str(folder), None, loaded).open()
     return source, make_plan(loaded, source)
 
 
@@ -229,7 +229,7 @@ def test_parts_are_what_the_whole_is(monkeypatch, name):
         assert again == pytest.approx(loss, rel=1e-4)
         levels = [form.unpack(one).codes for one in (packed, whole)]
         assert (levels[0] != levels[1]).float().mean() < 0.002, "sums in another order"
-    exact = rotate(weight) if spec.rotation else weight
+    exact = apply_hadamard(weight) if spec.rotation else weight
     assert loss == pytest.approx(float((form.dequantize(whole) - exact).norm() / exact.norm()), rel=1e-5)
 
 

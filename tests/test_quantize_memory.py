@@ -23,7 +23,7 @@ from quantkit.recipe import load_recipe
 from quantkit.sources.base import TensorInfo, open_source, prefetch
 from quantkit.sources.local import LocalSource
 from quantkit.sources.safetensors_file import SafetensorsFile
-from quantkit.sources.untied import Untied
+from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 
@@ -172,7 +172,7 @@ def test_wrappers_pass_it_on_by_the_sources_names(tmp_path):
         def prefetch(self, names):
             asked.extend(names)
 
-    source = Untied(Source(tiny_model(tmp_path / "tied"), "tied"))
+    source = UntiedSource(Source(tiny_model(tmp_path / "tied"), "tied"))
     prefetch(source, ["lm_head.weight", "model.norm.weight"])
     assert asked == ["model.embed_tokens.weight", "model.norm.weight"]
 
@@ -182,10 +182,10 @@ def test_wrappers_pass_it_on_by_the_sources_names(tmp_path):
 
 def test_a_tensor_that_is_read_late_must_be_what_was_announced(tmp_path):
     info = TensorInfo("a", (2, 3), torch.float32)
-    right = b"".join(shards.tensor_chunks({"a": shards.Unread(info, lambda: torch.ones(2, 3))}))
+    right = b"".join(shards.tensor_chunks({"a": shards.LazyTensor(info, lambda: torch.ones(2, 3))}))
     assert right == b"".join(shards.tensor_chunks({"a": torch.ones(2, 3)}))
     for wrong in (torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64)):
-        unread = shards.Unread(info, partial(torch.clone, wrong))
+        unread = shards.LazyTensor(info, partial(torch.clone, wrong))
         with pytest.raises(CheckpointError, match=r"tensor a is torch\.float"):
             list(shards.tensor_chunks({"a": unread}))
 
@@ -246,7 +246,7 @@ def sharded(tmp_path_factory):
     where = {}
     for part, file in zip(parts, shards.shard_names(len(parts)), strict=True):
         with (folder / file).open("wb") as handle:
-            unread = {name: shards.Unread(infos[name], partial(source.tensor, name)) for name in part}
+            unread = {name: shards.LazyTensor(infos[name], partial(source.tensor, name)) for name in part}
             handle.writelines(shards.tensor_chunks(unread))
         where |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))

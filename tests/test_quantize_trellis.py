@@ -14,7 +14,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.quantize import quantize
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -67,7 +67,7 @@ def test_rotated_weights_do_what_the_others_do(tmp_path, tiny, name):
     assert verify(outs["rotated"]).ok
     original = load(str(tiny)).model(ids(2, 40))
     found = {kind: load(str(out)) for kind, out in outs.items()}
-    assert "rot" in found["rotated"].label and isinstance(found["rotated"].model, FusedModel)
+    assert "rot" in found["rotated"].label and isinstance(found["rotated"].model, CpuModel)
     errors = {kind: far(one.model(ids(2, 40)), original) for kind, one in found.items()}
     assert errors["rotated"] < max(0.02, 1.5 * errors["plain"]), errors
     step_by_step = found["rotated"].model._model(ids(2, 40))

@@ -24,7 +24,7 @@ from quantkit_kernels.bench import COPY, clock_timer, copy_bandwidth, graph_time
 from quantkit_kernels.reference import dequantize_int, dequantize_nf4
 from quantkit_kernels.triton import fp8, nf4, w4a16, w8a16, w16a16
 from quantkit_kernels.triton.matmul import multiply
-from quantkit_kernels.triton.packed import Packed
+from quantkit_kernels.triton.packed import TritonWeight
 
 TIMES = 20
 MOST = 2.0
@@ -32,7 +32,7 @@ MOST = 2.0
 
 
 def weights(n: int, k: int, device: torch.device,
-            dtype: torch.dtype) -> Iterator[tuple[str, Packed, torch.Tensor]]:
+            dtype: torch.dtype) -> Iterator[tuple[str, TritonWeight, torch.Tensor]]:
     """Random weights of every kind, gated, and the same in float64."""
     torch.manual_seed(0)
     plain = (torch.randn(n, k, device=device) * 0.02).to(dtype)
@@ -49,7 +49,7 @@ def weights(n: int, k: int, device: torch.device,
     yield "nf4", nf4.pack(codes, absmax, gated=True), dequantize_nf4(codes, absmax, nf4.LEVELS)
 
 
-def product(kind: str, packed: Packed, exact: torch.Tensor, x: torch.Tensor, times: int) -> dict[str, Any]:
+def product(kind: str, packed: TritonWeight, exact: torch.Tensor, x: torch.Tensor, times: int) -> dict[str, Any]:
     """One product, computed so many times."""
     first = multiply(x, packed, gated="silu")
     others = sum(not torch.equal(multiply(x, packed, gated="silu"), first) for _ in range(times - 1))

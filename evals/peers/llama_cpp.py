@@ -40,7 +40,7 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """One of ours, one of theirs, and the context that both hold before they decode."""
 
     ours: str
@@ -50,10 +50,10 @@ class Row:
     their_kv: str = "f16"
 
 
-ROWS = (Row("bf16", "BF16"), Row("int8", "Q8_0"), Row("int4 g32", "Q4_0"), Row("int4 g64", "Q4_0"),
-        Row("nf4", "Q4_0"))
-LONG = (Row("int4 g64", "Q4_0", 8000), Row("int4 g64", "Q4_0", 8000, "int8", "q8_0"),
-        Row("int4 g64", "Q4_0", 8000, "int4", "q4_0"))
+ROWS = (SpeedRow("bf16", "BF16"), SpeedRow("int8", "Q8_0"), SpeedRow("int4 g32", "Q4_0"), SpeedRow("int4 g64", "Q4_0"),
+        SpeedRow("nf4", "Q4_0"))
+LONG = (SpeedRow("int4 g64", "Q4_0", 8000), SpeedRow("int4 g64", "Q4_0", 8000, "int8", "q8_0"),
+        SpeedRow("int4 g64", "Q4_0", 8000, "int4", "q4_0"))
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    theirs = Theirs(given.bin, given.work, given.threads, given.tokens)
+    theirs = LlamaCpp(given.bin, given.work, given.threads, given.tokens)
     rows = LONG if given.long else ROWS
     files = {row.theirs: theirs.quantize(given.gguf, row.theirs) for row in rows}
     base = theirs.quantize(given.gguf, "BF16")
@@ -90,7 +90,7 @@ def main() -> None:
         given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-class Theirs:
+class LlamaCpp:
     """llama.cpp's programs."""
 
     def __init__(self, folder: Path, work: Path, threads: int, tokens: int) -> None:
@@ -114,7 +114,7 @@ class Theirs:
             part.rename(made)
         return made
 
-    def bench(self, model: Path, row: Row) -> dict[str, float]:
+    def bench(self, model: Path, row: SpeedRow) -> dict[str, float]:
         """Tokens a second of prefill and decoding."""
         cache = ["-ctk", row.their_kv, "-ctv", row.their_kv, "-fa", "1"] if row.depth else []
         text = self.run("llama-bench", "-m", str(model), "-t", str(self._threads),
@@ -143,7 +143,7 @@ def _make(name: str, gguf: Path, work: Path) -> Path:
     return out
 
 
-def _bench(model: Path, row: Row, threads: int, tokens: int) -> dict[str, Any]:
+def _bench(model: Path, row: SpeedRow, threads: int, tokens: int) -> dict[str, Any]:
     prompt = "0" if row.depth else "512"
     found = json.loads(_quantkit(
         "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--tokens", str(tokens),

@@ -50,12 +50,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import Theirs
-from quality_llama import Llama, cpu_seconds
+from llama_cpp import LlamaCpp
+from quality_llama import LlamaQuality, cpu_seconds
 from quality_models import calibration_tokens, check_tokens, make_base
-from quality_score import Scorer
+from quality_score import PeerScorer
 from quality_table import tables
-from quality_variants import CANDIDATES, RECIPE, UNQUANTIZED, WIDTHS, Variant, variants
+from quality_variants import CANDIDATES, RECIPE, UNQUANTIZED, WIDTHS, PeerVariant, variants
 from safetensors.torch import save_file
 
 from quantkit import __version__
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     (given.work / "results").mkdir(parents=True, exist_ok=True)
-    run = Run(given)
+    run = QualityRun(given)
     chosen = [UNQUANTIZED, *(one for one in variants(given.group) if run.wanted(one.key))]
     for one in chosen:
         if run.make(one):
@@ -100,13 +100,13 @@ def main() -> None:
     print(tables(run.report()), flush=True)
 
 
-class Run:
+class QualityRun:
     """One model, one calibration, one text."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given, self._work = given, given.work.resolve()
         self._python = dict(one.split("=", 1) for one in given.python)
-        self._theirs = Theirs(given.llama, given.work, given.threads, 0)
+        self._theirs = LlamaCpp(given.llama, given.work, given.threads, 0)
         self._gguf, self._base = make_base(given.gguf, self._work, self._theirs, given.dtype, given.context)
         self._tokens, text = self._work / "calibration.safetensors", self._work / "calibration.txt"
         if not self._tokens.exists():
@@ -115,9 +115,9 @@ class Run:
             tokens, said = calibration_tokens(self._base, given.calibration, given.samples, given.window)
             text.write_text(said, encoding="utf-8")
             save_file({"tokens": tokens}, self._tokens)
-        self._scorers = {path.name: Scorer(self._base, path, given.windows, given.window, self._work)
+        self._scorers = {path.name: PeerScorer(self._base, path, given.windows, given.window, self._work)
                          for path in given.text}
-        self._llama = Llama(self._theirs, self._gguf, self._work, given, text)
+        self._llama = LlamaQuality(self._theirs, self._gguf, self._work, given, text)
         if given.out and given.out.exists():
             self._take_up(json.loads(given.out.read_text(encoding="utf-8")))
 
@@ -127,7 +127,7 @@ class Run:
         return any(fnmatch.fnmatch(key, pattern) for pattern in self._given.only) and (
             peer in self._python or peer in ("ours", "llama.cpp"))
 
-    def make(self, one: Variant) -> bool:
+    def make(self, one: PeerVariant) -> bool:
         """Its weights, unless they are there or have been scored; whether that went well."""
         found, folder = self._read(one.key), self._folder(one)
         scored = all(found.get("texts", {}).get(name) for name in self._scorers)
@@ -157,7 +157,7 @@ class Run:
         print(f"made in {facts['cpu_s'] / 60:.1f} CPU minutes", flush=True)
         return True
 
-    def score(self, one: Variant) -> None:
+    def score(self, one: PeerVariant) -> None:
         """What has no score yet; others' weights are then removed."""
         found, folder = self._read(one.key), self._folder(one)
         if one == UNQUANTIZED:
@@ -225,10 +225,10 @@ class Run:
             if not self._read(key):
                 self._write(key, row)
 
-    def _folder(self, one: Variant) -> Path:
+    def _folder(self, one: PeerVariant) -> Path:
         return self._base if one == UNQUANTIZED else self._work / one.key
 
-    def _ours(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+    def _ours(self, one: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
         given, group = self._given, self._given.group
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
         text = one.spec.get("text", str(given.calibration))
@@ -250,7 +250,7 @@ class Run:
         recipe.write_text(said, encoding="utf-8")
         return [*command, "--recipe", str(recipe), *extra], self._env()
 
-    def _other(self, one: Variant, folder: Path) -> tuple[list[str], dict[str, str]]:
+    def _other(self, one: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
         env = self._env()
         env.pop("PYTHONPATH", None)
         return [self._python[one.peer], str(HERE / SCRIPTS[one.peer]), str(self._base), str(self._tokens),

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import Theirs
+from llama_cpp import LlamaCpp
 from quality_models import gguf_bits
 
 PLAIN = {"Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
@@ -26,10 +26,10 @@ def cpu_seconds(before: os.times_result) -> float:
     return (after.children_user + after.children_system) - (before.children_user + before.children_system)
 
 
-class Llama:
+class LlamaQuality:
     """The types; the model's own logits and the importance matrix are made when first needed."""
 
-    def __init__(self, theirs: Theirs, base: Path, work: Path, given: argparse.Namespace, text: Path) -> None:
+    def __init__(self, theirs: LlamaCpp, base: Path, work: Path, given: argparse.Namespace, text: Path) -> None:
         self._theirs, self._base, self._work = theirs, base, work
         self._given, self._calibration = given, text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import torch
 from gguf.quants import dequantize
-from llama_cpp import Theirs
+from llama_cpp import LlamaCpp
 from safetensors.torch import save_file
 
 from quantkit.calibrate.data import load_calibration
@@ -21,7 +21,7 @@ from quantkit.text.tokenizer import Tokenizer
 OVERRIDES = ("--override-kv", "tokenizer.ggml.add_bos_token=bool:false")  # a window is what the text has
 
 
-def make_base(source: Path, work: Path, theirs: Theirs, dtype: str, context: int) -> tuple[Path, Path]:
+def make_base(source: Path, work: Path, theirs: LlamaCpp, dtype: str, context: int) -> tuple[Path, Path]:
     """``base.gguf`` and the same weights, bit for bit, as a model folder.
 
     Args:
@@ -76,7 +76,7 @@ def calibration_tokens(folder: Path, text: Path, samples: int, length: int) -> t
     return tokens, tokenizer.decode(tokens.flatten().tolist())
 
 
-def check_tokens(folder: Path, file: Path, text: Path, theirs: Theirs) -> None:
+def check_tokens(folder: Path, file: Path, text: Path, theirs: LlamaCpp) -> None:
     """Exits unless llama.cpp splits the text into the tokens that quantkit scores."""
     source = LocalSource(folder, str(folder))
     ours = Tokenizer(source.side_files(), source.config()).encode(

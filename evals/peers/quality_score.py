@@ -18,7 +18,7 @@ from quantkit.runtime.loader import LoadedModel, load
 METRICS: dict[str, Metric] = {"perplexity": PERPLEXITY, "kl": KL, "top1": TOP1}
 
 
-class Scorer:
+class PeerScorer:
     """Compares with the model in ``base``, run in float32.
 
     Args:

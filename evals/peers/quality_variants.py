@@ -70,7 +70,7 @@ TYPED = ("int4", "int4-asym")  # also on the text that a recipe takes where none
 
 
 @dataclass(frozen=True)
-class Variant:
+class PeerVariant:
     """One way to quantize, by one peer."""
 
     peer: str
@@ -85,31 +85,31 @@ class Variant:
         return f"{self.peer}-{self.name}".strip("-").replace(" ", "-")
 
 
-UNQUANTIZED = Variant("", "unquantized", 16, False)
+UNQUANTIZED = PeerVariant("", "unquantized", 16, False)
 
 
-def variants(group: int) -> list[Variant]:
+def variants(group: int) -> list[PeerVariant]:
     """All of them, quick ones first."""
-    ours = [Variant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
-    ours += [Variant("ours", f"{name} self", bits, True, {"rule": rule, "text": "self"})
+    ours = [PeerVariant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
+    ours += [PeerVariant("ours", f"{name} self", bits, True, {"rule": rule, "text": "self"})
              for name, (bits, _, rule) in RULES.items() if name in OWN_TEXT]
     if group == 64:
-        ours += [Variant("ours", f"recipe {name}", bits, data, {"recipe": name})
+        ours += [PeerVariant("ours", f"recipe {name}", bits, data, {"recipe": name})
                  for name, (bits, data) in SHIPPED.items()]
-        ours += [Variant("ours", f"recipe {name} as typed", SHIPPED[name][0], True,
+        ours += [PeerVariant("ours", f"recipe {name} as typed", SHIPPED[name][0], True,
                          {"recipe": name, "text": "builtin"}) for name in TYPED]
-    ours += [Variant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
+    ours += [PeerVariant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
              for name, (bits, budget, symmetric) in BUDGETS.items()]
     quick = [one for one in ours if not one.calibrated]
-    quick.append(Variant("bitsandbytes", "nf4", 4, False))
-    quick += [Variant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
+    quick.append(PeerVariant("bitsandbytes", "nf4", 4, False))
+    quick += [PeerVariant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
               for bits in (8, 4, 3, 2)]
     grids = [(4, True), (4, False), (3, True), (3, False), (2, False), (8, True)]
-    slow = [Variant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
+    slow = [PeerVariant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
                     {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
-    slow += [Variant("gptqmodel", f"gptq int{bits}", bits, True,
+    slow += [PeerVariant("gptqmodel", f"gptq int{bits}", bits, True,
                      {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
-    slow += [Variant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}",
+    slow += [PeerVariant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}",
                      bits, True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
              for bits, symmetric, more in ((4, True, {}), (4, False, {}), (3, False, LIGHT),
                                            (2, False, LIGHT), (8, True, LIGHT))]

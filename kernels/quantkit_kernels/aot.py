@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit_kernels.aot_cases.case import Case
+    from quantkit_kernels.aot_cases.case import AotCase
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 NOTE = ("regs: a thread; load: bits of the widest;\n"
@@ -29,8 +29,8 @@ NOTE = ("regs: a thread; load: bits of the widest;\n"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.Facts`, and what is wrong."""
+class AotRow:
+    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.KernelFacts`, and what is wrong."""
 
     kernel: str
     target: str
@@ -43,14 +43,14 @@ class Row:
     faults: tuple[str, ...]
 
 
-def compile_one(name: str, target: str) -> Row:
+def compile_one(name: str, target: str) -> AotRow:
     """Compile one case and judge it."""
     from quantkit_kernels.aot_cases import cases
 
     return judge(next(case for case in cases(target) if case.name == name), target)
 
 
-def judge(case: Case, target: str) -> Row:
+def judge(case: AotCase, target: str) -> AotRow:
     """Compile a kernel for a target, whether or not that was done before, and say what is wrong with it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,7 +71,7 @@ def judge(case: Case, target: str) -> Row:
     except Exception as error:  # whatever the compiler raises is this row's result
         said = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]  # above it is the source
         failed = f"{type(error).__name__}: {said}"
-        return Row(case.name, target, None, None, None, None, None, None, (failed,))
+        return AotRow(case.name, target, None, None, None, None, None, None, (failed,))
     per_weight = facts.loop / case.weights if facts.loop and case.weights else None
     faults = [f"ptxas: {warning}" for warning in warnings]
     if facts.hazards:
@@ -87,7 +87,7 @@ def judge(case: Case, target: str) -> Row:
         faults.append("no tensor-core instructions")
     if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
         faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
-    return Row(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
+    return AotRow(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
                per_weight, tuple(faults))
 
 
@@ -103,7 +103,7 @@ def _compile(source: Any, target: Any, options: dict[str, Any]) -> tuple[Any, st
 
 
 def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
-                report: Callable[[int, int, str], None] | None = None) -> list[Row]:
+                report: Callable[[int, int, str], None] | None = None) -> list[AotRow]:
     """Every case whose name contains ``only``, on as many processes as there are cores.
 
     ``report`` is told how many are done, of how many, and the name of the last.
@@ -123,7 +123,7 @@ def compile_all(targets: Iterable[str] = TARGETS, only: str = "",
     return sorted(rows, key=lambda row: (order[row.kernel], TARGETS.index(row.target)))
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[AotRow]) -> str:
     """At most 80 columns."""
     lines = [f"{'kernel':<28} {'target':<6} {'regs':>4} {'spills':>6} {'shared':>6} {'load':>4} {'mma':>3} "
              f"{'ins/w':>5}"]
@@ -139,7 +139,7 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[AotRow]) -> str:
     """How many are as they should be, and what is wrong with the others: the end of a long log says all."""
     bad = [row for row in rows if row.faults]
     lines = [f"{row.kernel} on {row.target}: {'; '.join(row.faults)}" for row in bad]

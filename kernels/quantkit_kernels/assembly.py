@@ -22,7 +22,7 @@ _WIDTHS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
 
 @dataclass(frozen=True)
-class Facts:
+class KernelFacts:
     """One kernel on one target.
 
     Attributes:
@@ -59,7 +59,7 @@ def complaints(log: str) -> tuple[str, ...]:
     return tuple(sorted({one[1] for one in found if one}))
 
 
-def read(compiled: Any) -> Facts:
+def read(compiled: Any) -> KernelFacts:
     """Facts of what ``triton.compile`` returned. Raises ValueError if its text is not understood."""
     if "cubin" in compiled.asm:
         return machine_code(compiled.asm["cubin"], compiled.metadata.shared)
@@ -76,7 +76,7 @@ def _tool(name: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def machine_code(cubin: bytes, shared: int) -> Facts:
+def machine_code(cubin: bytes, shared: int) -> KernelFacts:
     """Facts of NVIDIA's machine code, which asks for ``shared`` bytes. Raises ValueError likewise."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -97,7 +97,7 @@ def machine_code(cubin: bytes, shared: int) -> Facts:
     names = {one.split()[0] for one in code}
     count = Counter(one.split()[0].split(".")[0] for one in code)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
-    return Facts(int(registers[1]), count["LDL"] + count["STL"], shared,
+    return KernelFacts(int(registers[1]), count["LDL"] + count["STL"], shared,
                  max(map(_bits, loads), default=0),
                  sum(_bits(one.split()[0]) == 128 for one in loop or code
                      if one.split(".")[0] in ("LDG", "LDGSTS")),
@@ -121,7 +121,7 @@ def _bits(load: str) -> int:
     return int(found[1]) if found else 32
 
 
-def _amd(text: str, shared: int) -> Facts:
+def _amd(text: str, shared: int) -> KernelFacts:
     def number(name: str) -> int:
         found = re.search(rf"\.{name}:\s+(\d+)", text)
         if found is None:
@@ -132,5 +132,5 @@ def _amd(text: str, shared: int) -> Facts:
              for kind in re.findall(r"(?:global|buffer)_load_(?:lds_)?(dword(?:x[234])?|[a-z]+)", text)]
     # scalar registers are parked in vector registers, which is no memory; scratch is
     spills = number("vgpr_spill_count") or number("private_segment_fixed_size")
-    return Facts(number("vgpr_count"), spills, shared, max(loads, default=0),
+    return KernelFacts(number("vgpr_count"), spills, shared, max(loads, default=0),
                  sum(bits == 128 for bits in loads), "v_mfma" in text, None)

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, REHEARSAL, Case, Run, cases
+from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, REHEARSAL, BenchCase, Run, cases
 from quantkit_kernels.bench_peers import TOLERANCE, Peers
 
 COPY = 1 << 30
@@ -42,7 +42,7 @@ MOST_CALLS = 500
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """What was measured. Times in microseconds, medians; ratios with their quartiles.
 
     ``of_copy``: bytes a second that the kernel must move, over those of the copy; ``None`` if they lie in a
@@ -112,9 +112,9 @@ def calls_for(size: int, flops: int, copies: int) -> int:
     return -(-min(MOST_CALLS, max(copies, round(TURN / one))) // copies) * copies
 
 
-def measure(case: Case, timer: Timer, copy: float, rounds: int, peers: Peers | None = None) -> Row:
+def measure(case: BenchCase, timer: Timer, copy: float, rounds: int, peers: Peers | None = None) -> BenchRow:
     """Compare the results, then time all sides in turn; ``copy`` in bytes a second."""
-    row = partial(Row, case.kernel, case.shape, case.baseline)
+    row = partial(BenchRow, case.kernel, case.shape, case.baseline)
     try:
         ours, theirs = case.check() if case.check else (case.ours(0), case.theirs(0))
         difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
@@ -141,7 +141,7 @@ def measure(case: Case, timer: Timer, copy: float, rounds: int, peers: Peers | N
                tflops=case.flops / mine / 1e12 if case.flops else None, difference=difference, peers=beside)
 
 
-def _beside(case: Case, timer: Timer, peers: Peers) -> Iterator[tuple[str, Callable[[], float]]]:
+def _beside(case: BenchCase, timer: Timer, peers: Peers) -> Iterator[tuple[str, Callable[[], float]]]:
     """Peers that compute what they should; one that doesn't is no fault of ours."""
     for runner in peers.of(case):
         try:
@@ -168,7 +168,7 @@ HEADER = (f"| {'kernel':<14} | {'shape':<13} | {'µs':>7} | {'× torch':>7} | {'
           f"| {'× best peer':>13} |\n|{'-' * 16}|{'-' * 15}|{'-' * 8}:|{'-' * 8}:|{'-' * 8}:|{'-' * 14}:|")
 
 
-def line(row: Row) -> str:
+def line(row: BenchRow) -> str:
     """One row of the table, at most 80 columns; a fault in full."""
     head = f"| {row.kernel:<14} | {row.shape:<13} |"
     if row.fault or row.speedup is None:
@@ -194,7 +194,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """What was measured so far, and where it is kept.
 
     Attributes:
@@ -209,7 +209,7 @@ class Report:
     file: Path | None = None
     markdown: Path | None = None
     peers: Peers | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def title(self) -> str:
@@ -240,8 +240,8 @@ def _write(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def bench(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report: Report,
-          deadline: float = math.inf) -> list[Row]:
+def bench(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, report: BenchReport,
+          deadline: float = math.inf) -> list[BenchRow]:
     """Measure until ``time.monotonic()`` reaches the deadline, printing a line and keeping the report after
     each case."""
     print(HEADER, flush=True)
@@ -253,8 +253,8 @@ def bench(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report:
     return report.rows
 
 
-def _rows(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report: Report,
-          deadline: float) -> Iterator[Row]:
+def _rows(every: Iterable[BenchCase], timer: Timer, copy: float, rounds: int, report: BenchReport,
+          deadline: float) -> Iterator[BenchRow]:
     try:
         for case in every:
             if time.monotonic() > deadline:
@@ -264,7 +264,7 @@ def _rows(every: Iterable[Case], timer: Timer, copy: float, rounds: int, report:
             yield measure(case, timer, copy, rounds, report.peers)
     except Exception as error:  # while a case was made: no memory, or a kernel has broken the GPU's state
         first = (str(error).strip().splitlines() or [""])[0]
-        yield Row("all others", "", "", fault=f"not measured: {type(error).__name__}: {first}")
+        yield BenchRow("all others", "", "", fault=f"not measured: {type(error).__name__}: {first}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         rounds, shapes, size = 1, REHEARSAL, 1 << 20
     torch.manual_seed(0)
     copy = copy_bandwidth(timer, rounds, device, size)
-    report = Report({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds, "pdl": chosen.pdl},
+    report = BenchReport({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds, "pdl": chosen.pdl},
                     chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
     every = (case for case in cases(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")

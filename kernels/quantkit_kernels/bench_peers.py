@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import Case, Run, Shapes, copies
+from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, Run, copies
 
 GROUP = 128
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Weight:
+class PeerWeight:
     """A peer's weight.
 
     Attributes:
@@ -40,7 +40,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerKernel:
     """A library's kernel.
 
     Attributes:
@@ -55,11 +55,11 @@ class Peer:
     beside: str
     rows: tuple[int, ...]
     module: str
-    weight: Callable[[int, int, torch.device, torch.dtype], Weight]
+    weight: Callable[[int, int, torch.device, torch.dtype], PeerWeight]
 
 
 @dataclass(frozen=True)
-class Runner:
+class PeerRun:
     """A peer on one shape: ``run`` takes the number of a copy, ``check`` gives its result and torch's."""
 
     name: str
@@ -78,17 +78,17 @@ def _random_int4(n: int, k: int, device: torch.device,
     return codes, scale, dense
 
 
-def _tinygemm(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _tinygemm(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
     """torch's own, bfloat16 only."""
     codes, scale, dense = _random_int4(n, k, device, dtype)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     grids = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
-    return Weight(lambda: (packed.clone(), grids.clone()), dense, n * k // 2 + 4 * n * k // GROUP,
+    return PeerWeight(lambda: (packed.clone(), grids.clone()), dense, n * k // 2 + 4 * n * k // GROUP,
                   lambda x, held: torch.ops.aten._weight_int4pack_mm(x, held[0], GROUP, held[1]))
 
 
-def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
     """8-bit weights by the compiler: it is to convert them on their way into the product."""
     codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
     scale = (torch.rand(n, device=device) * 0.001 + 0.001).to(dtype)
@@ -98,11 +98,11 @@ def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weigh
 
     fast: Any = torch.compile(product, dynamic=False, fullgraph=True,
                               options={"coordinate_descent_tuning": True})
-    return Weight(lambda: (codes.clone(), scale.clone()), codes.to(dtype) * scale[:, None], n * k + 2 * n,
+    return PeerWeight(lambda: (codes.clone(), scale.clone()), codes.to(dtype) * scale[:, None], n * k + 2 * n,
                   lambda x, held: fast(x, *held))
 
 
-def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
     from gemlite.helper import A16Wn
 
     codes, scale, dense = _random_int4(n, k, device, dtype)
@@ -111,19 +111,19 @@ def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> W
         grids = (one.view(-1, 1) for one in (scale, torch.full_like(scale, 8)))
         return A16Wn(device=str(device)).from_weights(codes, *grids, 4, GROUP, None)
 
-    return Weight(make, dense, n * k // 2 + 4 * n * k // GROUP, lambda x, held: held(x))
+    return PeerWeight(make, dense, n * k // 2 + 4 * n * k // GROUP, lambda x, held: held(x))
 
 
-def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
     from gemlite import helper
 
     kind = getattr(helper, "A16W8_INT8", None) or helper.A16W8
     dense = torch.randn(n, k, dtype=dtype, device=device) * 0.02
-    return Weight(lambda: kind(device=str(device)).from_weights(dense, None), dense, n * k + 2 * n,
+    return PeerWeight(lambda: kind(device=str(device)).from_weights(dense, None), dense, n * k + 2 * n,
                   lambda x, held: held(x))
 
 
-def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
+def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
     import bitsandbytes
     from bitsandbytes import functional
 
@@ -133,15 +133,15 @@ def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> W
     weight = torch.randn(n, k, dtype=dtype, device=device) * 0.02
     packed, state = make()
     dense = functional.dequantize_4bit(packed, state).to(dtype).view(n, k)
-    return Weight(make, dense, n * k // 2 + 4 * n * k // 64,
+    return PeerWeight(make, dense, n * k // 2 + 4 * n * k // 64,
                   lambda x, held: bitsandbytes.matmul_4bit(x, held[0].t(), quant_state=held[1]))
 
 
-PEERS = (Peer("tinygemm", "w4a16 g128", (1, 4, 16, 64), "torch", _tinygemm),
-         Peer("gemlite", "w4a16 g128", (1, 16), "gemlite", _gemlite_int4),
-         Peer("compile", "w8a16", (1,), "torch", _compiled),
-         Peer("gemlite", "w8a16", (1, 16), "gemlite", _gemlite_int8),
-         Peer("bnb", "nf4 b64", (1, 4, 16, 64), "bitsandbytes", _bitsandbytes))
+PEERS = (PeerKernel("tinygemm", "w4a16 g128", (1, 4, 16, 64), "torch", _tinygemm),
+         PeerKernel("gemlite", "w4a16 g128", (1, 16), "gemlite", _gemlite_int4),
+         PeerKernel("compile", "w8a16", (1,), "torch", _compiled),
+         PeerKernel("gemlite", "w8a16", (1, 16), "gemlite", _gemlite_int8),
+         PeerKernel("bnb", "nf4 b64", (1, 4, 16, 64), "bitsandbytes", _bitsandbytes))
 """``compile``: torch's compiler; ``bnb``: bitsandbytes."""
 
 
@@ -155,19 +155,19 @@ class Peers:
         left_out: name → why, of those that aren't there or failed.
     """
 
-    shapes: Shapes
+    shapes: ModelShapes
     device: torch.device
     dtype: torch.dtype
-    every: tuple[Peer, ...] = PEERS
+    every: tuple[PeerKernel, ...] = PEERS
     left_out: dict[str, str] = field(default_factory=dict)
-    _held: dict[tuple[str, str], tuple[Weight, list[Any]]] = field(default_factory=dict)
+    _held: dict[tuple[str, str], tuple[PeerWeight, list[Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for peer in self.every:
             if importlib.util.find_spec(peer.module) is None:
                 self.left_out[peer.name] = f"{peer.module} is not installed"
 
-    def of(self, case: Case) -> Iterator[Runner]:
+    def of(self, case: BenchCase) -> Iterator[PeerRun]:
         """Those that stand beside ``case``, by its kernel, its Linear and its rows."""
         found = re.fullmatch(r"(.+) m(\d+)", case.shape)
         sizes = {name: (n, k) for name, n, k in self.shapes.linears}
@@ -182,12 +182,12 @@ class Peers:
                 else:
                     yield runner
 
-    def fails(self, name: str, case: Case, error: Exception | str) -> None:
+    def fails(self, name: str, case: BenchCase, error: Exception | str) -> None:
         """From now on it is left out."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.left_out[name] = f"{case.shape}: {(text.strip().splitlines() or [''])[0]}"
 
-    def _runner(self, peer: Peer, linear: str, n: int, k: int, m: int) -> Runner:
+    def _runner(self, peer: PeerKernel, linear: str, n: int, k: int, m: int) -> PeerRun:
         self._held = {key: held for key, held in self._held.items() if key[1] == linear}  # the others' memory
         key = (f"{peer.name} {peer.beside}", linear)
         if key not in self._held:
@@ -195,5 +195,5 @@ class Peers:
             self._held[key] = weight, [weight.make() for _ in range(copies(self.shapes, weight.nbytes))]
         weight, packs = self._held[key]
         x = torch.randn(m, k, dtype=self.dtype, device=self.device)
-        return Runner(peer.name, lambda at: weight.run(x, packs[at]), len(packs), weight.nbytes,
+        return PeerRun(peer.name, lambda at: weight.run(x, packs[at]), len(packs), weight.nbytes,
                       lambda: (weight.run(x, packs[0]), F.linear(x, weight.dense)))

@@ -25,7 +25,7 @@ import torch
 
 from quantkit_kernels import tuned
 from quantkit_kernels.bench import Timer, calls_for, clock_timer, graph_timer, machine
-from quantkit_kernels.bench_cases import LLAMA_8B, REHEARSAL, Case, Shapes
+from quantkit_kernels.bench_cases import LLAMA_8B, REHEARSAL, BenchCase, ModelShapes
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SHORTEST = 256
@@ -40,7 +40,7 @@ ROWS = (1, *tuned.BUCKETS[1:])
 Parameters = dict[str, int]
 
 
-class Search:
+class TunedCase:
     """The fastest parameters of one case.
 
     Args:
@@ -50,7 +50,7 @@ class Search:
         deadline: ``time.monotonic()`` after which no candidate is begun.
     """
 
-    def __init__(self, case: Case, timer: Timer, spills: Callable[[], int], deadline: float) -> None:
+    def __init__(self, case: BenchCase, timer: Timer, spills: Callable[[], int], deadline: float) -> None:
         self._case, self._timer, self._spills, self._deadline = case, timer, spills, deadline
         self._calls = calls_for(case.bytes, case.flops, case.copies)
         self.gain = 1.0
@@ -96,7 +96,7 @@ class Search:
         return float(off) <= self._case.tolerance
 
 
-def asked_by(case: Case) -> tuple[tuned.Key, int] | None:
+def asked_by(case: BenchCase) -> tuple[tuned.ProductKey, int] | None:
     """What a case's kernel asks for, and its rows; ``None`` if it asks for nothing."""
     with tuned.trial({}) as asked:
         case.ours(0)
@@ -116,7 +116,7 @@ def programs(m: int) -> Iterator[Parameters]:
     yield {"pdl": 1}
 
 
-def tune(cases: Iterable[Case], table: dict[tuned.Key, tuned.Entry], timer: Timer, spills: Callable[[], int],
+def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEntry], timer: Timer, spills: Callable[[], int],
          deadline: float) -> Iterator[str]:
     """Fill ``table``, and give a line about each case that was measured once it is in there.
 
@@ -130,12 +130,12 @@ def tune(cases: Iterable[Case], table: dict[tuned.Key, tuned.Entry], timer: Time
         key, m = asked
         if key in table and tuned.bucket(m) in table[key].rows:
             continue
-        search = Search(case, timer, spills, deadline)
+        search = TunedCase(case, timer, spills, deadline)
         try:
             if key not in table:
                 segments = search.best({}, cuts(key.k), exact=False).get("segments")
-                table[key] = tuned.Entry(segments)
-            base = tuned.parameters(tuned.Entry(table[key].segments), m)
+                table[key] = tuned.TunedEntry(segments)
+            base = tuned.parameters(tuned.TunedEntry(table[key].segments), m)
             found = search.best(base, programs(m), exact=True)
         except TimeoutError:
             return
@@ -144,7 +144,7 @@ def tune(cases: Iterable[Case], table: dict[tuned.Key, tuned.Entry], timer: Time
         yield f"{case.kernel} {case.shape}: {chosen}, {search.gain:.2f} x"
 
 
-def by_rows(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def by_rows(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Products of every shape and format by one row, then by more: what is stopped has served decoding."""
     from quantkit_kernels.bench_cases import products
 
@@ -153,7 +153,7 @@ def by_rows(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterato
 
 
 def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
-    """For :class:`Search`: jitted functions → the registers that their newest compilations spill."""
+    """For :class:`TunedCase`: jitted functions → the registers that their newest compilations spill."""
     kernels, seen = list(kernels), set[int]()
 
     def newest() -> int:

@@ -28,7 +28,7 @@ _READ_ONLY = re.compile(r"(?:\w*SETP2?|FCHK|R2P|BAR|WARPSYNC|NANOSLEEP|RET|BRX|J
 
 
 @dataclass(frozen=True)
-class Uses:
+class PendingRegisters:
     """Registers of groups that may be pending, the newest first; ``begun``: of one that isn't closed yet.
 
     Pairs of a register and whether it is a sum.
@@ -37,7 +37,7 @@ class Uses:
     begun: frozenset[tuple[int, bool]] = frozenset()
     pending: tuple[frozenset[tuple[int, bool]], ...] = ()
 
-    def after(self, instruction: str) -> Uses:
+    def after(self, instruction: str) -> PendingRegisters:
         """What may be pending behind it."""
         matrix, wait = _MATRIX.search(instruction), _WAIT.search(instruction)
         begun, pending = self.begun, self.pending
@@ -54,13 +54,13 @@ class Uses:
             pending = pending[:int(wait[1], 16)]
         if len(pending) > MOST_GROUPS:
             pending = (*pending[:MOST_GROUPS - 1], frozenset().union(*pending[MOST_GROUPS - 1:]))
-        return Uses(begun, pending)
+        return PendingRegisters(begun, pending)
 
-    def joined(self, other: Uses) -> Uses:
+    def joined(self, other: PendingRegisters) -> PendingRegisters:
         """What may be pending where two ways meet."""
         some, more = sorted((self.pending, other.pending), key=len)
         both = tuple(a | b for a, b in zip(some, more)) + more[len(some):]
-        return Uses(self.begun | other.begun, both)
+        return PendingRegisters(self.begun | other.begun, both)
 
     def touched(self, instruction: str) -> bool:
         """Whether the instruction does what it mustn't."""
@@ -114,7 +114,7 @@ def hazards(code: list[str], labels: dict[str, int]) -> tuple[str, ...]:
     for one in code:
         if (begin := re.search(r"\bBSSY\S* (B\d+)", one)) and (label := _LABEL.search(one)):
             meetings.setdefault(begin[1], []).append(labels[label[1]])
-    before: dict[int, Uses] = {0: Uses()}
+    before: dict[int, PendingRegisters] = {0: PendingRegisters()}
     waiting = [0]
     while waiting:
         at = waiting.pop()

@@ -10,8 +10,8 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.cpu_product import Product
+from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.cpu_product import CpuProduct
 
 ROWS = 512
 """Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""
@@ -44,7 +44,7 @@ def bandwidth(device: torch.device) -> Callable[[], float]:
     return Bandwidth(cpu_linear.pool(), cpu_linear.isa()).measure
 
 
-def flops(packed: Packed) -> float:
+def flops(packed: CpuWeight) -> float:
     """Operations a second of the product with such a weight, two for each of its numbers and row.
 
     Args:
@@ -54,7 +54,7 @@ def flops(packed: Packed) -> float:
         UsageError: there are no CPU kernels here.
     """
     _require()
-    product, seconds = Product(packed, ROWS), []
+    product, seconds = CpuProduct(packed, ROWS), []
     product(torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(0)))
     for _ in range(REPEATS):
         begin, runs = time.perf_counter(), 0

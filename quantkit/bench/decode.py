@@ -19,13 +19,13 @@ from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.ops.linear import kernel_name
-from quantkit.progress import Event, Listener, silent
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.sampler import Sampler, Sampling, choose, draw, draws
+from quantkit.runtime.sampler import Sampler, Sampling, sample_async, sample_tokens, samples_on_device
 from quantkit.spec import KVSpec
 from quantkit.units import human_bytes
 from quantkit_kernels import tuned
@@ -35,7 +35,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecodeSettings:
     """What is measured.
 
     Attributes:
@@ -60,7 +60,7 @@ class Settings:
     pdl: bool = False
 
 
-def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = silent,
+def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listener = silent,
                  keep: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
     """Measure a model.
 
@@ -110,7 +110,7 @@ def bench_decode(loaded: LoadedModel, settings: Settings, progress: Listener = s
 
 def step_bytes(loaded: LoadedModel) -> int:
     """Bytes of weights that one decode step reads: all Linears and the head."""
-    if isinstance(loaded.model, FusedModel | GpuModel):
+    if isinstance(loaded.model, CpuModel | GpuModel):
         return loaded.model.step_bytes
     return loaded.weight_bytes
 
@@ -124,7 +124,7 @@ def _finite(found: list[int | QuantkitError]) -> list[int]:
 
 
 def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
-    if not isinstance(loaded.model, FusedModel | GpuModel):
+    if not isinstance(loaded.model, CpuModel | GpuModel):
         return loaded.unfused
     cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
     phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
@@ -135,7 +135,7 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
 
 
 class _Runner:
-    def __init__(self, loaded: LoadedModel, ids: list[int], settings: Settings, progress: Listener,
+    def __init__(self, loaded: LoadedModel, ids: list[int], settings: DecodeSettings, progress: Listener,
                  runs: int) -> None:
         self._loaded, self._ids, self._settings = loaded, ids, settings
         self._progress, self._runs, self._done = progress, runs, 0
@@ -220,10 +220,10 @@ class _Runner:
             batch = cache.batch(rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
             logits = self._loaded.model(ids.to(self._device), cache=batch)[:, -1]
-            if not draws(logits, samplers):
+            if not samples_on_device(logits, samplers):
                 tokens = self._best(logits)
                 continue
-            flying, before = draw(logits, samplers), flying  # as the engine does: nobody waits for a step
+            flying, before = sample_async(logits, samplers), flying  # as the engine does: nobody waits for a step
             if before is not None:
                 _finite(before.tokens())
         if flying is not None:
@@ -232,11 +232,11 @@ class _Runner:
 
     def _best(self, logits: torch.Tensor) -> list[int]:
         """The most likely token of every row."""
-        return _finite(choose(logits, [self._greedy] * len(logits), [[]] * len(logits)))
+        return _finite(sample_tokens(logits, [self._greedy] * len(logits), [[]] * len(logits)))
 
     def _tell(self, label: str) -> None:
         self._done += 1
-        self._progress(Event(self._done, self._runs, label))
+        self._progress(ProgressEvent(self._done, self._runs, label))
 
 
 def _range(values: Sequence[float]) -> dict[str, float]:

@@ -13,12 +13,12 @@ from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
 from quantkit.formats.base import Codes, Format
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import CpuKernel, Packed
-from quantkit.ops.cpu_product import Product
+from quantkit.ops.cpu_linear import CpuKernel, CpuWeight
+from quantkit.ops.cpu_product import CpuProduct
 from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import default_format
 from quantkit.spec import Granularity, QuantSpec
 
@@ -74,7 +74,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
         made = _weights(shape, SPECS[label])
         for count in rows:
             x = torch.randn(count, shape[1]).to(torch.bfloat16)
-            products = [Product(one, count) for one in made]
+            products = [CpuProduct(one, count) for one in made]
             for product in products:
                 product(x)
             times, reads = [], []
@@ -89,7 +89,7 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
                           "seconds": spent, "bytes_s": made[0].nbytes / spent, "read_bytes_s": read,
                           "of_read": made[0].nbytes / spent / read,
                           "mac_s": count * shape[0] * shape[1] / spent})
-            progress(Event(len(found), total, f"{label}, {count} rows"))
+            progress(ProgressEvent(len(found), total, f"{label}, {count} rows"))
     return {"machine": machine(), "cases": found,
             "left_out": [{"format": label, "shape": list(shape), "why": reason}
                          for (shape, label), reason in reasons.items() if reason is not None]}
@@ -106,13 +106,13 @@ def _refuses(shape: tuple[int, int], spec: QuantSpec | None) -> str | None:
     return None if isinstance(kernel, CpuKernel) else f"{kernel.name} multiplies it"
 
 
-def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[Packed]:
+def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[CpuWeight]:
     """Random weights, as many as the caches don't hold."""
     first = _packed(shape, spec)
     return [first, *(_packed(shape, spec) for _ in range(min(63, BUDGET // max(first.nbytes, 1))))]
 
 
-def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> Packed:
+def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
     if spec is None:
         return cpu_linear.pack_plain(torch.randn(shape).to(torch.bfloat16))
     scales = spec.scale_shape(shape)
@@ -122,7 +122,7 @@ def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> Packed:
                   torch.rand(scales).to(torch.bfloat16).float() + 0.5, zero)
     weight = registry("formats").get(default_format(spec)).pack(codes, torch.bfloat16)
     kernel = choose(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode")).kernel
-    packed: Packed = kernel.prepare(weight)
+    packed: CpuWeight = kernel.prepare(weight)
     return packed
 
 

@@ -15,7 +15,7 @@ from quantkit.models.loadable import dtype_of
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import load_recipe
-from quantkit.runtime.loader import LoadedModel, network
+from quantkit.runtime.loader import LoadedModel, build_model
 from quantkit.sources.base import ModelSource
 from quantkit.spec import QuantSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def _made(source: ModelSource, uri: str, recipe: str, plan: Plan | None, device:
     weights = _Weights(config, kind, device)
     packed = {row.name: weights.quantized(row.spec, row.format, row.shape)
               for row in (plan.rows if plan else ()) if row.spec is not None and row.format is not None}
-    model, reason = network(config, weights, weights.shapes.__contains__, kind, packed, device, uri)
+    model, reason = build_model(config, weights, weights.shapes.__contains__, kind, packed, device, uri)
     sizes = kind.itemsize * sum(shape.numel() for name, shape in weights.shapes.items()
                                 if name.removesuffix(".weight") not in packed)
     sizes += sum(one.nbytes for one in packed.values())

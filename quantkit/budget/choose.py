@@ -25,7 +25,7 @@ from quantkit.spec import CalibrationSpec
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformCandidate:
     """One candidate in all layers that are free to choose.
 
     Attributes:
@@ -42,7 +42,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedChoice:
     """All layers that stand at the same place of a decoder layer and are stored alike: q, k and v, say.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """What fits a budget.
 
     Attributes:
@@ -78,14 +78,14 @@ class Choice:
     candidates: tuple[Candidate, ...]
     chosen: Mapping[str, int]
     costs: Mapping[str, Mapping[int, float]]
-    uniform: tuple[Uniform, ...]
+    uniform: tuple[UniformCandidate, ...]
 
     @property
     def kl(self) -> float:
         """Predicted for the whole model, nats a token: the sum over the Linears that were chosen for."""
         return math.fsum(self.costs[name][index] for name, index in self.chosen.items())
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SharedChoice]:
         """The choice by place, in the model's order."""
         rows = {row.name: row for row in self.plan.rows}
         places: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
@@ -97,7 +97,7 @@ class Choice:
             for names in groups:
                 counts[self.chosen[names[0]]] += 1
             flat = [rows[name] for names in groups for name in names]
-            found.append(Part(place, _bits(flat, sum(row.bytes_after for row in flat)),
+            found.append(SharedChoice(place, _bits(flat, sum(row.bytes_after for row in flat)),
                               math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
                               {labels[i]: n for i, n in enumerate(counts) if n}))
         return found
@@ -114,7 +114,7 @@ class Choice:
                     for name, index in self.chosen.items()}}
 
 
-def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listener = silent) -> Choice:
+def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listener = silent) -> BudgetChoice:
     """Give every layer that no rule takes one of the recipe's candidates, so that the divergence predicted
     for the whole is the least that fits.
 
@@ -166,7 +166,7 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     resolved = recipe.model_copy(update={
         "description": told, "calibration": recipe.calibration, "candidates": (),
         "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
-    return Choice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
+    return BudgetChoice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
                   _uniform(recipe, linears, other, rows, costs, taken))
 
 
@@ -265,13 +265,13 @@ def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: 
 
 
 def _uniform(recipe: Recipe, linears: Sequence[PlanRow], other: int, rows: Rows,
-             costs: Mapping[str, Mapping[int, float]], fixed: int) -> tuple[Uniform, ...]:
+             costs: Mapping[str, Mapping[int, float]], fixed: int) -> tuple[UniformCandidate, ...]:
     found, labels = [], labels_of(recipe.candidates)
     for index, candidate in enumerate(recipe.candidates):
         if candidate.method is None or any(index not in one for one in rows.values()):
             continue
         size = fixed + sum(one[index].bytes_after for one in rows.values())
-        found.append(Uniform(labels[index], _bits(linears, size), other + size,
+        found.append(UniformCandidate(labels[index], _bits(linears, size), other + size,
                              math.fsum(one[index] for one in costs.values())))
     return tuple(sorted(found, key=lambda one: one.disk_bytes))
 

@@ -35,12 +35,12 @@ from quantkit.errors import CheckpointError, QuantkitError, Stopped
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
-from quantkit.ops.hadamard import rotate, rotate_form
+from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.peak_memory import walks_bytes
 from quantkit.planning.plan import Plan
 from quantkit.plugins import current, registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.recipe import Candidate, Recipe
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit_kernels.kept import cache_folder
@@ -112,7 +112,7 @@ class _Run:
         kept.drop(GRADIENTS)
         found = {name: losses.tolist() for index in layers
                  for name, losses in kept.get(f"{LAYER}{index}")[0].items()}
-        self.progress(Event(self.total, self.total, "measured"))
+        self.progress(ProgressEvent(self.total, self.total, "measured"))
         return {name: dict(zip(choices, found[name], strict=True)) for name, choices in self.rows.items()}
 
     def _measure(self, kept: CheckpointWriter, missing: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class _Run:
         return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in here}
 
     def _step(self, label: str) -> None:
-        self.progress(Event(self.done, self.total, label))
+        self.progress(ProgressEvent(self.done, self.total, label))
         self.done += 1
 
 
@@ -171,7 +171,7 @@ def _loss(row: PlanRow, weight: torch.Tensor, stats: LayerStats) -> float:
     method, form = registry("methods").get(row.method), registry("formats").get(row.format)
     exact, hessian = weight.float(), stats.hessian
     if row.spec.rotation:
-        exact, hessian = rotate(exact), rotate_form(hessian)
+        exact, hessian = apply_hadamard(exact), rotate_hessian(hessian)
     try:
         codes = method.run(exact, LayerStats(stats.tokens, hessian), row.spec,
                            method.options(**{**row.options, **method.quick}))

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from quantkit.calibrate.files import PARQUET, ROWS, DataFile
 from quantkit.calibrate.parquet import GET_PYARROW, has_pyarrow
 from quantkit.errors import CalibrationError, did_you_mean
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 
 PREFIX = "hub:"
 EXAMPLE = "hub:OWNER/NAME[@REVISION][:SPLIT][:FILE]"
@@ -78,7 +78,7 @@ def dataset_files(text: str, limit: int, listen: Listener = silent) -> list[Data
                           f"for these again: {name.named(commit)}", stacklevel=2)
     found = []
     for done, file in enumerate(chosen):
-        listen(Event(done, len(chosen), f"downloading {file}"))
+        listen(ProgressEvent(done, len(chosen), f"downloading {file}"))
         try:
             path = Path(hf_hub_download(name.repo, file, repo_type="dataset", revision=commit))
         except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes

@@ -7,13 +7,13 @@ import warnings
 import torch
 
 from quantkit.calibrate.data import SELF, CalibrationData, load_calibration, own_calibration
-from quantkit.calibrate.written import Form, write_windows
+from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
 from quantkit.planning.plan import Plan
 from quantkit.plugins import registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.sources.base import ModelSource
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def read(spec: CalibrationSpec, source: ModelSource, widest: int, progress: List
                                why=f"it was made for {context} tokens", next=f"--length {context}, or less")
     tokenizer = Tokenizer(source.side_files(), config)
     if spec.text == SELF:
-        form = Form.of(tokenizer)  # raises where it can't
+        form = WritingPrompt.of(tokenizer)  # raises where it can't
         if strict and form.fallback:
             raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
                                    next="--calibration builtin, a template that works, or leave out --strict")
@@ -69,7 +69,7 @@ def write(plan: Plan, source: ModelSource, weights: Weights, progress: Listener)
     assert spec is not None
     tokenizer, total = Tokenizer(source.side_files(), config), spec.samples * spec.length
     return write_windows(parse_config(config), weights, tokenizer, spec,
-                         lambda done: progress(Event(done, total, "writing its calibration text")))
+                         lambda done: progress(ProgressEvent(done, total, "writing its calibration text")))
 
 
 def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationData:
@@ -78,7 +78,7 @@ def own(plan: Plan, source: ModelSource, tokens: torch.Tensor) -> CalibrationDat
     assert spec is not None
     tokenizer = Tokenizer(source.side_files(), config)
     return _warned(own_calibration(spec, tokenizer, tokens, parse_config(config).vocab_size, _widest(plan),
-                                   Form.of(tokenizer).fallback))
+                                   WritingPrompt.of(tokenizer).fallback))
 
 
 def _widest(plan: Plan) -> int:

@@ -21,7 +21,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
-from quantkit.ops.hadamard import unrotate
+from quantkit.ops.hadamard import undo_hadamard
 from quantkit.planning.peak_memory import BATCH_TOKENS
 
 EXPERT = ".experts."
@@ -184,7 +184,7 @@ class LayerRunner:
             rotated = weight.spec.rotation is not None
             weight = registry("formats").get(weight.format).dequantize(weight)
             assert isinstance(weight, torch.Tensor)
-            weight = unrotate(weight) if rotated else weight
+            weight = undo_hadamard(weight) if rotated else weight
         return weight.to(device=self._weights.device, dtype=self._weights.dtype)
 
     def _traced(self, layer: DecoderLayer, batch: int, entered: torch.Tensor,

@@ -16,11 +16,11 @@ from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_f
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
-from quantkit.models.layers import Step
+from quantkit.models.layers import ForwardContext
 from quantkit.models.linear import Weights
 from quantkit.ops.attention import Visibility, attention
 from quantkit.ops.finite import all_finite
-from quantkit.ops.rope import rotate
+from quantkit.ops.rope import apply_rope
 from quantkit.planning.peak_memory import WRITTEN
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ Part = tuple[tuple[int, ...], frozenset[int]]
 
 
 @dataclass(frozen=True)
-class Form:
+class WritingPrompt:
     """How a text goes: what is put there for the model, and which tokens end what it writes behind it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Form:
     fallback: str | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Form:
+    def of(cls, tokenizer: Tokenizer) -> WritingPrompt:
         """Of conversations, where the template shows where turns begin and end; else of plain text.
 
         Raises:
@@ -78,7 +78,7 @@ class Form:
 class _Writer:
     """One window: what it must say next, and what ends its part."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: WritingPrompt) -> None:
         self._form, self._part = form, -1
         self._waiting, self._ends = list(form.first[0]), form.first[1]
 
@@ -113,16 +113,16 @@ class _Cache:
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Nothing is left to do."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
                window: int | None) -> torch.Tensor:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
         at = int(step.positions[0, 0])
         self._seen = at + 1
         keys, values = self._held[layer]
         cos, sin = step.rotation(window)
-        keys[:, :, at:at + 1], values[:, :, at:at + 1] = rotate(k, cos, sin), v
+        keys[:, :, at:at + 1], values[:, :, at:at + 1] = apply_rope(k, cos, sin), v
         seen = Visibility(step.positions, self._keys[:, :at + 1], window)
-        return attention(rotate(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,
+        return attention(apply_rope(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,
                          self._config.attention_scale, self._config.attention_softcap)
 
 
@@ -145,7 +145,7 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
         CalibrationError: nothing says how a text begins.
         NonFiniteError: the model's output isn't finite; window, layer and tensor are named.
     """
-    form, known = Form.of(tokenizer), min(tokenizer.vocab_size, config.vocab_size)
+    form, known = WritingPrompt.of(tokenizer), min(tokenizer.vocab_size, config.vocab_size)
     model = CausalLM(config, weights)
     random = torch.Generator(model.device).manual_seed(spec.seed % 2**63)
     tokens = torch.zeros(spec.samples, spec.length, dtype=torch.int64)

@@ -15,13 +15,13 @@ from quantkit.checkpoint.durable import hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
 from quantkit.checkpoint.quantization_config import quantization_config
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
-from quantkit.checkpoint.shards import Stored, index_json, shard_chunks, shard_names, split
+from quantkit.checkpoint.shards import StoredTensor, index_json, shard_chunks, shard_names, split
 from quantkit.errors import CheckpointError
 
 OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST, GPTQ_CONFIG})
 
 
-def assemble(folder: Path, tensors: Sequence[Stored], rows: Sequence[LayerRow], config: Mapping[str, Any],
+def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[LayerRow], config: Mapping[str, Any],
              side_files: Mapping[str, bytes], manifest: Manifest, shard_bytes: int) -> str:
     """Fill an empty folder with a whole, verified checkpoint.
 
@@ -73,7 +73,7 @@ def _text(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _check_names(tensors: Sequence[Stored], rows: Sequence[LayerRow],
+def _check_names(tensors: Sequence[StoredTensor], rows: Sequence[LayerRow],
                  side_files: Mapping[str, bytes]) -> None:
     for what, names in (("tensor", [t.name for t in tensors]), ("layer", [r.name for r in rows])):
         twice = [name for name, count in Counter(names).items() if count > 1]

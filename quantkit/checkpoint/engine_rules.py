@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.verify import Check
+from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.models.architecture import HEAD
 
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -20,7 +20,7 @@ DEQUANTIZED = "only with quantization_config=CompressedTensorsConfig(dequantize=
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckpointFacts:
     """What rules look at.
 
     Attributes:
@@ -74,7 +74,7 @@ class Subject:
         return found
 
 
-Rule = Callable[[Subject], Iterator[Check]]
+Rule = Callable[[CheckpointFacts], Iterator[VerifyCheck]]
 
 
 def _size(row: LayerRow) -> int:
@@ -86,25 +86,25 @@ def _label(row: LayerRow) -> str:
     return f"{row.spec.label()} by {row.format}" if row.spec else "kept"
 
 
-def _told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[Check]:
+def _told(name: str, faults: Sequence[tuple[str, str]], fine: str) -> Iterator[VerifyCheck]:
     """One line a rule: the first layer that breaks it, and how many do."""
     if not faults:
-        yield Check(name, "ok", fine)
+        yield VerifyCheck(name, "ok", fine)
         return
     layer, why = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    yield Check(name, "failed", f"{layer}: {why}{more}")
+    yield VerifyCheck(name, "failed", f"{layer}: {why}{more}")
 
 
 def layouts(*known: str) -> Rule:
     """Only these formats are understood."""
-    def rule(subject: Subject) -> Iterator[Check]:
+    def rule(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         yield from _told("layout", [(row.name, f"format {row.format} is not among {', '.join(known)}")
                                     for row in subject.packed if row.format not in known], ", ".join(known))
     return rule
 
 
-def same_scheme(subject: Subject) -> Iterator[Check]:
+def same_scheme(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """q/k/v are one weight in these engines, gate/up and the experts of a layer too."""
     faults = []
     for group in (*subject.fused().values(), *subject.experts().values()):
@@ -118,18 +118,18 @@ def same_scheme(subject: Subject) -> Iterator[Check]:
     yield from _told("fused layers", faults, "q/k/v and gate/up share a scheme")
 
 
-def rounded_inputs(subject: Subject) -> Iterator[Check]:
+def rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Integers a byte each are multiplied by rounded inputs only; weights alone lie packed."""
     whole = subject.quantization.get("format")
     for name, group in (subject.quantization.get("config_groups") or {}).items():
         form = group.get("format") or whole
         if form in ("int-quantized", "naive-quantized") and not group.get("input_activations") and (
                 (group.get("weights") or {}).get("type", "int") == "int"):
-            yield Check("layout", "failed", f"{name}: {form} without input_activations has no kernel; "
+            yield VerifyCheck("layout", "failed", f"{name}: {form} without input_activations has no kernel; "
                                             "quantkit export DIR --to pack-quantized OUT")
 
 
-def grouped_or_channel(subject: Subject) -> Iterator[Check]:
+def grouped_or_channel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """One scale a tensor has no kernel."""
     yield from _told("strategy", [(row.name, "one scale a tensor; strategy channel or group is wanted")
                                   for row in subject.packed if row.format not in BYTES
@@ -137,14 +137,14 @@ def grouped_or_channel(subject: Subject) -> Iterator[Check]:
                      "channel or group")
 
 
-def vllm_kernel(subject: Subject) -> Iterator[Check]:
+def vllm_kernel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Which of vLLM's kernels takes each weight on this device."""
     refuses = _vllm_cpu if subject.device == "cpu" else _vllm_cuda
     faults = [(name, reason) for name, (row, out) in subject.weights().items()
               if (reason := refuses(row, out)) is not None]
     yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
     if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
-        yield Check("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
+        yield VerifyCheck("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
@@ -175,7 +175,7 @@ def _vllm_cpu(row: LayerRow, out: int) -> str | None:
     return None
 
 
-def gptq_types(subject: Subject) -> Iterator[Check]:
+def gptq_types(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """vLLM and SGLang's fast path take symmetric 4 and 8 bits in Marlin's groups."""
     faults = []
     for row in subject.packed:
@@ -188,21 +188,21 @@ def gptq_types(subject: Subject) -> Iterator[Check]:
     yield from _told("GPTQ's bits", faults, "4 or 8, symmetric")
 
 
-def no_order(subject: Subject) -> Iterator[Check]:
+def no_order(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Group activation order was dropped; with one group a row it means nothing."""
     bad = subject.quantization.get("desc_act") is True and subject.quantization.get("group_size") != -1
-    yield Check("desc_act", "failed" if bad else "ok",
+    yield VerifyCheck("desc_act", "failed" if bad else "ok",
                 "desc_act: true is refused, even where groups are in order" if bad else "false")
 
 
-def half_scales(subject: Subject) -> Iterator[Check]:
+def half_scales(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Nothing wrong, but another model by a little."""
     if subject.dtype != "float16":
-        yield Check("scales", "note", f"float16 scales are rounded to the activations' {subject.dtype}; "
+        yield VerifyCheck("scales", "note", f"float16 scales are rounded to the activations' {subject.dtype}; "
                                       "start it with --dtype float16 for those of the file")
 
 
-def gptq_kept(subject: Subject) -> Iterator[Check]:
+def gptq_kept(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """optimum makes every Linear of a block a quantized one."""
     yield from _told("kept layers", [
         (row.name,
@@ -211,14 +211,14 @@ def gptq_kept(subject: Subject) -> Iterator[Check]:
                      "every Linear of a block is quantized")
 
 
-def plain_head(subject: Subject) -> Iterator[Check]:
+def plain_head(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers leaves the output layer a plain one in these layouts, whatever the file holds."""
     yield from _told("head", [
         (row.name, "is quantized, and a plain one is expected there: it would get random weights; keep it")
         for row in subject.packed if row.name == HEAD], "plain")
 
 
-def no_experts(subject: Subject) -> Iterator[Check]:
+def no_experts(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers 5 has one tensor for all experts of a layer, and makes it from plain and pack-quantized
     ones."""
     if experts := subject.experts():
@@ -227,7 +227,7 @@ def no_experts(subject: Subject) -> Iterator[Check]:
                          "none is quantized")
 
 
-def zero_points(subject: Subject) -> Iterator[Check]:
+def zero_points(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """compressed-tensors inside transformers can't make room for packed zero points. Dequantizing at loading
     takes the first group's scheme for all layers: of several it fails, or gives other weights."""
     schemes = {(row.spec, row.format) for row in (*subject.packed, subject.embedding) if row is not None}
@@ -240,26 +240,26 @@ def zero_points(subject: Subject) -> Iterator[Check]:
     yield from _told("zero points", faults, "none")
 
 
-def vllm_rounded_inputs(subject: Subject) -> Iterator[Check]:
+def vllm_rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Its int8 kernel for Intel's AMX has no float16."""
     rounded = any(row.format == "int-quantized" and row.spec and row.spec.activations
                   for row in subject.packed)
     if subject.device == "cpu" and rounded:
-        yield Check("dtype", "note", "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
+        yield VerifyCheck("dtype", "note", "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
                                      "(scale_C: scalar path not implemented)")
 
 
-def dequantized_embedding(subject: Subject) -> Iterator[Check]:
+def dequantized_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers initializes every embedding before it reads one, and stumbles over one without weight."""
     if (row := subject.embedding) is None:
         return
     one = all((other.spec, other.format) == (row.spec, row.format) for other in subject.packed)
-    yield Check("embedding", "failed", f"{row.name} is quantized, which " + (
+    yield VerifyCheck("embedding", "failed", f"{row.name} is quantized, which " + (
         f"loads {DEQUANTIZED}" if one else
         "loads only dequantized, and that only where all layers are of one scheme"))
 
 
-def vllm_embedding(subject: Subject) -> Iterator[Check]:
+def vllm_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Rows of packed integers are looked up by a Triton kernel, which the head can't share."""
     if (row := subject.embedding) is None:
         return
@@ -276,26 +276,26 @@ def vllm_embedding(subject: Subject) -> Iterator[Check]:
     yield from _told("embedding", [] if fault is None else [(row.name, fault)], "rows are decoded as needed")
 
 
-def plain_embedding(subject: Subject) -> Iterator[Check]:
+def plain_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """SGLang quantizes Linears."""
     if subject.embedding is not None:
-        yield Check("embedding", "failed", f"{subject.embedding.name} is quantized: it takes plain ones only")
+        yield VerifyCheck("embedding", "failed", f"{subject.embedding.name} is quantized: it takes plain ones only")
 
 
 def needs(packages: str) -> Rule:
     """What must be installed beside the engine."""
-    def rule(subject: Subject) -> Iterator[Check]:
-        yield Check("packages", "note", f"pip install {packages}")
+    def rule(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
+        yield VerifyCheck("packages", "note", f"pip install {packages}")
     return rule
 
 
-def sglang_gpu(subject: Subject) -> Iterator[Check]:
+def sglang_gpu(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """SGLang's weight-only kernels but AWQ's are for GPUs."""
     if subject.device == "cpu":
-        yield Check("kernel on cpu", "failed", f"SGLang's {subject.method} kernels are for GPUs")
+        yield VerifyCheck("kernel on cpu", "failed", f"SGLang's {subject.method} kernels are for GPUs")
 
 
-def sglang_wna16(subject: Subject) -> Iterator[Check]:
+def sglang_wna16(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Marlin: 4 bits, and 8 bits symmetric, in its groups and shapes."""
     faults = []
     for name, (row, out) in subject.weights().items():
@@ -313,27 +313,27 @@ def sglang_wna16(subject: Subject) -> Iterator[Check]:
     yield from _told("kernel on cuda", faults, "Marlin takes every weight")
 
 
-def sglang_awq(subject: Subject) -> Iterator[Check]:
+def sglang_awq(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Marlin on a GPU, Intel's AMX on a CPU."""
     if subject.device == "cpu":
-        yield Check("kernel on cpu", "note", "its kernel needs a CPU with AMX")
+        yield VerifyCheck("kernel on cpu", "note", "its kernel needs a CPU with AMX")
     else:
         yield from sglang_wna16(subject)
 
 
-def _marlin_shape(subject: Subject, rows: int, cols: int) -> bool:
+def _marlin_shape(subject: CheckpointFacts, rows: int, cols: int) -> bool:
     """Its tiles; for AWQ, what SGLang checks itself, which is less than there is."""
     return not (rows % 64 or cols % 128) or (subject.method != "awq" and not (rows % 128 or cols % 64))
 
 
-def sglang_gptq(subject: Subject) -> Iterator[Check]:
+def sglang_gptq(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """What Marlin doesn't take goes to a kernel with float16 activations."""
     for check in gptq_types(subject):
         if check.status != "failed":
             yield check
         elif subject.dtype == "float16":
-            yield Check(check.name, "note", "Marlin doesn't take every layer; a slower kernel with float16 "
+            yield VerifyCheck(check.name, "note", "Marlin doesn't take every layer; a slower kernel with float16 "
                                             "activations does")
         else:
-            yield Check(check.name, "failed",
+            yield VerifyCheck(check.name, "failed",
                         check.detail + f"; others need float16 activations, not {subject.dtype}")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from quantkit.checkpoint import engine_rules as rules
 from quantkit.checkpoint.manifest import LayerRow
-from quantkit.checkpoint.verify import Check
+from quantkit.checkpoint.verify import VerifyCheck
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config
 
@@ -42,7 +42,7 @@ EXTRA = {("vllm", "bitsandbytes"): ": vLLM 0.33 left it to a plugin; export it, 
          ("transformers", "quantkit"): ": no standard says this mix"}
 
 
-class Described(Protocol):
+class DescribedCheckpoint(Protocol):
     """A checkpoint, ours or another tool's."""
 
     @property
@@ -51,7 +51,7 @@ class Described(Protocol):
     def config(self) -> dict[str, Any]: ...
 
 
-def check_engine(engine: str, checkpoint: Described, device: str = "cuda") -> tuple[Check, ...]:
+def check_engine(engine: str, checkpoint: DescribedCheckpoint, device: str = "cuda") -> tuple[VerifyCheck, ...]:
     """What an engine would say of a checkpoint: ``failed`` means that it refuses to load it.
 
     Args:
@@ -69,23 +69,23 @@ def check_engine(engine: str, checkpoint: Described, device: str = "cuda") -> tu
 
 
 def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerRow],
-                 device: str = "cuda") -> tuple[Check, ...]:
+                 device: str = "cuda") -> tuple[VerifyCheck, ...]:
     """The same, told from ``config.json`` and the rows of a manifest."""
     quantization = config.get("quantization_config") or {}
     shape = parse_config(config)
     rows = tuple(row for row in layers if row.name != EMBEDDING)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    subject = rules.Subject(
+    subject = rules.CheckpointFacts(
         quantization.get("quant_method"), quantization, rows, tuple(row for row in rows if row.spec),
         next((row for row in layers if row.name == EMBEDDING and row.spec), None), shape.tie_word_embeddings,
         {slot.name: slot.shares for slot in linear_slots(shape)}, device, dtype)
     if subject.method is None:
-        return (Check("quant_method", "ok", "nothing is quantized"),)
+        return (VerifyCheck("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]
     if subject.method not in readers:
-        return (Check("quant_method", "failed", f"{engine} reads {', '.join(readers)}, not {subject.method}"
+        return (VerifyCheck("quant_method", "failed", f"{engine} reads {', '.join(readers)}, not {subject.method}"
                       + (EXTRA.get((engine, subject.method)) or "")),)
-    checks = [Check("quant_method", "ok", subject.method)]
+    checks = [VerifyCheck("quant_method", "ok", subject.method)]
     for rule in readers[subject.method]:
         checks += rule(subject)
     return tuple(checks)

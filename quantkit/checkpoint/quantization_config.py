@@ -28,7 +28,7 @@ COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
 """Layouts of compressed-tensors."""
 
 
-class Row(Protocol):
+class LayerScheme(Protocol):
     """What is needed of a layer: a row of a plan or of a manifest."""
 
     @property
@@ -41,7 +41,7 @@ class Row(Protocol):
     def dtype(self) -> str: ...
 
 
-def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict[str, Any] | None:
+def quantization_config(rows: Sequence[LayerScheme], version: str = __version__) -> dict[str, Any] | None:
     """The value for ``config.json``; ``None`` if no layer is quantized.
 
     Args:
@@ -77,14 +77,14 @@ def quantization_config(rows: Sequence[Row], version: str = __version__) -> dict
     return dict(OWN)
 
 
-def _says_embeddings(packed: Sequence[Row], tied: bool) -> bool:
+def _says_embeddings(packed: Sequence[LayerScheme], tied: bool) -> bool:
     """Of the standards only compressed-tensors knows quantized embeddings. One that is the head too is read
     only by who dequantizes all of the file by one scheme."""
     schemes = {(row.spec, row.format, row.dtype) for row in packed}
     return {row.format for row in packed} <= COMPRESSED and not (tied and len(schemes) > 1)
 
 
-def _model_scales(row: Row) -> bool:
+def _model_scales(row: LayerScheme) -> bool:
     return row.spec is not None and row.spec.scale_dtype in ("model", row.dtype)
 
 
@@ -101,13 +101,13 @@ def _inputs(spec: QuantSpec) -> dict[str, Any] | None:
             "strategy": spec.activations, "dynamic": True}
 
 
-def _format(row: Row) -> str:
+def _format(row: LayerScheme) -> str:
     """The layout's name in compressed-tensors, where float weights alone are called something else."""
     assert row.spec is not None and row.format is not None
     return "naive-quantized" if row.spec.kind == "fp" and not row.spec.activations else row.format
 
 
-def _compressed_tensors(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
+def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[str, Any]:
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for row in packed:
         assert row.spec is not None
@@ -152,12 +152,12 @@ def _with_fused(kept: Sequence[str]) -> list[str]:
     return found
 
 
-def _bnb_key(row: Row) -> tuple[Any, ...]:
+def _bnb_key(row: LayerScheme) -> tuple[Any, ...]:
     assert row.spec is not None
     return (row.spec.nested, row.spec.granularity.size, row.dtype)
 
 
-def _bitsandbytes(row: Row, kept: list[str]) -> dict[str, Any]:
+def _bitsandbytes(row: LayerScheme, kept: list[str]) -> dict[str, Any]:
     assert row.spec is not None
     four = row.spec.kind == "nf"
     return {
@@ -169,7 +169,7 @@ def _bitsandbytes(row: Row, kept: list[str]) -> dict[str, Any]:
         "llm_int8_has_fp16_weight": False}
 
 
-def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any]:
+def _gptq(packed: Sequence[LayerScheme], kept: list[str], version: str) -> dict[str, Any]:
     spec = packed[0].spec
     assert spec is not None
     form = str(packed[0].format).replace("-", "_")
@@ -183,7 +183,7 @@ def _gptq(packed: Sequence[Row], kept: list[str], version: str) -> dict[str, Any
         "meta": {"quantizer": [f"quantkit:{version}"]}}
 
 
-def _awq(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
+def _awq(packed: Sequence[LayerScheme], kept: list[str]) -> dict[str, Any]:
     spec = packed[0].spec
     assert spec is not None
     head = {"lm_head": True} if _has_head(packed) else {}  # AutoAWQ knows no such key
@@ -191,5 +191,5 @@ def _awq(packed: Sequence[Row], kept: list[str]) -> dict[str, Any]:
             "zero_point": True, "version": "gemm", "modules_to_not_convert": _with_fused(kept), **head}
 
 
-def _has_head(packed: Sequence[Row]) -> bool:
+def _has_head(packed: Sequence[LayerScheme]) -> bool:
     return any(row.name == HEAD for row in packed)

@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor inside a file that this package wrote: ``nbytes`` from ``offset`` on."""
 
     name: str
@@ -44,7 +44,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Unread:
+class LazyTensor:
     """A tensor that is read when it is written, so that it is alone in memory."""
 
     info: TensorInfo
@@ -67,7 +67,7 @@ class Unread:
         return found
 
 
-def tensor_chunks(tensors: Mapping[str, torch.Tensor | Unread]) -> Iterator[bytes | memoryview]:
+def tensor_chunks(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> Iterator[bytes | memoryview]:
     """One safetensors file holding ``tensors``, in pieces. Raises CheckpointError for a dtype it lacks."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
@@ -78,7 +78,7 @@ def tensor_chunks(tensors: Mapping[str, torch.Tensor | Unread]) -> Iterator[byte
                     math.prod(tensors[n].shape) * tensors[n].dtype.itemsize) for n in names])
     for name in names:
         tensor = tensors[name]
-        if isinstance(tensor, Unread):  # a view would keep it in memory while the next one is read
+        if isinstance(tensor, LazyTensor):  # a view would keep it in memory while the next one is read
             yield from map(bytes, _pieces(tensor.tensor()))
         else:
             yield from _pieces(tensor)
@@ -90,20 +90,20 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield data[start:start + CHUNK]
 
 
-def stored_tensors(file: Path) -> list[Stored]:
+def stored_tensors(file: Path) -> list[StoredTensor]:
     """The tensors of a file that :func:`tensor_chunks` wrote and whose hash is known to be right."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         header = parse_object(handle.read(length), f"the header of {file}", error=CheckpointError)
     header.pop("__metadata__", None)
-    return [Stored(name, entry["dtype"], tuple(entry["shape"]),
+    return [StoredTensor(name, entry["dtype"], tuple(entry["shape"]),
                    entry["data_offsets"][1] - entry["data_offsets"][0], file,
                    8 + length + entry["data_offsets"][0]) for name, entry in header.items()]
 
 
-def split(tensors: Iterable[Stored], limit: int = SHARD_BYTES) -> list[list[Stored]]:
+def split(tensors: Iterable[StoredTensor], limit: int = SHARD_BYTES) -> list[list[StoredTensor]]:
     """Fill shards of at most ``limit`` bytes in order; a tensor above it has a shard of its own."""
-    shards: list[list[Stored]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.nbytes > limit:
@@ -121,7 +121,7 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def shard_chunks(tensors: Sequence[Stored]) -> Iterator[bytes]:
+def shard_chunks(tensors: Sequence[StoredTensor]) -> Iterator[bytes]:
     """One shard, copied piece by piece from the files that the tensors lie in."""
     ordered = sorted(tensors, key=lambda t: -DTYPES[t.code].itemsize)  # stable: keeps the given order
     yield _header([(t.name, t.code, t.shape, t.nbytes) for t in ordered])
@@ -138,7 +138,7 @@ def shard_chunks(tensors: Sequence[Stored]) -> Iterator[bytes]:
                 yield piece
 
 
-def index_json(shards: Sequence[Sequence[Stored]]) -> bytes:
+def index_json(shards: Sequence[Sequence[StoredTensor]]) -> bytes:
     """``model.safetensors.index.json``: which shard each tensor lies in."""
     names = shard_names(len(shards))
     where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

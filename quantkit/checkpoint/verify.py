@@ -13,14 +13,14 @@ from quantkit.checkpoint.manifest import MANIFEST, Manifest
 from quantkit.checkpoint.quantization_config import quantization_config
 from quantkit.checkpoint.reader import CONFIG, Checkpoint, read_config, read_manifest
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.kv.build import build_codings, build_policy
+from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.models.loadable import check_loadable
 
 Status = Literal["ok", "failed", "note"]
 
 
 @dataclass(frozen=True)
-class Check:
+class VerifyCheck:
     """One thing looked at. ``detail`` says what was found; a ``note`` is nothing wrong."""
 
     name: str
@@ -33,7 +33,7 @@ class VerifyReport:
     """What :func:`verify` found."""
 
     path: Path
-    checks: tuple[Check, ...]
+    checks: tuple[VerifyCheck, ...]
 
     @property
     def ok(self) -> bool:
@@ -41,7 +41,7 @@ class VerifyReport:
         return all(check.status != "failed" for check in self.checks)
 
     @property
-    def failed(self) -> tuple[Check, ...]:
+    def failed(self) -> tuple[VerifyCheck, ...]:
         """The checks that failed."""
         return tuple(check for check in self.checks if check.status == "failed")
 
@@ -64,13 +64,13 @@ def verify(path: str | Path) -> VerifyReport:
     return VerifyReport(folder, tuple(_checks(folder)))
 
 
-def _checks(folder: Path) -> Iterator[Check]:
+def _checks(folder: Path) -> Iterator[VerifyCheck]:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        yield Check(MANIFEST, "failed", _said(error))
+        yield VerifyCheck(MANIFEST, "failed", _said(error))
         return
-    yield Check(MANIFEST, "ok", f"{len(manifest.layers)} layers, {len(manifest.files)} files")
+    yield VerifyCheck(MANIFEST, "ok", f"{len(manifest.layers)} layers, {len(manifest.files)} files")
     whole = True
     for name in sorted(manifest.files):
         check = _file(folder, name, manifest)
@@ -78,57 +78,57 @@ def _checks(folder: Path) -> Iterator[Check]:
         yield check
     unknown = sorted({p.name for p in folder.iterdir()} - manifest.files.keys() - {MANIFEST})
     if unknown:
-        yield Check("unknown files", "note", ", ".join(unknown))
+        yield VerifyCheck("unknown files", "note", ", ".join(unknown))
     if not whole:
-        yield Check("layers", "note", "not looked at: a file is damaged")
+        yield VerifyCheck("layers", "note", "not looked at: a file is damaged")
         return
     yield from _content(folder, manifest)
 
 
-def _file(folder: Path, name: str, manifest: Manifest) -> Check:
+def _file(folder: Path, name: str, manifest: Manifest) -> VerifyCheck:
     record = manifest.files[name]
     try:
         digest, size = hash_file(folder / name)
     except OSError as error:
-        return Check(name, "failed", error.strerror or str(error))
+        return VerifyCheck(name, "failed", error.strerror or str(error))
     if size != record.bytes:
-        return Check(name, "failed", f"{size:,} bytes, it was written with {record.bytes:,}")
+        return VerifyCheck(name, "failed", f"{size:,} bytes, it was written with {record.bytes:,}")
     if digest != record.sha256:
-        return Check(name, "failed", f"sha256 is {digest}, it was written as {record.sha256}")
-    return Check(name, "ok", f"{size:,} bytes, sha256 {digest}")
+        return VerifyCheck(name, "failed", f"sha256 is {digest}, it was written as {record.sha256}")
+    return VerifyCheck(name, "ok", f"{size:,} bytes, sha256 {digest}")
 
 
-def _content(folder: Path, manifest: Manifest) -> Iterator[Check]:
+def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
     try:
         with Checkpoint.open(folder) as checkpoint:
-            yield Check("structure", "ok", "every layer has the tensors of its format")
+            yield VerifyCheck("structure", "ok", "every layer has the tensors of its format")
             yield _loads(checkpoint)
             faults = list(value_faults(checkpoint))
-            yield from (Check("values", "failed", fault) for fault in faults)
+            yield from (VerifyCheck("values", "failed", fault) for fault in faults)
             if not faults:
-                yield Check("values", "ok", "scales finite, codes and zero points in range")
+                yield VerifyCheck("values", "ok", "scales finite, codes and zero points in range")
     except QuantkitError as error:
-        yield Check("structure", "failed", _said(error))
+        yield VerifyCheck("structure", "failed", _said(error))
         return
     found = read_config(folder).get("quantization_config")
     if found == quantization_config(manifest.layers, manifest.quantkit_version):
-        yield Check(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
+        yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
-        yield Check(f"{CONFIG} and {MANIFEST}", "failed",
+        yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",
                     "quantization_config doesn't say what the layers of the manifest are")
 
 
-def _loads(checkpoint: Checkpoint) -> Check:
+def _loads(checkpoint: Checkpoint) -> VerifyCheck:
     """Whether the folder as a whole is a model that can be loaded, asked as loading does."""
     try:
         check_loadable(str(checkpoint.path), checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
                        checkpoint.layers, error=CheckpointError)
         kv = checkpoint.manifest.kv
         build_policy(kv)
-        build_codings(kv)
+        build_kv_codecs(kv)
     except QuantkitError as error:
-        return Check("loads", "failed", _said(error))
-    return Check("loads", "ok", "config.json, tensors and tokenizer are those of one model")
+        return VerifyCheck("loads", "failed", _said(error))
+    return VerifyCheck("loads", "ok", "config.json, tensors and tokenizer are those of one model")
 
 
 def _said(error: QuantkitError) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from quantkit.checkpoint.shards import Unread
+from quantkit.checkpoint.shards import LazyTensor
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
 from quantkit.sources.base import TensorInfo
 
@@ -42,7 +42,7 @@ class WorkStore:
         ``batches`` raises."""
         made = iter(batches)
         self._writer.put(self._prefix + key, {
-            _batch(i): Unread(TensorInfo(_batch(i), shape, dtype), lambda: next(made))
+            _batch(i): LazyTensor(TensorInfo(_batch(i), shape, dtype), lambda: next(made))
             for i, shape in enumerate(shapes)}, [])
 
     def batch(self, key: str, index: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ from quantkit.checkpoint.differences import pinned, told
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.reader import PARTIAL, STATE
-from quantkit.checkpoint.shards import SHARD_BYTES, Unread, stored_tensors, tensor_chunks
+from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.paths import local_path, typed_path
 from quantkit.strict_json import parse_object, read_object
@@ -134,7 +134,7 @@ class CheckpointWriter:
             found: torch.Tensor = file.get_tensor(name)
             return found
 
-    def put(self, unit: str, tensors: Mapping[str, torch.Tensor | Unread],
+    def put(self, unit: str, tensors: Mapping[str, torch.Tensor | LazyTensor],
             rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a unit; durable when it returns.
 

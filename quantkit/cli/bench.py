@@ -10,7 +10,7 @@ import rich_click as click
 
 from quantkit.cli.bench_gpu import compile_kernels, tune
 from quantkit.cli.present import note, print_json, table
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
@@ -51,7 +51,7 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
         ctx.exit(1 if compiled["faults"] else 0)
     from quantkit.bench.kernels import bench_kernels, lines
 
-    with Progress("measuring", quiet) as progress:
+    with ProgressLine("measuring", quiet) as progress:
         found = bench_kernels([_shape(one) for one in shapes], _numbers("--rows", rows, 1), repeats, progress)
     text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(found)),
                  right=(2, 3, 4, 5))
@@ -89,7 +89,7 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
     must read, and `of read` is their share of the bandwidth at which memory was read in the same
     minute: by all threads of a CPU, by a copy on a GPU.
     """
-    from quantkit.bench.decode import Settings, bench_decode
+    from quantkit.bench.decode import DecodeSettings, bench_decode
     from quantkit.evaluate.forced import split_settings
     from quantkit.kvspec import parse_kv
     from quantkit.runtime.loader import load
@@ -101,10 +101,10 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
         from quantkit.device import find_device
 
         loaded = random_model(model, random, find_device(device))
-    settings = Settings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
+    settings = DecodeSettings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
                         [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
                         prompt, tokens, repeats, not no_fallback, pdl)
-    with Progress("measuring", quiet) as progress:
+    with ProgressLine("measuring", quiet) as progress:
         found = bench_decode(loaded, settings, progress, lambda found: _write(found, out))
     rows = [(one["kv"], f"{one['tokens']}", "", f"{one['tok_s']['median']:.0f}", "", "")
             for one in found["prefill"]]

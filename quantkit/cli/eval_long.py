@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import rich_click as click
 
 from quantkit.cli.present import device_option, note
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
         tasks=tuple(name.strip() for name in tasks.split(",")), lengths=_whole(lengths), depths=depths,
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
         new_tokens=new_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
-    with Progress("evaluating", quiet) as progress:
+    with ProgressLine("evaluating", quiet) as progress:
         result = evaluate_long(model, settings, progress, out)
     click.echo(long.as_json(result) if as_json else long.table(result), nl=False)
     if out is not None:

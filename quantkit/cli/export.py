@@ -8,7 +8,7 @@ from shlex import quote
 import rich_click as click
 
 from quantkit.cli.present import print_json, wrapped
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 from quantkit.units import human_bytes
 
 
@@ -29,7 +29,7 @@ def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: 
     """
     from quantkit.export import export
 
-    with Progress(f"{checkpoint} to {form}", quiet=quiet) as progress:
+    with ProgressLine(f"{checkpoint} to {form}", quiet=quiet) as progress:
         result = export(checkpoint, form, out, revision=revision, progress=progress)
     if as_json:
         print_json(result.to_dict())

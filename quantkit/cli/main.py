@@ -21,12 +21,12 @@ from quantkit import __version__
 from quantkit.cli.present import show_error, show_warning
 from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
 from quantkit.plugins import registry
-from quantkit.progress import Event, Listener, compiling
+from quantkit.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
 
 
-class Main(click.RichGroup):
+class CommandGroup(click.RichGroup):
     """A group whose subcommands are the registered ``commands``, loaded one at a time."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -161,11 +161,11 @@ def told_of_compiling() -> Iterator[None]:
     """Kernels that must be compiled first are no silent wait."""
     told: list[Listener] = []
 
-    def tell(event: Event) -> None:
+    def tell(event: ProgressEvent) -> None:
         if not told:  # imported when there is something to say
-            from quantkit.cli.progress import Compiling
+            from quantkit.cli.progress import CompileNotice
 
-            told.append(Compiling())
+            told.append(CompileNotice())
         told[0](event)
 
     compiling.append(tell)
@@ -202,7 +202,7 @@ def with_debug(command: click.Command) -> click.Command:
     return command
 
 
-@click.group(cls=Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="quantkit", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_debug,
               help="Show a traceback when something fails (also after a command; or QUANTKIT_DEBUG=1).")

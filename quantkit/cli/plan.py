@@ -59,10 +59,10 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
         raise UsageError(f"--prompt is {prompt:,}", why=f"a sequence has {context:,} tokens",
                          next=f"--prompt {context}")
     from quantkit.fit.candidates import candidates
-    from quantkit.fit.combinations import Asked, combine
+    from quantkit.fit.combinations import Requirements, combine
 
     there = candidates(model, revision, recipes, settings)
-    found = combine(there.pairs, Asked(context, concurrency, size, prompt))
+    found = combine(there.pairs, Requirements(context, concurrency, size, prompt))
     chosen = next((one for one in found if one.left >= 0), None)
     if chosen is None:
         raise _nothing_fits(min(found, key=lambda one: one.total))

@@ -10,7 +10,7 @@ from quantkit.fit.combinations import Combination, front
 from quantkit.fit.losses import losses
 from quantkit.fit.roofline import Ceilings, step, turns
 from quantkit.kv.base import PAGE
-from quantkit.kv.build import build_codings, build_policy
+from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.runtime.cpu.buffers import MOST_ROWS
 from quantkit.units import human_bytes
 
@@ -76,7 +76,7 @@ def _sum(chosen: Combination) -> Iterator[str]:
              _mega(chosen.weights.bytes)),
             ("KV a token", f"{cache.layers} layers × {cache.heads} key heads × 2 × {config.head_dim} × "
                            f"{8 * cache.bytes_per_token / numbers:.4g} bits", f"{cache.bytes_per_token:,} B")]
-    codings = build_codings(chosen.kv)
+    codings = build_kv_codecs(chosen.kv)
     if cache.waiting_bytes_per_token:
         rows.append(("  as computed", f"the newest {codings.recent} to {codings.recent + PAGE - 1}"
                      + (f", the first {codings.first}" if codings.first else ""),

@@ -8,20 +8,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from quantkit.cli.present import note
-from quantkit.progress import Event
+from quantkit.progress import ProgressEvent
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
 
-class Compiling:
+class CompileNotice:
     """Says once that kernels are compiled for this machine, and now and then how long that will take."""
 
     def __init__(self) -> None:
         self._begun = self._said = 0.0
 
-    def __call__(self, step: Event) -> None:
+    def __call__(self, step: ProgressEvent) -> None:
         """Take in one report."""
         now = time.monotonic()
         if step.done == 0:
@@ -33,7 +33,7 @@ class Compiling:
             note(f"compiling: {step.done} of {step.total}, about {left:.0f} s left")
 
 
-class Progress:
+class ProgressLine:
     """Give it to long work as its callback; use it in a ``with``.
 
     Args:
@@ -48,7 +48,7 @@ class Progress:
         self._started: float | None = None
         self._total, self._first, self._tenths = 0, 0, 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -59,7 +59,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __call__(self, step: Event) -> None:
+    def __call__(self, step: ProgressEvent) -> None:
         """Take in one report."""
         if self._bar is not None:
             if self._task is None:
@@ -69,7 +69,7 @@ class Progress:
         elif not self.quiet:
             self._line(step)
 
-    def _line(self, step: Event) -> None:
+    def _line(self, step: ProgressEvent) -> None:
         if self._started is None or step.total != self._total:
             # the first report, or the work has come to a part that counts other things
             self._started, self._first = time.monotonic(), step.done

@@ -14,12 +14,12 @@ import rich_click as click
 
 from quantkit.cli.again import typed
 from quantkit.cli.present import print_json, show_warning, table, wrapped
-from quantkit.cli.progress import Progress
+from quantkit.cli.progress import ProgressLine
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
-    from quantkit.budget.choose import Choice
+    from quantkit.budget.choose import BudgetChoice
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.layers import PlanRow
     from quantkit.planning.plan import Plan
@@ -139,15 +139,15 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
                          next="quantkit quantize --help") from None
 
 
-def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool) -> Choice:
+def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool) -> BudgetChoice:
     from quantkit.budget.amount import parse_budget
     from quantkit.budget.choose import choose
-    from quantkit.solve import Origin
+    from quantkit.solve import ModelOrigin
 
     budget = parse_budget(text)
-    opened = Origin(source, revision, recipe).open()
+    opened = ModelOrigin(source, revision, recipe).open()
     try:
-        with _terminate_is_interrupt(), Progress(f"{source} in {text}", quiet=quiet) as progress:
+        with _terminate_is_interrupt(), ProgressLine(f"{source} in {text}", quiet=quiet) as progress:
             return choose(opened, recipe, budget, progress)
     finally:
         opened.close()
@@ -158,12 +158,12 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
     from quantkit.calibrate.prepare import prepare
     from quantkit.checkpoint.manifest import CalibrationFacts
     from quantkit.planning.plan import make_plan
-    from quantkit.solve import Origin
+    from quantkit.solve import ModelOrigin
 
-    opened = Origin(source, revision, recipe).open()
+    opened = ModelOrigin(source, revision, recipe).open()
     try:
         plan = make_plan(recipe, opened)
-        with Progress("calibration data", quiet=quiet) as progress:
+        with ProgressLine("calibration data", quiet=quiet) as progress:
             return plan, CalibrationFacts.of(plan.recipe.calibration, prepare(plan, opened, progress))
     finally:
         opened.close()
@@ -192,7 +192,7 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
             click.echo(wrapped("", line))
 
 
-def _print_choice(choice: Choice) -> None:
+def _print_choice(choice: BudgetChoice) -> None:
     """What each kind of layer got, what that should cost, and what one width for all would."""
     click.echo(wrapped("budget", f"{choice.budget.text}: {choice.plan.bits_per_weight:.2f} bits/weight, "
                                  f"{human_bytes(choice.plan.disk_bytes)} of tensors"))
@@ -227,13 +227,13 @@ def _label(row: PlanRow) -> str:
 
 def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibration: CalibrationSpec | None,
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
-         choice: Choice | None) -> None:
+         choice: BudgetChoice | None) -> None:
     from quantkit.checkpoint.manifest import reached_experts
     from quantkit.quantize import quantize
 
     if choice and not as_json:
         _print_choice(choice)
-    with _terminate_is_interrupt(), Progress(f"{source} by {recipe.name}", quiet=quiet) as progress:
+    with _terminate_is_interrupt(), ProgressLine(f"{source} by {recipe.name}", quiet=quiet) as progress:
         result = quantize(source, recipe, out, revision=revision, strict=strict, progress=progress,
                           executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)

@@ -13,7 +13,7 @@ from quantkit.cli.present import note, print_json, show_error, width, wrapped
 from quantkit.errors import FAILED
 
 if TYPE_CHECKING:
-    from quantkit.checkpoint.verify import Check
+    from quantkit.checkpoint.verify import VerifyCheck
 
 DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
@@ -56,7 +56,7 @@ def command(ctx: click.Context, checkpoint: Path, engine: str | None, device: st
         ctx.exit(FAILED)
 
 
-def _print(check: Check) -> None:
+def _print(check: VerifyCheck) -> None:
     label = f"{check.status:<7} {check.name}"
     # a digest that is right need not be read in full
     detail = DIGEST.sub(r"\1…", check.detail) if check.status == "ok" else check.detail

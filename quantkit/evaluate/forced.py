@@ -16,7 +16,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
 
-class Forced:
+class TeacherForcedModel:
     """One model with one KV setting.
 
     Args:

@@ -1,7 +1,7 @@
 """A loaded model as lm-eval's ``LM``: the same texts become the same tokens as in its own ``hf`` model.
 
 lm-eval is optional, so its base class is only known when :func:`lm_eval_model` is called; everything
-else is in :class:`Adapter`. https://github.com/EleutherAI/lm-evaluation-harness
+else is in :class:`LmEvalAdapter`. https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import QuantkitError, UsageError, did_you_mean
-from quantkit.evaluate.scoring import Request, Scorer
-from quantkit.progress import Event, Listener, silent
+from quantkit.evaluate.scoring import Scorer, ScoringRequest
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.sampler import Sampling
@@ -49,10 +49,10 @@ def _bound() -> Any:
     except ImportError as error:
         raise QuantkitError("tasks need lm-eval, which is not installed", why=str(error),
                             next=INSTALL) from None
-    return type("QuantkitLM", (Adapter, LM), {"__doc__": Adapter.__doc__})
+    return type("QuantkitLM", (LmEvalAdapter, LM), {"__doc__": LmEvalAdapter.__doc__})
 
 
-class Adapter:
+class LmEvalAdapter:
     """Everything of an ``LM`` but its base class; see :func:`lm_eval_model`.
 
     Attributes:
@@ -132,7 +132,7 @@ class Adapter:
             special = not string.startswith(bos)
         return self.loaded.tokenizer.encode(string, special=special)
 
-    def encode_pair(self, context: str, continuation: str) -> Request:
+    def encode_pair(self, context: str, continuation: str) -> ScoringRequest:
         """Ids of a context and of what is scored after it.
 
         Spaces at the context's end go to the continuation, where most tokenizers have them; both are
@@ -141,10 +141,10 @@ class Adapter:
         if not context:
             ids = tuple(self.tok_encode(continuation, add_special_tokens=False))
             if ids[:1] == (self.prefix_token_id,):
-                return Request(ids[:1], ids[1:])
-            return Request((self.prefix_token_id,), ids)
+                return ScoringRequest(ids[:1], ids[1:])
+            return ScoringRequest((self.prefix_token_id,), ids)
         whole, head = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
-        return Request(tuple(head) or (self.prefix_token_id,), tuple(whole[len(head):]))
+        return ScoringRequest(tuple(head) or (self.prefix_token_id,), tuple(whole[len(head):]))
 
     # -- the three kinds of requests; each is an lm-eval Instance, whose ``args`` are what matters
 
@@ -219,14 +219,14 @@ class _Counter:
 
     def __init__(self, progress: Listener, total: int, label: str) -> None:
         self._progress, self._total, self._label, self._done = progress, total, label, 0
-        progress(Event(0, total, label))
+        progress(ProgressEvent(0, total, label))
 
     def __call__(self, count: int) -> None:
         self._done += count
-        self._progress(Event(self._done, self._total, self._label))
+        self._progress(ProgressEvent(self._done, self._total, self._label))
 
 
-def rolling(ids: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
+def rolling(ids: Sequence[int], prefix: int, length: int) -> Iterator[ScoringRequest]:
     """Cut a text so that each token is scored once, the last piece after as much context as fits.
 
     Args:
@@ -236,10 +236,10 @@ def rolling(ids: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
     """
     first = min(length, len(ids))
     if first:
-        yield Request((prefix,), tuple(ids[:first]))
+        yield ScoringRequest((prefix,), tuple(ids[:first]))
     for start in range(first, len(ids), length):
         end = min(start + length, len(ids))
-        yield Request(tuple(ids[end - length - 1:start]), tuple(ids[start:end]))
+        yield ScoringRequest(tuple(ids[end - length - 1:start]), tuple(ids[start:end]))
 
 
 def sampling_of(options: Mapping[str, Any], seed: int = 0) -> Sampling:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.evaluate.forced import Forced
+from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.metrics import EXACT, KL, Interval, Metric
 from quantkit.plugins import registry
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel
 
 ROWS = 128
@@ -51,8 +51,8 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
 
 
 @torch.inference_mode()
-def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progress: Listener = silent,
-            prompt: int = 0, exact: LoadedModel | Forced | None = None) -> list[dict[str, Interval]]:
+def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor, progress: Listener = silent,
+            prompt: int = 0, exact: LoadedModel | TeacherForcedModel | None = None) -> list[dict[str, Interval]]:
     """Score every model; the first is the reference.
 
     Args:
@@ -69,7 +69,7 @@ def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progre
         UsageError: vocabularies differ.
         QuantkitError: a model's logits are not finite.
     """
-    loaded = [model.loaded if isinstance(model, Forced) else model for model in models]
+    loaded = [model.loaded if isinstance(model, TeacherForcedModel) else model for model in models]
     sizes = {model.config.vocab_size for model in loaded}
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
@@ -83,12 +83,12 @@ def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progre
     for number, window in enumerate(tokens):
         targets = window[1 + prompt:]
         if exact is not None:
-            progress(Event(done, total, "float32"))
+            progress(ProgressEvent(done, total, "float32"))
             truth = _logits(exact, window, number)
             done += 1
         reference: torch.Tensor | None = None
         for runner, scores, far in zip(models, means, distances):
-            progress(Event(done, total, _label(runner)))
+            progress(ProgressEvent(done, total, _label(runner)))
             logits = _logits(runner, window, number)
             reference = logits if reference is None else reference
             for own, mean in zip(scores, _score(metrics, reference, logits, targets)):
@@ -96,15 +96,15 @@ def compare(models: Sequence[LoadedModel | Forced], tokens: torch.Tensor, progre
             if exact is not None:
                 far += _score([distance], truth, logits, targets)
             done += 1
-    progress(Event(done, done, "scored"))
+    progress(ProgressEvent(done, done, "scored"))
     return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)}
             | ({EXACT: distance.summarize(far)} if far else {}) for scores, far in zip(means, distances)]
 
 
-def _logits(runner: LoadedModel | Forced, window: torch.Tensor, number: int) -> torch.Tensor:
+def _logits(runner: LoadedModel | TeacherForcedModel, window: torch.Tensor, number: int) -> torch.Tensor:
     """``[T, vocab]``: all but the last, whose next token isn't known."""
-    model = runner.loaded if isinstance(runner, Forced) else runner
-    logits = runner.logits(window)[:-1] if isinstance(runner, Forced) else model.model(
+    model = runner.loaded if isinstance(runner, TeacherForcedModel) else runner
+    logits = runner.logits(window)[:-1] if isinstance(runner, TeacherForcedModel) else model.model(
         window[None].to(model.model.device))[0, :-1]
     if not (logits < torch.inf).all():
         raise QuantkitError(f"{model.uri} gives logits that are not finite", next="--dtype float32",
@@ -112,7 +112,7 @@ def _logits(runner: LoadedModel | Forced, window: torch.Tensor, number: int) -> 
     return logits
 
 
-def _label(runner: LoadedModel | Forced) -> str:
+def _label(runner: LoadedModel | TeacherForcedModel) -> str:
     return runner.label if isinstance(runner, LoadedModel) else f"{runner.loaded.label} kv {runner.kv}"
 
 

@@ -14,7 +14,7 @@ MEASURED = ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s")
 
 
 @dataclass
-class Row:
+class ModelResult:
     """One model's results.
 
     Attributes:
@@ -72,7 +72,7 @@ class EvalResult:
     """
 
     protocol: Protocol
-    rows: list[Row]
+    rows: list[ModelResult]
     question: str | None = None
 
     @property

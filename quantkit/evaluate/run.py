@@ -15,15 +15,15 @@ import torch
 from quantkit import __version__
 from quantkit.device import gpu_name
 from quantkit.errors import UsageError
-from quantkit.evaluate.forced import Forced
+from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluate.quality import compare, windows_of
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.evaluate.speed import measure
-from quantkit.evaluate.text import BUILTIN, Text, load_text
+from quantkit.evaluate.text import BUILTIN, EvalText, load_text
 from quantkit.plugins import current
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.spec import KVSpec
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quantkit.evaluate.tasks import ReadyTask
 
 @dataclass(frozen=True)
-class Settings:
+class EvalSettings:
     """What the caller chooses; see :class:`~quantkit.evaluate.protocol.Protocol` for the meaning.
 
     Attributes:
@@ -84,7 +84,7 @@ class Settings:
         return self.revision if index == 0 else None
 
 
-def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silent) -> EvalResult:
+def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent) -> EvalResult:
     """Compare models, or the product of models and KV settings.
 
     Args:
@@ -110,7 +110,7 @@ def evaluate(uris: Sequence[str], settings: Settings, progress: Listener = silen
     return result
 
 
-def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequence[ReadyTask],
+def _quality(uris: Sequence[str], settings: EvalSettings, text: EvalText, tasks: Sequence[ReadyTask],
              progress: Listener) -> tuple[EvalResult, torch.Tensor]:
     models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype, device=settings.device)
               for i, uri in enumerate(uris)]
@@ -119,13 +119,13 @@ def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequenc
                  device=settings.device) if settings.noise_floor else None
     variants = [(model, kv) for model in models for kv in settings.kv or (model.kv,)]
     prompt = _prompt(variants, settings)
-    runners: list[LoadedModel | Forced]
-    exact: LoadedModel | Forced | None
+    runners: list[LoadedModel | TeacherForcedModel]
+    exact: LoadedModel | TeacherForcedModel | None
     if prompt is None:
         runners, exact = list(models), extra
     else:
-        runners = [Forced(model, kv, prompt) for model, kv in variants]
-        exact = extra and Forced(extra, variants[0][1], prompt)
+        runners = [TeacherForcedModel(model, kv, prompt) for model, kv in variants]
+        exact = extra and TeacherForcedModel(extra, variants[0][1], prompt)
     scores = compare(runners, tokens, progress, prompt or 0, exact)
     protocol = _protocol(models, settings, text, tokens, prompt)
     rows = [_row(runner, score, protocol) for runner, score in zip(runners, scores)]
@@ -134,7 +134,7 @@ def _quality(uris: Sequence[str], settings: Settings, text: Text, tasks: Sequenc
     return EvalResult(protocol, rows), tokens
 
 
-def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: Settings) -> int | None:
+def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: EvalSettings) -> int | None:
     """``None`` if no cache is needed: nobody asks for a KV setting, no checkpoint has one of its own."""
     if not settings.kv and settings.prompt is None and all(kv == KVSpec() for _, kv in variants):
         return None
@@ -144,7 +144,7 @@ def _prompt(variants: Sequence[tuple[LoadedModel, KVSpec]], settings: Settings) 
     return settings.prompt or settings.window // 2
 
 
-def _ready(settings: Settings) -> list[ReadyTask]:
+def _ready(settings: EvalSettings) -> list[ReadyTask]:
     """The tasks with their data, before any model is loaded: what is missing shows at once."""
     if not settings.tasks:
         return []
@@ -153,7 +153,7 @@ def _ready(settings: Settings) -> list[ReadyTask]:
     return prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
 
 
-def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[Row], tasks: Sequence[ReadyTask],
+def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[ModelResult], tasks: Sequence[ReadyTask],
            progress: Listener) -> str:
     """Scores into the rows' metrics, as ``task/metric``; what was run, for the protocol."""
     from quantkit.evaluate.tasks import run_tasks
@@ -167,7 +167,7 @@ def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[Row], 
     return said
 
 
-def _tokens(models: Sequence[LoadedModel], settings: Settings, text: Text) -> torch.Tensor:
+def _tokens(models: Sequence[LoadedModel], settings: EvalSettings, text: EvalText) -> torch.Tensor:
     """int64 ``[windows, window]``, the same for all models."""
     for model in models:
         limit = model.config.max_position_embeddings
@@ -184,7 +184,7 @@ def _tokens(models: Sequence[LoadedModel], settings: Settings, text: Text) -> to
     return tokens
 
 
-def _protocol(models: Sequence[LoadedModel], settings: Settings, text: Text,
+def _protocol(models: Sequence[LoadedModel], settings: EvalSettings, text: EvalText,
               tokens: torch.Tensor, prompt: int | None) -> Protocol:
     dtypes = dict.fromkeys(str(model.dtype).removeprefix("torch.") for model in models)
     words = sum(len(models[0].tokenizer.decode(window, skip_special=False).split())
@@ -196,14 +196,14 @@ def _protocol(models: Sequence[LoadedModel], settings: Settings, text: Text,
         cpu_name(), cpu_cores(), torch.get_num_threads(), prompt, gpu=gpu_name(models[0].model.device))
 
 
-def _row(runner: LoadedModel | Forced, metrics: dict[str, Interval], protocol: Protocol) -> Row:
-    model = runner.loaded if isinstance(runner, Forced) else runner
+def _row(runner: LoadedModel | TeacherForcedModel, metrics: dict[str, Interval], protocol: Protocol) -> ModelResult:
+    model = runner.loaded if isinstance(runner, TeacherForcedModel) else runner
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
     if protocol.words and not protocol.prompt and (tokens := metrics.get("perplexity")):
         metrics["word_perplexity"] = per_word(tokens, protocol.scored / protocol.words)
-    row = Row(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
+    row = ModelResult(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
               manifest_sha256=digest)
-    if isinstance(runner, Forced):
+    if isinstance(runner, TeacherForcedModel):
         row.kv = str(runner.kv)
         row.kv_bytes, row.kv_bytes_per_token = runner.kv_bytes, runner.kv_bytes_per_token
     return row
@@ -215,17 +215,17 @@ def per_word(perplexity: Interval, tokens_per_word: float) -> Interval:
     return Interval(*(math.exp(log) if log < 700 else math.inf for log in logs))
 
 
-def _speed(uris: Sequence[str], result: EvalResult, ids: list[int], settings: Settings,
+def _speed(uris: Sequence[str], result: EvalResult, ids: list[int], settings: EvalSettings,
            progress: Listener) -> None:
     length = settings.prefill_tokens
     prompt = (ids * -(-length // len(ids)))[:length]
     rows = result.rows
     for i, row in enumerate(rows):
         name = row.method + (f" kv {row.kv}" if row.kv else "")
-        progress(Event(i, len(rows), f"speed of {name}"))
+        progress(ProgressEvent(i, len(rows), f"speed of {name}"))
         speed = measure(row.model, prompt, decode=settings.decode, repeats=settings.repeats,
                         threads=result.protocol.threads, revision=settings.revision_of(uris.index(row.model)),
                         dtype=settings.dtype, device=settings.device, kv=row.kv)
         row.peak_bytes, row.load_s, row.kernels = speed.peak_bytes, speed.load_s, speed.kernels
         row.metrics |= {"prefill_tok_s": speed.prefill_tok_s, "decode_tok_s": speed.decode_tok_s}
-    progress(Event(len(rows), len(rows), "timed"))
+    progress(ProgressEvent(len(rows), len(rows), "timed"))

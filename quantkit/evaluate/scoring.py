@@ -31,7 +31,7 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """Token ids: what is given, and what is scored after it. Neither is empty."""
 
     context: Tokens
@@ -39,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Likelihood:
+class ScoredContinuation:
     """Sum of the continuation's log-probabilities (natural), and whether each token was the likeliest."""
 
     logprob: float
@@ -88,8 +88,8 @@ class Scorer:
         return self.loaded.config.max_position_embeddings
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[Request],
-              done: Callable[[int], None] = lambda count: None) -> list[Likelihood]:
+    def score(self, requests: Sequence[ScoringRequest],
+              done: Callable[[int], None] = lambda count: None) -> list[ScoredContinuation]:
         """Score every request; a context too long for the model loses its beginning, with a warning.
 
         Args:
@@ -103,14 +103,14 @@ class Scorer:
             UsageError: a request's part is empty, or its continuation longer than the model's context.
             QuantkitError: the model's output is not finite.
         """
-        found: list[Likelihood | None] = [None] * len(requests)
+        found: list[ScoredContinuation | None] = [None] * len(requests)
         if self.kv == KVSpec():
             self._score_plain(self._fitted(requests), found, done)
         else:
             self._score_cached(self._fitted(requests), found, done)
         return [one for one in found if one is not None]
 
-    def _fitted(self, requests: Sequence[Request]) -> list[Request]:
+    def _fitted(self, requests: Sequence[ScoringRequest]) -> list[ScoringRequest]:
         """Cut from the left so that all but the last token fit: the last is only predicted."""
         limit, fitted, cut = self.max_length, [], 0
         for request in requests:
@@ -122,7 +122,7 @@ class Scorer:
                 raise UsageError(f"a continuation has {len(request.continuation)} tokens",
                                  why=f"the model was made for {limit}")
             cut += len(request.context) > room
-            fitted.append(Request(request.context[-room:], request.continuation))
+            fitted.append(ScoringRequest(request.context[-room:], request.continuation))
         if cut:
             warnings.warn(f"{cut} of {len(requests)} requests are longer than the {limit} tokens that "
                           f"{self.loaded.uri} takes; the beginnings of their contexts were cut", stacklevel=4)
@@ -130,7 +130,7 @@ class Scorer:
 
     # -- without a cache
 
-    def _score_plain(self, requests: Sequence[Request], found: list[Likelihood | None],
+    def _score_plain(self, requests: Sequence[ScoringRequest], found: list[ScoredContinuation | None],
                      done: Callable[[int], None]) -> None:
         groups: dict[Tokens, list[int]] = {}
         for index, one in enumerate(requests):
@@ -167,7 +167,7 @@ class Scorer:
         return ids, at
 
     def _finish(self, rows: torch.Tensor, wanted: Sequence[_Wanted],
-                found: list[Likelihood | None]) -> None:
+                found: list[ScoredContinuation | None]) -> None:
         """Read targets from what the head makes of ``rows [n, hidden]``, some of them at a time."""
         at = torch.tensor([one.row + i for one in wanted for i in range(len(one.targets))])
         targets = torch.tensor([token for one in wanted for token in one.targets])
@@ -181,7 +181,7 @@ class Scorer:
         first = 0
         for one in wanted:
             part = slice(first, first + len(one.targets))
-            found[one.request] = Likelihood(float(scores[part].sum()), bool(likeliest[part].all()))
+            found[one.request] = ScoredContinuation(float(scores[part].sum()), bool(likeliest[part].all()))
             first = part.stop
 
     def _logprobs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +194,7 @@ class Scorer:
 
     # -- through a cache
 
-    def _score_cached(self, requests: Sequence[Request], found: list[Likelihood | None],
+    def _score_cached(self, requests: Sequence[ScoringRequest], found: list[ScoredContinuation | None],
                       done: Callable[[int], None]) -> None:
         """A context is read once, then copied for each of its continuations."""
         contexts: dict[Tokens, dict[Tokens, list[int]]] = {}
@@ -212,7 +212,7 @@ class Scorer:
                     logprobs, best = self._logprobs(fed.last)
                     for index in contexts[context][fed.ids]:
                         token = requests[index].continuation[-1]
-                        found[index] = Likelihood(fed.logprob + float(logprobs[0, token]),
+                        found[index] = ScoredContinuation(fed.logprob + float(logprobs[0, token]),
                                                   fed.greedy and int(best) == token)
                 done(sum(len(contexts[context][fed.ids]) for fed in some))
             cache.free([row])

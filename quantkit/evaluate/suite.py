@@ -13,7 +13,7 @@ from quantkit.safe_yaml import read_yaml
 from quantkit.spec import Frozen
 
 
-class Suite(Frozen):
+class EvalSuite(Frozen):
     """One suite: which text, and how much of it."""
 
     name: str
@@ -23,7 +23,7 @@ class Suite(Frozen):
     windows: int = Field(default=40, ge=1)
 
 
-def load_suite(name: str) -> Suite:
+def load_suite(name: str) -> EvalSuite:
     """Find a suite by its file's name.
 
     Raises:
@@ -38,4 +38,4 @@ def load_suite(name: str) -> Suite:
                          next=f"quantkit eval … --suite {next(iter(sorted(found)), 'quick')}")
     if len(found[name]) > 1:
         raise UsageError(f"two suites are called {name!r}", why=", ".join(map(str, found[name])))
-    return read_yaml(found[name][0], UsageError).build(Suite)
+    return read_yaml(found[name][0], UsageError).build(EvalSuite)

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prompts:
+class RenderedRows:
     """What lm-eval is given: rows whose fields are already what its templates would have made.
 
     Attributes:
@@ -35,7 +35,7 @@ class Prompts:
     examples: tuple[Row, ...]
 
 
-def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int | None = None) -> list[Prompts]:
+def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int | None = None) -> list[RenderedRows]:
     """Read a task's data and fill in its templates.
 
     Args:
@@ -67,7 +67,7 @@ def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int | Non
             raise UsageError(f"task {task.task} shows {task.num_fewshot} examples"
                              + (f" of {field} {group!r}" if field else ""), why=f"there are {len(own)}",
                              next=f"set num_fewshot in {label}, or add rows")
-        found.append(Prompts(group, tuple(render(row, at) for at, row in some),
+        found.append(RenderedRows(group, tuple(render(row, at) for at, row in some),
                              tuple(render(row, at) for at, row in own) if task.num_fewshot else ()))
     return found
 

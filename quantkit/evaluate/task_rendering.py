@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from quantkit.text.rendering import Outcome, compile_with, render_with
-from quantkit.text.sandbox import MAX_OUTPUT, MeteredSandbox, Overrun
+from quantkit.text.sandbox import MAX_OUTPUT, LimitExceeded, MeteredSandbox
 
 
 class _Sandbox(MeteredSandbox):
@@ -24,7 +24,7 @@ class _Sandbox(MeteredSandbox):
     def _regex_replace(self, value: Any, pattern: str, repl: str, count: int = 0) -> str:
         text = str(value)
         if (len(text) + 1) * (len(str(repl)) + 1) > MAX_OUTPUT:
-            raise Overrun("a replacement is too large")
+            raise LimitExceeded("a replacement is too large")
         self.meter.spend(len(text))
         return re.sub(pattern, repl, text, count=count)
 

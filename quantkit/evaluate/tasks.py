@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.lm_eval_model import INSTALL, lm_eval_model
-from quantkit.evaluate.task_data import Prompts, Row, load_prompts
+from quantkit.evaluate.task_data import RenderedRows, Row, load_prompts
 from quantkit.evaluate.task_file import FilterStep, TaskFile, TaskInfo, find_task, list_tasks
 from quantkit.evaluate.task_regex import regex_filter, remove_all
 from quantkit.evaluate.task_score import TaskScore, score
@@ -99,7 +99,7 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
     return found
 
 
-def _make(task: TaskFile, prompts: Prompts) -> Any:
+def _make(task: TaskFile, prompts: RenderedRows) -> Any:
     try:
         from lm_eval.api.task import ConfigurableTask
     except ImportError as error:

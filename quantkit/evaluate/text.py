@@ -18,7 +18,7 @@ _UNDERLINE = re.compile(r"([*=\-~^])\1+\s*")
 
 
 @dataclass(frozen=True)
-class Text:
+class EvalText:
     """A text and what identifies it: a name without folders, the sha256 of its UTF-8 bytes."""
 
     name: str
@@ -26,7 +26,7 @@ class Text:
     sha256: str
 
 
-def load_text(name: str = BUILTIN) -> Text:
+def load_text(name: str = BUILTIN) -> EvalText:
     """Find an evaluation text.
 
     Args:
@@ -74,8 +74,8 @@ def prose(page: str) -> str:
     return "\n\n".join(kept)
 
 
-def _text(name: str, content: str) -> Text:
-    return Text(name, content, hashlib.sha256(content.encode()).hexdigest())
+def _text(name: str, content: str) -> EvalText:
+    return EvalText(name, content, hashlib.sha256(content.encode()).hexdigest())
 
 
 def _download(uri: str) -> Path:

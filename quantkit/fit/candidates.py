@@ -10,7 +10,7 @@ from quantkit.checkpoint.open import open_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.fit.losses import losses
-from quantkit.fit.weights import KEPT, Weights, by_recipe, kept, of_checkpoint
+from quantkit.fit.weights import KEPT, WeightOption, by_recipe, kept, of_checkpoint
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.recipe import list_recipes, load_recipe
@@ -27,7 +27,7 @@ class Candidates:
         left_out: recipes and settings that don't fit this model, and why.
     """
 
-    pairs: tuple[tuple[Weights, KVSpec], ...]
+    pairs: tuple[tuple[WeightOption, KVSpec], ...]
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
     return Candidates(tuple(pairs), left_out)
 
 
-def _named(name: str, source: ModelSource, uri: str) -> Weights:
+def _named(name: str, source: ModelSource, uri: str) -> WeightOption:
     if name == KEPT:
         return kept(source)
     if load_recipe(name).candidates:
@@ -82,7 +82,7 @@ def _named(name: str, source: ModelSource, uri: str) -> Weights:
     return by_recipe(name, source)
 
 
-def _all(source: ModelSource, left_out: dict[str, str]) -> list[Weights]:
+def _all(source: ModelSource, left_out: dict[str, str]) -> list[WeightOption]:
     found = [kept(source)]
     for info in list_recipes():
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.errors import UsageError
 from quantkit.fit.losses import losses
 from quantkit.fit.scratch import scratch_bytes
-from quantkit.fit.weights import Weights
+from quantkit.fit.weights import WeightOption
 from quantkit.kv.footprint import Footprint, footprint
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.spec import KVSpec
@@ -20,7 +20,7 @@ MOST_SEQUENCES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requirements:
     """What has to fit.
 
     Attributes:
@@ -52,10 +52,10 @@ class Combination:
         weights_kl, kv_kl: measured on another model, nats a token; ``None``: never measured.
     """
 
-    weights: Weights
+    weights: WeightOption
     kv: KVSpec
     found: Footprint = field(repr=False)
-    asked: Asked
+    asked: Requirements
     scratch: dict[str, int]
     weights_kl: float | None
     kv_kl: float | None
@@ -121,7 +121,7 @@ class Combination:
         return _most(lambda tokens: self.at(context=tokens).left >= 0, limit)
 
 
-def combine(pairs: Sequence[tuple[Weights, KVSpec]], asked: Asked) -> list[Combination]:
+def combine(pairs: Sequence[tuple[WeightOption, KVSpec]], asked: Requirements) -> list[Combination]:
     """Every combination counted, the best first, fitting or not.
 
     Raises:
@@ -151,7 +151,7 @@ def front(found: Sequence[Combination]) -> list[Combination]:
     return kept
 
 
-def _footprint(weights: Weights, kv: KVSpec, asked: Asked) -> Footprint:
+def _footprint(weights: WeightOption, kv: KVSpec, asked: Requirements) -> Footprint:
     return footprint(weights.config, kv, weights.dtype, asked.context, asked.prompt_tokens, PREFILL_CHUNK)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.fit.weights import Weights
+from quantkit.fit.weights import WeightOption
 from quantkit.kv.base import PAGE
 from quantkit.kv.footprint import Footprint
 
@@ -32,7 +32,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """One token of every sequence.
 
     Attributes:
@@ -67,7 +67,7 @@ class Step:
                 "tokens_per_second_at_most": self.tokens_s}
 
 
-def step(weights: Weights, found: Footprint, ceilings: Ceilings, batch: int) -> Step:
+def step(weights: WeightOption, found: Footprint, ceilings: Ceilings, batch: int) -> DecodeStep:
     """A decode step of sequences that hold all that they ever will. A layer with a sliding window of the
     model's own reads only what it sees, though the cache may hold more."""
     config, read = weights.config, weights.read_bytes(batch)
@@ -80,10 +80,10 @@ def step(weights: Weights, found: Footprint, ceilings: Ceilings, batch: int) -> 
         seen += kind.layers * visible
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)
-    return Step(batch, read, kv, flops, (read + kv) / ceilings.bandwidth, flops / ceilings.flops)
+    return DecodeStep(batch, read, kv, flops, (read + kv) / ceilings.bandwidth, flops / ceilings.flops)
 
 
-def turns(weights: Weights, found: Footprint, ceilings: Ceilings) -> int | None:
+def turns(weights: WeightOption, found: Footprint, ceilings: Ceilings) -> int | None:
     """The smallest batch that is bound by compute; ``None``: every one is bound by memory, since what a
     sequence adds of its own keys and values takes longer to read than its arithmetic."""
     low, high = 0, 1

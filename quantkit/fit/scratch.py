@@ -6,11 +6,11 @@ import functools
 import math
 from collections import defaultdict
 
-from quantkit.fit.weights import Weights
+from quantkit.fit.weights import WeightOption
 from quantkit.kv.footprint import Footprint
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import Activations, Packed
+from quantkit.ops.cpu_linear import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.cpu.buffers import MOST_ROWS, buffer, buffers, packed_of
 from quantkit.runtime.cpu.program import ANGLES
@@ -22,7 +22,7 @@ TABLE_BYTES = 40
 FLOAT = 4
 
 
-def scratch_bytes(weights: Weights, found: Footprint, context: int, concurrency: int) -> dict[str, int]:
+def scratch_bytes(weights: WeightOption, found: Footprint, context: int, concurrency: int) -> dict[str, int]:
     """Bytes by what they are for.
 
     ``activations`` of a chunk of a prompt; ``logits`` of a step, and a copy to sample from; ``cos and sin``
@@ -41,8 +41,8 @@ def scratch_bytes(weights: Weights, found: Footprint, context: int, concurrency:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(weights: Weights) -> int:
-    """Rows of activations between a :class:`~quantkit.runtime.cpu.program.StepProgram`'s operations: what it
+def _program(weights: WeightOption) -> int:
+    """Rows of activations between a :class:`~quantkit.runtime.cpu.program.CpuProgram`'s operations: what it
     would make is made (memory is taken when it is written to) and counted."""
     config, parts = weights.config, _Parts(weights)
     outs, ins, downs, gates, head = (parts.all(name) for name in ("out", "in", "down", "gate", "head"))
@@ -53,7 +53,7 @@ def _program(weights: Weights) -> int:
             *buffers(parts.by_layer("gate"), downs, [size, size])]
     if config.sandwich_norms:
         made.append(buffer([*outs, *downs], []))
-    rooms: dict[object, Packed] = {}
+    rooms: dict[object, CpuWeight] = {}
     for role, linears in (("hidden", [*ins, *gates, *head]), ("mixed", outs), ("gate", downs)):
         for kind in map(packed_of, linears):
             rooms[role, kind.kernel.decoder.family, kind.columns, kind.rotated] = kind
@@ -65,7 +65,7 @@ def _program(weights: Weights) -> int:
 class _Parts:
     """Linears by the place that they have in a decoder layer."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightOption) -> None:
         self._linears: dict[tuple[str, str], list[Linear]] = defaultdict(list)
         for one in weights.multiplied:
             assert one.packed is not None, f"{one.name} isn't packed in a model that runs as one program"
@@ -81,7 +81,7 @@ class _Parts:
         return [one for linears in self.by_layer(wanted) for one in linears]
 
 
-def _operations(weights: Weights, found: Footprint) -> int:
+def _operations(weights: WeightOption, found: Footprint) -> int:
     """Operation by operation, in float32, estimated: a chunk's rows in a layer; a sequence's keys and values,
     decoded and once more as attention wants them; the largest layer that is dequantized, and packed then."""
     config = weights.config

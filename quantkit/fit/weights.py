@@ -22,7 +22,7 @@ from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, 
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import CpuKernel, Packed
+from quantkit.ops.cpu_linear import CpuKernel, CpuWeight
 from quantkit.ops.dispatch import choose
 from quantkit.ops.linear import query_for
 from quantkit.planning.plan import make_plan, with_own_head
@@ -41,7 +41,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
-class Held:
+class LinearMemory:
     """One Linear, or the embedding, in memory.
 
     Attributes:
@@ -54,7 +54,7 @@ class Held:
     row: LayerRow
     bytes: int
     read: int
-    packed: Packed | None = field(default=None, repr=False)
+    packed: CpuWeight | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class WeightOption:
     """One way to have a model's weights.
 
     Attributes:
@@ -87,7 +87,7 @@ class Weights:
     config: ModelConfig
     dtype: torch.dtype
     file_bytes: int
-    layers: tuple[Held, ...] = field(repr=False)
+    layers: tuple[LinearMemory, ...] = field(repr=False)
     other_bytes: int
     unfused: str | None = None
     recipe: str | None = None
@@ -99,7 +99,7 @@ class Weights:
         return self.other_bytes + sum(one.bytes for one in self.layers)
 
     @property
-    def multiplied(self) -> tuple[Held, ...]:
+    def multiplied(self) -> tuple[LinearMemory, ...]:
         """What a decode step multiplies by: Linears and the head, which may be the embedding."""
         tied = self.config.tie_word_embeddings
         return tuple(one for one in self.layers if tied or one.name != EMBEDDING)
@@ -113,21 +113,21 @@ class Weights:
         """Of one token, attention aside."""
         return sum(math.prod(one.shape) * self._reached(one, 1) for one in self.multiplied)
 
-    def sample(self, rows: int) -> Packed:
+    def sample(self, rows: int) -> CpuWeight:
         """So many rows of the largest layer as a CPU kernel multiplies them; in bfloat16 if none does."""
         row = max(self.multiplied, key=lambda one: one.read).row
         kind = row.format, row.spec, row.shape[1]
         packed = _packed(*kind, row.dtype, self.dtype, rows)
         return packed or cpu_linear.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
 
-    def _reached(self, one: Held, tokens: int) -> float:
+    def _reached(self, one: LinearMemory, tokens: int) -> float:
         experts = self.config.experts
         if experts is None or ".experts." not in one.name:
             return 1.0
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
 
 
-def kept(source: ModelSource) -> Weights:
+def kept(source: ModelSource) -> WeightOption:
     """The model as it is, in the dtype that it is run in.
 
     Raises:
@@ -144,7 +144,7 @@ def kept(source: ModelSource) -> Weights:
                     sum(info.nbytes for info in source.tensors().values()))
 
 
-def by_recipe(name: str, source: ModelSource) -> Weights:
+def by_recipe(name: str, source: ModelSource) -> WeightOption:
     """What a recipe, named or a file, would make.
 
     Raises:
@@ -159,7 +159,7 @@ def by_recipe(name: str, source: ModelSource) -> Weights:
     return dataclasses.replace(made, recipe=name, kv=recipe.kv)
 
 
-def of_checkpoint(checkpoint: AnyCheckpoint) -> Weights:
+def of_checkpoint(checkpoint: AnyCheckpoint) -> WeightOption:
     """Those of a checkpoint; called as the recipe that made it, or after what was done.
 
     Raises:
@@ -174,7 +174,7 @@ def of_checkpoint(checkpoint: AnyCheckpoint) -> Weights:
 
 
 def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtype, rows: Sequence[LayerRow],
-             other: int, file_bytes: int) -> Weights:
+             other: int, file_bytes: int) -> WeightOption:
     rows = list(rows)
     if config.tie_word_embeddings and all(row.name != EMBEDDING for row in rows):
         # the head is the embedding, which is one of the other tensors
@@ -188,21 +188,21 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
     kernels = cpu_linear.unavailable() is None
     layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
               for row in rows]
-    return Weights(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
+    return WeightOption(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
 
 
-def _held(row: LayerRow, packed: Packed | None) -> Held:
+def _held(row: LayerRow, packed: CpuWeight | None) -> LinearMemory:
     """A layer in memory: packed, or as it is stored if no kernel of ours multiplies it."""
     if packed is None:
-        return Held(row, row.bytes, row.bytes)
+        return LinearMemory(row, row.bytes, row.bytes)
     whole = dataclasses.replace(packed, shape=row.shape)
     size = packed.nbytes // packed.stripes * whole.stripes
-    return Held(row, size, size, whole)
+    return LinearMemory(row, size, size, whole)
 
 
 @functools.lru_cache(maxsize=256)
 def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str, dtype: torch.dtype,
-            rows: int = ROWS) -> Packed | None:
+            rows: int = ROWS) -> CpuWeight | None:
     sample = _sample(form, spec, columns, stored, rows)
     if sample is None:
         return cpu_linear.pack_plain(torch.zeros(rows, columns, dtype=dtype))

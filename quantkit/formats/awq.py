@@ -27,7 +27,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 BACK = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class Awq:
+class AwqFormat:
     """See the module's docstring."""
 
     name = "awq"
@@ -89,4 +89,4 @@ def _unpack(words: torch.Tensor) -> torch.Tensor:
     return flat.reshape(words.shape[0], -1, 8)[:, :, list(BACK)].reshape(words.shape[0], -1).T.contiguous()
 
 
-FORMAT = Awq()
+FORMAT = AwqFormat()

@@ -28,7 +28,7 @@ INVERSE = 7.874015718698502e-3
 """1 / 127 as float32 has it, which is what bitsandbytes multiplies by."""
 
 
-class BnbInt8:
+class BnbInt8Format:
     """See the module's docstring."""
 
     name = "bnb-int8"
@@ -93,4 +93,4 @@ def _nearest(most: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return tried.gather(0, best.unsqueeze(0)).squeeze(0)
 
 
-FORMAT = BnbInt8()
+FORMAT = BnbInt8Format()

@@ -41,7 +41,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 _OFFSET_WIDTH = 24  # the longest text of a float32 value, with a sign
 
 
-class BnbNF4:
+class BnbNF4Format:
     """See the module's docstring."""
 
     name = "bnb-nf4"
@@ -201,4 +201,4 @@ def _read_state(packed: QuantizedTensor) -> float | None:
     return offset
 
 
-FORMAT = BnbNF4()
+FORMAT = BnbNF4Format()

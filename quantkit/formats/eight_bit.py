@@ -33,7 +33,7 @@ def levels(codes: Codes) -> torch.Tensor:
     return codes.codes.to(torch.float32) - 2 ** (codes.spec.bits - 1)
 
 
-class EightBit(ABC):
+class EightBitFormat(ABC):
     """Base of the two layouts.
 
     Attributes:

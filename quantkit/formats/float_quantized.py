@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from quantkit.formats import e4m3
-from quantkit.formats.eight_bit import EightBit
+from quantkit.formats.eight_bit import EightBitFormat
 
 
-class FloatQuantized(EightBit):
+class FloatQuantizedFormat(EightBitFormat):
     """See the module's docstring."""
 
     name, kind, stored = "float-quantized", "fp", e4m3.DTYPE
@@ -21,4 +21,4 @@ class FloatQuantized(EightBit):
         return codes
 
 
-FORMAT = FloatQuantized()
+FORMAT = FloatQuantizedFormat()

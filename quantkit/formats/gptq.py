@@ -30,7 +30,7 @@ from quantkit.spec import QuantSpec
 BITS = (2, 3, 4, 8)
 
 
-class Gptq:
+class GptqFormat:
     """See the module's docstring.
 
     Args:
@@ -140,4 +140,4 @@ def _raised(level: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> tuple[t
     return (grouped + low.unsqueeze(-1).to(torch.uint8)).reshape(level.shape), zero + low.to(torch.uint8)
 
 
-FORMAT, V2 = Gptq("gptq", 1), Gptq("gptq-v2", 0)
+FORMAT, V2 = GptqFormat("gptq", 1), GptqFormat("gptq-v2", 0)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.formats.eight_bit import EightBit
+from quantkit.formats.eight_bit import EightBitFormat
 from quantkit.spec import QuantSpec
 
 
-class IntQuantized(EightBit):
+class IntQuantizedFormat(EightBitFormat):
     """See the module's docstring."""
 
     name, kind, stored = "int-quantized", "int", torch.int8
 
     def refuses(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
-        """What :class:`EightBit` refuses, and weights that go without quantized activations."""
+        """What :class:`EightBitFormat` refuses, and weights that go without quantized activations."""
         if (reason := super().refuses(spec, shape)) is not None:
             return reason
         if spec.activations is None:
@@ -30,4 +30,4 @@ class IntQuantized(EightBit):
         return codes ^ 128
 
 
-FORMAT = IntQuantized()
+FORMAT = IntQuantizedFormat()

@@ -25,7 +25,7 @@ from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 
-class PackQuantized:
+class PackQuantizedFormat:
     """See the module's docstring."""
 
     name = "pack-quantized"
@@ -86,4 +86,4 @@ class PackQuantized:
         return dequantize(Codes(spec, codes, scale.view(1, 1) if scale.dim() == 1 else scale[ids], zero))
 
 
-FORMAT = PackQuantized()
+FORMAT = PackQuantizedFormat()

@@ -23,7 +23,7 @@ from quantkit.formats.fit import require_fit
 from quantkit.spec import QuantSpec
 
 
-class Trellis:
+class TrellisFormat:
     """See the module's docstring."""
 
     name = "trellis"
@@ -75,4 +75,4 @@ class Trellis:
         return trellis_code.decode(codes.codes, codes.spec.bits, codes.spec.window) * codes.scale
 
 
-FORMAT = Trellis()
+FORMAT = TrellisFormat()

@@ -13,20 +13,20 @@ from quantkit.ops.attention import Visibility, attention
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
-    from quantkit.kv.sequence import HeldLayer
+    from quantkit.kv.sequence import LayerState
 
 
-class Rows:
+class StepRows:
     """The rows of a step in one layer: what each sequence holds, and how many tokens it adds."""
 
-    def __init__(self, held: list[HeldLayer], counts: list[int]) -> None:
+    def __init__(self, held: list[LayerState], counts: list[int]) -> None:
         self._held, self._counts = held, counts
 
-    def __iter__(self) -> Iterator[tuple[HeldLayer, int]]:
+    def __iter__(self) -> Iterator[tuple[LayerState, int]]:
         return zip(self._held, self._counts, strict=True)
 
 
-def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: torch.Tensor,
+def attend(cache: KVCache, layer: int, rows: StepRows, q: torch.Tensor, positions: torch.Tensor,
            window: int | None, shared: dict[object, object]) -> torch.Tensor:
     """Each row's queries over what its sequence holds.
 
@@ -66,7 +66,7 @@ def attend(cache: KVCache, layer: int, rows: Rows, q: torch.Tensor, positions: t
     return out
 
 
-def _spans(cache: KVCache, held: HeldLayer, count: int) -> Iterator[tuple[int, int]]:
+def _spans(cache: KVCache, held: LayerState, count: int) -> Iterator[tuple[int, int]]:
     """A step's queries in pieces that read the same slots as codes."""
     cuts = {0, count}
     if cache.stores[0].waiting is not None:
@@ -84,7 +84,7 @@ def _same(cache: KVCache, layer: int) -> bool:
     return policy.keeps_all or policy.visible is not None
 
 
-def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, ahead: int, held: HeldLayer,
+def _seen(cache: KVCache, layer: int, row: int, positions: torch.Tensor, ahead: int, held: LayerState,
           window: int | None, shared: dict[object, object]) -> Visibility:
     """All heads hold equally many, and the same positions unless the model has no window: the answer is
     then worked out once a step."""

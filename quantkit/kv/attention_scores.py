@@ -8,32 +8,32 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.kv import gpu
-from quantkit.kv.base import Held, Phase
-from quantkit.kv.query_window import SINKS, Asked, Moments
-from quantkit.models.layers import Step
+from quantkit.kv.base import Phase, PolicyView
+from quantkit.kv.query_window import SINKS, QueryMoments, QueryWindow
+from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
 from quantkit.ops.attention import attention_weights
-from quantkit.ops.rope import rotate
+from quantkit.ops.rope import apply_rope
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
-    from quantkit.kv.sequence import HeldLayer, HeldSequence
+    from quantkit.kv.sequence import LayerState, SequenceState
 
-OVER: dict[gpu.Over, Callable[[torch.Tensor], torch.Tensor]] = {
+REDUCTIONS: dict[gpu.Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda weights: weights.sum(1).mean(0), "mean": lambda weights: weights.mean((0, 1)),
     "peak": lambda weights: weights.amax((0, 1))}
 
 
-def listen(cache: KVCache, sequence: HeldSequence, phase: Phase) -> None:
+def start_tracking(cache: KVCache, sequence: SequenceState, phase: Phase) -> None:
     """Before a step: keep its queries if the policy will ask for them, and none if it won't."""
     policy, config = cache.policy, cache.config
     if (listens := policy.listens(phase)) != (sequence.asked is not None):
         seen = sequence.layers[0].seen
-        sequence.listen(Asked(len(sequence.layers), policy.queries, config.num_heads, config.head_dim, seen,
+        sequence.start_tracking(QueryWindow(len(sequence.layers), policy.queries, config.num_heads, config.head_dim, seen,
                               cache.device) if listens else None)
 
 
-def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
+def record_queries(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor) -> None:
     """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
     asked, begin = held.asked, held.seen - q.shape[1]
     scale = cache.config.head_dim**-0.5 if cache.scale is None else cache.scale
@@ -46,7 +46,7 @@ def put(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor) -> None:
         asked.put(layer, some, begin + start + some.shape[1])
 
 
-def make_room(cache: KVCache, layer: int, held: HeldLayer, end: int, count: int) -> None:
+def make_room(cache: KVCache, layer: int, held: LayerState, end: int, count: int) -> None:
     """Before queries of so many positions from ``end`` on take the place of others: sum those up.
 
     Those of a block of positions are summed up together, however they came: sums depend on that.
@@ -55,60 +55,60 @@ def make_room(cache: KVCache, layer: int, held: HeldLayer, end: int, count: int)
         return
     size = held.asked.size
     if end // size > held.absorbed // size or end + count - held.absorbed > size:
-        absorb(cache, layer, held, end)
+        accumulate(cache, layer, held, end)
 
 
-def absorb(cache: KVCache, layer: int, held: HeldLayer, end: int) -> None:
+def accumulate(cache: KVCache, layer: int, held: LayerState, end: int) -> None:
     """Sum up what isn't yet of the queries before ``end``."""
     count, watches = end - held.absorbed, cache.policies[layer].watches
     if watches is None or not count:
         return
     q = held.asked.last(layer, end, count)
     if watches == "sums":
-        new = _looked(cache, layer, held, q, end, "sum")
+        new = _attention_received(cache, layer, held, q, end, "sum")
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
     elif watches == "peaks":
-        new = _looked(cache, layer, held, q, end, "peak")
+        new = _attention_received(cache, layer, held, q, end, "peak")
         if held.sums is not None:
             before = new[:, :held.sums.shape[1]]
             torch.maximum(before, held.sums, out=before)
         held.sums = new
     elif (first := max(0, SINKS - held.absorbed)) < count:
         if held.moments is None:
-            held.moments = Moments.none(q.shape[0], q.shape[2], q.device)
+            held.moments = QueryMoments.none(q.shape[0], q.shape[2], q.device)
         at = torch.arange(end - count + first, end)
-        held.moments.add(_plain(cache, layer, held, q[:, first:], at))
+        held.moments.add(_unrotated(cache, layer, held, q[:, first:], at))
     held.absorbed = end
 
 
-def view(cache: KVCache, layer: int, held: HeldLayer) -> Held:
+def policy_view(cache: KVCache, layer: int, held: LayerState) -> PolicyView:
     """What the policy sees of a layer."""
     store, seen, policy = cache.stores[layer], held.seen, cache.policies[layer]
     alike = [index for index, one in enumerate(cache.policies) if one is policy]
 
     def weights() -> torch.Tensor:
         q = held.asked.last(layer, seen, policy.queries)
-        return _looked(cache, layer, held, q, seen, "mean")
+        return _attention_received(cache, layer, held, q, seen, "mean")
 
     def sums() -> torch.Tensor:
         if policy.replays is None:
-            absorb(cache, layer, held, seen)
+            accumulate(cache, layer, held, seen)
         assert held.sums is not None
         return held.sums
 
     def future(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        absorb(cache, layer, held, seen)
-        return _future(cache, layer, held, torch.arange(seen, seen + steps))
+        accumulate(cache, layer, held, seen)
+        return _future_queries(cache, layer, held, torch.arange(seen, seen + steps))
 
-    return Held(alike.index(layer), len(alike), tuple(held.lengths.tolist()), seen, held.prompt,
+    return PolicyView(alike.index(layer), len(alike), tuple(held.lengths.tolist()), seen, held.prompt,
                 lambda: store.positions(held), lambda: store.read(held, "k"), lambda: store.read(held, "v"),
                 weights, sums, future)
 
 
-def _looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int,
-            over: gpu.Over) -> torch.Tensor:
+def _attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, end: int,
+            over: gpu.Reduction) -> torch.Tensor:
     """float32 ``[Hkv, S]``: of the weights ``[G, n, S]`` of scaled queries ``[H, n, D]`` up to ``end`` the
     sum or mean over queries, mean over heads; or the largest.
 
@@ -116,32 +116,32 @@ def _looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: i
     """
     store, config = cache.stores[layer], cache.config
     if gpu.reads(cache):
-        return gpu.looked(cache, layer, held, q, end, over)
+        return gpu.attention_received(cache, layer, held, q, end, over)
     keys, positions = store.read(held, "k"), store.positions(held)
     heads = zip(q.chunk(len(keys)), keys.split(1), positions.split(1))
     window = config.sliding_windows[layer]
-    return torch.stack([OVER[over](attention_weights(mine, key, at, end, 1.0, cache.softcap, window)[0])
+    return torch.stack([REDUCTIONS[over](attention_weights(mine, key, at, end, 1.0, cache.softcap, window)[0])
                         for mine, key, at in heads])
 
 
-def _plain(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Queries ``[H, n, D]`` of positions ``at`` as they were before they were rotated."""
-    q = hadamard.unrotate(q) if cache.codings.keys.turned else q
+    q = hadamard.undo_hadamard(q) if cache.codings.keys.turned else q
     cos, sin = _angles(cache, layer, held, at)
-    plain = rotate(q[None], cos, -sin)[0]
+    plain = apply_rope(q[None], cos, -sin)[0]
     # yarn and longrope make vectors longer on the way
     rope = cache.config.rope_of(cache.config.sliding_windows[layer])
     plain[..., :cos.shape[-1]] /= rope.attention_factor**2
     return plain
 
 
-def _angles(cache: KVCache, layer: int, held: HeldLayer,
+def _angles(cache: KVCache, layer: int, held: LayerState,
             at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    step = Step(cache.config, at[None].to(cache.device), torch.float32, held)
+    step = ForwardContext(cache.config, at[None].to(cache.device), torch.float32, held)
     return step.rotation(cache.config.sliding_windows[layer])
 
 
-def _future(cache: KVCache, layer: int, held: HeldLayer,
+def _future_queries(cache: KVCache, layer: int, held: LayerState,
             at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean ``[H, D]`` and covariance ``[H, D, D]`` of the queries so far, rotated as positions ``at`` are in
     the mean."""
@@ -149,11 +149,11 @@ def _future(cache: KVCache, layer: int, held: HeldLayer,
     mean, covariance = held.moments.mean().float(), held.moments.covariance().float()
     cos, sin = _angles(cache, layer, held, at)
     cos, sin = (wave.mean(2, keepdim=True) for wave in (cos, sin))
-    mean = rotate(mean[None, :, None], cos, sin)[0, :, 0]
+    mean = apply_rope(mean[None, :, None], cos, sin)[0, :, 0]
     for _ in range(2):  # its rows, then its columns
-        covariance = rotate(covariance[None], cos, sin)[0].mT
+        covariance = apply_rope(covariance[None], cos, sin)[0].mT
     if cache.codings.keys.turned:
-        mean = hadamard.rotate(mean)
+        mean = hadamard.apply_hadamard(mean)
         for _ in range(2):
-            covariance = hadamard.rotate(covariance).mT
+            covariance = hadamard.apply_hadamard(covariance).mT
     return mean, covariance

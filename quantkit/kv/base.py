@@ -15,9 +15,9 @@ from quantkit.spec import Frozen
 Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "replay"]
 """``prefill``: a whole chunk of the prompt; ``prefill_part``: less than a chunk, after which no policy acts;
 ``prefill_end``: the prompt's last tokens; ``replay``: the prompt comes again, to be looked at."""
-MOST = 2**31
+MAX_TOKENS = 2**31
 """No option counts more tokens."""
-MOST_WAITING = 2**30
+MAX_RESIDUAL = 2**30
 """Nor more that wait: a length less these and a page is still an int32."""
 PAGE = 64
 """Slots (tokens) in a page, each of one key head."""
@@ -26,12 +26,12 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @runtime_checkable
-class Coding(Protocol):
+class SideCodec(Protocol):
     """How the vectors of one side, keys or values, are stored.
 
     Attributes:
         name: says all that its bytes depend on; kernels know it by this.
-        turned: vectors are rotated before (:func:`quantkit.ops.hadamard.rotate`), and with keys the queries
+        turned: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the queries
             that meet them; of values, attention's result is rotated back.
     """
 
@@ -65,20 +65,20 @@ class KVCodec(Frozen):
     """
 
     name: ClassVar[str]
-    recent: int = Field(default=0, ge=0, le=MOST_WAITING)
-    sinks: int = Field(default=0, ge=0, le=MOST_WAITING)
+    recent: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
+    sinks: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
 
     @abstractmethod
-    def keys(self) -> Coding:
+    def keys(self) -> SideCodec:
         """How keys are stored."""
 
-    def values(self) -> Coding:
+    def values(self) -> SideCodec:
         """How values are stored."""
         return self.keys()
 
 
 @dataclass(frozen=True)
-class Codings:
+class KVCodecs:
     """Keys and values of a cache, which may have different codecs.
 
     Attributes:
@@ -86,8 +86,8 @@ class Codings:
         first: slots that are never encoded, whole pages; the larger of what both ask for.
     """
 
-    keys: Coding
-    values: Coding
+    keys: SideCodec
+    values: SideCodec
     recent: int = 0
     first: int = 0
 
@@ -102,7 +102,7 @@ class Codings:
 
 
 @dataclass(frozen=True)
-class Held:
+class PolicyView:
     """What one layer holds of one sequence, as a policy sees it; slots are in order of position.
 
     Attributes:
@@ -140,7 +140,7 @@ class KVPolicy(Frozen):
     Attributes:
         on_prefill: acts after every chunk of the prompt, after its last, or never.
         watches: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
-            ``moments``, for :attr:`Held.future`.
+            ``moments``, for :attr:`PolicyView.future`.
         replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
             the ones that it watches.
         alike: all heads of all layers keep equally many.
@@ -180,7 +180,7 @@ class KVPolicy(Frozen):
     def visible(self) -> tuple[int, int] | None:
         return None
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | torch.Tensor | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | torch.Tensor | None:
         """The slots that stay, of each head int64 ``[n]`` in rising order, or ``None`` for all of them.
 
         How many stay may depend on the prompt's length and on ``lengths``, not on ``seen``: what an answer of

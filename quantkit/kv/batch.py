@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.kv import attention_scores
-from quantkit.kv.attend import Rows, attend
+from quantkit.kv.attend import StepRows, attend
 from quantkit.kv.base import Phase
-from quantkit.kv.reread import CHUNK, replay
-from quantkit.kv.sequence import HeldLayer
-from quantkit.models.layers import Step
+from quantkit.kv.reread import CHUNK, reread
+from quantkit.kv.sequence import LayerState
+from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
-from quantkit.ops.rope import rotate
+from quantkit.ops.rope import apply_rope
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
@@ -41,13 +41,13 @@ class Batch:
                  portion: Callable[[], int] | None = None) -> None:
         self.cache, self.phase, self.numbers = cache, phase, numbers
         self.rest: Generator[int, None, None] | None = None
-        self._portion, self._left = portion, list[tuple[int, HeldLayer]]()
+        self._portion, self._left = portion, list[tuple[int, LayerState]]()
         self.sequences = rows = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in rows]
         self._shared: dict[object, object] = {}
         for sequence in rows:
-            attention_scores.listen(cache, sequence, phase)
+            attention_scores.start_tracking(cache, sequence, phase)
 
     @property
     def most(self) -> int | None:
@@ -70,7 +70,7 @@ class Batch:
         """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
         return torch.tensor([one.extent for one in self.sequences], dtype=torch.int64)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
                window: int | None) -> torch.Tensor:
         """Rotate, store, attend, and let the policy act.
 
@@ -80,23 +80,23 @@ class Batch:
         if self._counts is None:
             self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
         cache = self.cache
-        rows = Rows([sequence.layers[layer] for sequence in self.sequences], self._counts)
+        rows = StepRows([sequence.layers[layer] for sequence in self.sequences], self._counts)
         cos, sin = step.rotation(window)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache.codings.keys.turned:
-            q, k = hadamard.rotate(q), _turned(k)
+            q, k = hadamard.apply_hadamard(q), _turned(k)
         if cache.codings.values.turned:
             v = _turned(v)
         self._store(layer, rows, k, v, step.positions)
         out = attend(cache, layer, rows, q, step.positions, window, self._shared)
         if cache.codings.values.turned:
-            out = hadamard.unrotate(out)
+            out = hadamard.undo_hadamard(out)
         for row, (held, count) in enumerate(rows):
             cache.settle_layer(layer, held)
             self._end(layer, held, q[row, :, :count], count)
         return out
 
-    def _store(self, layer: int, rows: Rows, k: torch.Tensor, v: torch.Tensor,
+    def _store(self, layer: int, rows: StepRows, k: torch.Tensor, v: torch.Tensor,
                positions: torch.Tensor) -> None:
         """Write ``k, v [B, Hkv, T, D]`` as they are to be stored; padding is left out. A sequence at a time:
         codecs sum up, and torch's sums may depend on what else is in a tensor."""
@@ -107,12 +107,12 @@ class Batch:
             store.write(store.allocate(held, count), keys, values, places)
             store.close(held)
 
-    def _end(self, layer: int, held: HeldLayer, q: torch.Tensor | None, count: int) -> None:
+    def _end(self, layer: int, held: LayerState, q: torch.Tensor | None, count: int) -> None:
         policy = self.cache.policies[layer]
         if not count:
             return
         if q is not None and policy.listens(self.phase):
-            attention_scores.put(self.cache, layer, held, q)
+            attention_scores.record_queries(self.cache, layer, held, q)
         acts = policy.acts(self.phase)
         if self.phase == "prefill_end":
             held.prompt = held.seen
@@ -138,7 +138,7 @@ class Batch:
         policy = self.cache.policy
         if self.phase == "prefill_end" and policy.listens("prefill") and not policy.listens("decode"):
             for held in self.sequences:
-                held.listen(None)
+                held.start_tracking(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
@@ -163,7 +163,7 @@ class Batch:
             return
         for number, held in zip(self.numbers, self.sequences):
             tokens, held.tokens = held.tokens, []
-            yield from replay(self.cache, number, model, tokens, size, self._portion or (lambda: CHUNK))
+            yield from reread(self.cache, number, model, tokens, size, self._portion or (lambda: CHUNK))
             for index, layer in enumerate(held.layers if tokens else ()):
                 if self.cache.policies[index].replays:
                     self.cache.act(index, layer)
@@ -194,4 +194,4 @@ class Batch:
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
-    return hadamard.rotate(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)
+    return hadamard.apply_hadamard(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)

@@ -9,8 +9,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from quantkit.errors import UsageError, did_you_mean
-from quantkit.kv.base import MOST, PAGE, Coding, Codings, KVCodec, KVPolicy
-from quantkit.kv.policies.window import OwnWindow
+from quantkit.kv.base import MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
+from quantkit.kv.policies.window import ModelWindow
 from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry
 from quantkit.spec import Frozen, KVSpec
@@ -41,7 +41,7 @@ def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -
     policy = built({**spec.options, "budget": 4 * PAGE})
     if takes is None:
         return policy
-    count = bisect.bisect_left(range(1, MOST), True, key=lambda count: takes(
+    count = bisect.bisect_left(range(1, MAX_TOKENS), True, key=lambda count: takes(
         policy.model_copy(update={"budget": count})) > size)
     if not count:
         least = takes(policy.model_copy(update={"budget": 1}))
@@ -60,14 +60,14 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
     Args:
         policy: that was asked for.
         config: of the model.
-        first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.Codings.first`).
+        first: slots that its codecs leave where they are (:attr:`quantkit.kv.base.KVCodecs.first`).
     """
     windows = [None if window is None or window >= config.max_position_embeddings else window
                for window in config.sliding_windows]
     if None not in windows and not policy.keeps_all and policy.visible is None:
         return [policy] * len(windows)
-    own = {window: OwnWindow(budget=window, first=first) for window in windows if window is not None}
-    sees = MOST if policy.visible is None else policy.visible[0]
+    own = {window: ModelWindow(budget=window, first=first) for window in windows if window is not None}
+    sees = MAX_TOKENS if policy.visible is None else policy.visible[0]
     return [policy if window is None or sees <= window else own[window] for window in windows]
 
 
@@ -77,16 +77,16 @@ def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
     return _built(kind, KVCodec, "codec", name, options, "3")
 
 
-def build_codings(spec: KVSpec) -> Codings:
+def build_kv_codecs(spec: KVSpec) -> KVCodecs:
     """How both sides are stored. Raises UsageError as :func:`build_policy`."""
     keys = build_codec(spec.codec, spec.codec_options)
     values = keys if spec.values is None else build_codec(spec.values, spec.value_options)
     sides = keys.keys(), values.values()
     for codec, side in zip((spec.codec, spec.values or spec.codec), sides):
-        if not isinstance(side, Coding):
+        if not isinstance(side, SideCodec):
             raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a Coding",
                              next="see docs/plugins.md, and update the plugin")
-    return Codings(*sides, max(keys.recent, values.recent),
+    return KVCodecs(*sides, max(keys.recent, values.recent),
                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 

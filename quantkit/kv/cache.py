@@ -11,9 +11,9 @@ from quantkit.errors import UsageError
 from quantkit.kv import attention_scores
 from quantkit.kv.base import PAGE, KVPolicy, Layout, Phase
 from quantkit.kv.batch import Batch
-from quantkit.kv.build import build_codings, build_policy, by_layer
-from quantkit.kv.page_pool import Moves, Pages
-from quantkit.kv.sequence import HeldLayer, HeldSequence
+from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
+from quantkit.kv.page_pool import MoveCounter, PagePool
+from quantkit.kv.sequence import LayerState, SequenceState
 from quantkit.kv.store import Store
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
@@ -49,16 +49,16 @@ class KVCache:
     def __init__(self, config: ModelConfig, spec: KVSpec | None = None, dtype: torch.dtype = torch.bfloat16,
                  device: torch.device | str = "cpu") -> None:
         self.spec = spec or KVSpec()
-        self.codings = build_codings(self.spec)
+        self.codings = build_kv_codecs(self.spec)
         self.heads, self._layers = config.num_kv_heads, config.num_layers
         self.config, self.scale, self.softcap = config, config.attention_scale, config.attention_softcap
-        self.dtype, self.device, self.moves = dtype, torch.device(device), Moves()
+        self.dtype, self.device, self.moves = dtype, torch.device(device), MoveCounter()
         self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not one.keeps_all, self.device,
                              self.moves) for one in self._by_layer(build_policy(self.spec))]
         self.bytes_per_token, self.waiting_bytes_per_token = (
             sum(size) * self.heads // PAGE for size in zip(*(store.page_bytes for store in self.stores)))
         self.number = next(_numbers)
-        self._sequences: dict[int, HeldSequence] = {}
+        self._sequences: dict[int, SequenceState] = {}
         self._ids = itertools.count()
         self.policy = build_policy(self.spec, self._takes)
         self.policies = self._by_layer(self.policy)
@@ -85,7 +85,7 @@ class KVCache:
         return found * self.heads + queries * self._layers
 
     @property
-    def pages(self) -> list[Pages]:
+    def pages(self) -> list[PagePool]:
         """Of codes, by layer."""
         return [store.pages for store in self.stores]
 
@@ -114,7 +114,7 @@ class KVCache:
                 that (longrope) asks; 0 means few.
         """
         number = next(self._ids)
-        self._sequences[number] = HeldSequence(self._layers, self.heads, extent, self.codings.first)
+        self._sequences[number] = SequenceState(self._layers, self.heads, extent, self.codings.first)
         return number
 
     def fork(self, number: int, *, shared: bool = True) -> int:
@@ -179,7 +179,7 @@ class KVCache:
         """
         return Batch(self, ids, phase, portion)
 
-    def sequence(self, number: int) -> HeldSequence:
+    def sequence(self, number: int) -> SequenceState:
         """What is known of a sequence. Raises KeyError."""
         return self._sequences[number]
 
@@ -220,7 +220,7 @@ class KVCache:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
         return self.stores[layer].positions(self._sequences[number].layers[layer])
 
-    def reserve(self, held: HeldSequence, count: int) -> None:
+    def reserve(self, held: SequenceState, count: int) -> None:
         """Before a step in all layers: pages for so many more tokens, laid out as a table of all."""
         if held.asked is not None:
             for index, layer in enumerate(held.layers):
@@ -230,22 +230,22 @@ class KVCache:
                 store.reserve(layer, count)
             held.lay_out(None if self.stores[0].waiting is None else self.codings.recent)
 
-    def settle(self, held: HeldSequence, count: int) -> None:
+    def settle(self, held: SequenceState, count: int) -> None:
         """After a step of so many tokens in all layers: give back pages whose vectors it has encoded."""
         held.advance(count)
         if self.stores[0].waiting is not None and held.behind(self.codings.recent):
             for layer, one in enumerate(held.layers):
                 self.settle_layer(layer, one)
 
-    def settle_layer(self, layer: int, held: HeldLayer) -> None:
+    def settle_layer(self, layer: int, held: LayerState) -> None:
         """The same, of one layer."""
         if self.stores[layer].settle(held):
             self._shrink(layer)
 
-    def act(self, layer: int, held: HeldLayer) -> None:
+    def act(self, layer: int, held: LayerState) -> None:
         """Let the policy drop what it will, and give back the pages."""
         store, policy = self.stores[layer], self.policies[layer]
-        kept = policy.keep(attention_scores.view(self, layer, held))
+        kept = policy.keep(attention_scores.policy_view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
             if policy.visible is not None and store.waiting is not None:
@@ -258,4 +258,4 @@ class KVCache:
         self.stores[layer].shrink([sequence.layers[layer] for sequence in self._sequences.values()])
 
 
-__all__ = ["Batch", "HeldLayer", "KVCache", "Layout"]
+__all__ = ["Batch", "KVCache", "LayerState", "Layout"]

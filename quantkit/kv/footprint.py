@@ -19,13 +19,13 @@ from quantkit.kv.base import PAGE, KVPolicy, Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.page_pool import most_pages
 from quantkit.kv.reread import LEAD
-from quantkit.kv.sequence import HeldLayer
+from quantkit.kv.sequence import LayerState
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
 
 
 @dataclass(frozen=True)
-class Most:
+class PeakUsage:
     """The most that one head of one layer holds of one sequence, over some steps.
 
     Attributes:
@@ -41,12 +41,12 @@ class Most:
     slots: int = 0
     watched: int = 0
 
-    def __or__(self, other: Most) -> Most:
-        return Most(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+    def __or__(self, other: PeakUsage) -> PeakUsage:
+        return PeakUsage(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerGroup:
     """What layers take that are alike.
 
     Attributes:
@@ -62,11 +62,11 @@ class Kind:
     window: int | None
     own: bool
     page_bytes: tuple[int, int]
-    filling: Most
-    decoding: Most
+    filling: PeakUsage
+    decoding: PeakUsage
 
     @property
-    def most(self) -> Most:
+    def most(self) -> PeakUsage:
         """At any time."""
         return self.filling | self.decoding
 
@@ -91,7 +91,7 @@ class Footprint:
     """
 
     heads: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerGroup, ...]
     waits: int
     acting_bytes: int
 
@@ -185,7 +185,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         if not policy.alike:  # the mean is the same, but each head rounds up to pages by itself
             filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
                                  for most in (filling, decoding))
-        kinds.append(Kind(layers, window, own, sizes, filling, decoding))
+        kinds.append(LayerGroup(layers, window, own, sizes, filling, decoding))
     slots = max(kind.most.slots for kind in kinds)
     return Footprint(config.num_kv_heads, tuple(kinds), waits, _acting(whole, slots))
 
@@ -203,13 +203,13 @@ def _acting(cache: KVCache, slots: int) -> int:
     return 4 * slots * ((vectors + 4 * moments) * config.num_kv_heads * config.head_dim + looks)
 
 
-def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[Most, Most]:
+def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[PeakUsage, PeakUsage]:
     """One sequence from its first token to its last: what the last layer holds in its prompt, and from there
     on. ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     index = len(cache.stores) - 1
     row, store, policy = cache.add(), cache.stores[index], cache.policies[index]
     cycle = policy.whole
-    filling = decoding = Most()
+    filling = decoding = PeakUsage()
     most = cache.config.max_position_embeddings
     left: list[int] = []
     for count, phase, looked_at in _steps(prompt, decoded, chunk, policy, cycle):
@@ -249,9 +249,9 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     return filling, decoding
 
 
-def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> Most:
+def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> PeakUsage:
     """While so many tokens come again behind a sequence, at most."""
-    fork, most = cache.fork(row), Most()
+    fork, most = cache.fork(row), PeakUsage()
     for start in range(0, count, chunk):
         layer, store = cache.batch([fork], "replay").sequences[0].layers[-1], cache.stores[-1]
         store.allocate(layer, min(chunk, count - start))
@@ -262,14 +262,14 @@ def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> Most:
     return most
 
 
-def _now(cache: KVCache, layer: HeldLayer) -> Most:
+def _now(cache: KVCache, layer: LayerState) -> PeakUsage:
     store, sequences = cache.stores[-1], [cache.sequence(number) for number in cache.numbers]
     used = [pages.used for pages in store.all]
     watched = sum(one.watched_bytes for one in sequences)
     # the queries of all layers are kept, also of those that nobody will ask for
     watched -= sum(one.asked.ring[:-1].nbytes for one in sequences if one.asked is not None)
     pages = sum(n * size for n, size in zip(used, store.page_bytes))
-    return Most(used[0], sum(used[1:]), pages + watched, int(layer.lengths[0]), watched)
+    return PeakUsage(used[0], sum(used[1:]), pages + watched, int(layer.lengths[0]), watched)
 
 
 def _repeats(left: Sequence[int], every: int, cycle: int) -> bool:

@@ -12,23 +12,23 @@ import torch
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
-    from quantkit.kv.base import Codings
+    from quantkit.kv.base import KVCodecs
     from quantkit.kv.cache import KVCache
-    from quantkit.kv.sequence import HeldLayer
+    from quantkit.kv.sequence import LayerState
     from quantkit.kv.store import Store
-    from quantkit_kernels.triton.cache import Coding, Pages, Side
+    from quantkit_kernels.triton.cache import LayerPages, Side, SideLayout
 
 MAX_GROUP, MAX_HEAD = 16, 256
-MOST_WEIGHTS = 1 << 26
+MAX_WEIGHTS = 1 << 26
 """Weights that are in memory at once, at most."""
 OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
 """What isn't a matrix product, for people."""
-Over = Literal["sum", "mean", "peak"]
+Reduction = Literal["sum", "mean", "peak"]
 _NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|turned)([234])(c?))$")
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperationChoice:
     """Who runs an operation: ``triton``, ``cpu`` (kernels of ours) or ``torch``, and why torch."""
 
     op: str
@@ -36,8 +36,8 @@ class Choice:
     reason: str | None
 
 
-def choices(codings: Codings, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
-            refused: str | None = None) -> Iterator[Choice]:
+def choices(codings: KVCodecs, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
+            refused: str | None = None) -> Iterator[OperationChoice]:
     """Who runs what isn't a matrix product, for people.
 
     Args:
@@ -46,13 +46,13 @@ def choices(codings: Codings, dtype: torch.dtype, hidden: int, dim: int, group: 
         refused: why the model isn't run as a program.
     """
     norm = gpu.norm_declines(device, dtype, hidden)
-    yield Choice(OPERATIONS[0], "torch" if norm else "triton", norm)
+    yield OperationChoice(OPERATIONS[0], "torch" if norm else "triton", norm)
     reason = refused or declines(codings, dtype, dim, group, device)
     for op in OPERATIONS[1:]:
-        yield Choice(op, "torch" if reason else "triton", reason)
+        yield OperationChoice(op, "torch" if reason else "triton", reason)
 
 
-def declines(codings: Codings, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
+def declines(codings: KVCodecs, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
@@ -82,33 +82,33 @@ def heads_decline(dim: int, group: int) -> str | None:
     return None
 
 
-def coding_of(name: str, dtype: torch.dtype) -> Coding:
+def side_layout_of(name: str, dtype: torch.dtype) -> SideLayout:
     """What kernels call a coding that :func:`declines` doesn't."""
-    from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, Coding
+    from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, SideLayout
 
     found = _NAMES.fullmatch(name)
     assert found is not None
     if found[1]:
-        return Coding(PLAIN, 8 * dtype.itemsize)
+        return SideLayout(PLAIN, 8 * dtype.itemsize)
     if found[4]:
-        return Coding(found[4], int(found[5]), bool(found[6]))
-    return Coding(INT8 if found[2] else FP8, 8)
+        return SideLayout(found[4], int(found[5]), bool(found[6]))
+    return SideLayout(INT8 if found[2] else FP8, 8)
 
 
-def pages_of(store: Store, codings: Codings, dtype: torch.dtype) -> Pages:
+def pages_of(store: Store, codings: KVCodecs, dtype: torch.dtype) -> LayerPages:
     """A layer's, as they lie now."""
-    from quantkit_kernels.triton.cache import Pages, Side
+    from quantkit_kernels.triton.cache import LayerPages, Side
 
     parts = store.pages.parts
     waits = {} if store.waiting is None else store.waiting.parts
 
     def side(letter: str, name: str) -> Side:
-        return Side(coding_of(name, dtype),
+        return Side(side_layout_of(name, dtype),
                     parts[f"{letter}.values" if f"{letter}.values" in parts else f"{letter}.codes"],
                     parts.get(f"{letter}.scale"), parts.get(f"{letter}.low", parts.get(f"{letter}.mean")),
                     waits.get(f"{letter}.values"))
 
-    return Pages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
+    return LayerPages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
                  waits.get("positions"))
 
 
@@ -119,8 +119,8 @@ def reads(cache: KVCache) -> bool:
                     cache.device.type) is None
 
 
-def looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: int,
-           over: Over) -> torch.Tensor:
+def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, end: int,
+           over: Reduction) -> torch.Tensor:
     """Where queries look.
 
     Args:
@@ -133,7 +133,7 @@ def looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: in
         float32 ``[Hkv, S]``.
     """
     from quantkit_kernels.triton.attention_weights import attention_weights
-    from quantkit_kernels.triton.cache import Step, Tables
+    from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 
     store, config, codings = cache.stores[layer], cache.config, cache.codings
     count, most = q.shape[1], int(held.lengths.max())
@@ -144,18 +144,18 @@ def looked(cache: KVCache, layer: int, held: HeldLayer, q: torch.Tensor, end: in
 
     waits = store.waiting is not None
     seen = torch.full((1,), end, dtype=torch.int32, device=cache.device)
-    tables = Tables(whole(store.table(held)), whole(held.lengths.copy()), seen,
+    tables = SequenceTables(whole(store.table(held)), whole(held.lengths.copy()), seen,
                     whole(store.table(held, "waiting")) if waits else None,
                     whole(held.starts.copy()) if waits else None, codings.recent, codings.first)
     # as they were computed: what they were multiplied by is taken back, and rounding is undone
     rows = (q / scale).to(cache.dtype).transpose(0, 1).contiguous()
     pages = pages_of(store, codings, cache.dtype)
     found = torch.zeros(cache.heads, most, device=cache.device)
-    for start in range(0, count, portion := max(1, MOST_WEIGHTS // (cache.heads * most))):
+    for start in range(0, count, portion := max(1, MAX_WEIGHTS // (cache.heads * most))):
         some = rows[start:start + portion]
         places = torch.arange(start - count, start - count + len(some), dtype=torch.int32,
                               device=cache.device)
-        step = Step(torch.stack((torch.zeros_like(places), places), 1).contiguous(), most)
+        step = StepTokens(torch.stack((torch.zeros_like(places), places), 1).contiguous(), most)
         weights = attention_weights(some, pages, tables, step, 0, scale=scale, softcap=cache.softcap,
                                     window=config.sliding_windows[layer], peaks=over == "peak")
         found = torch.maximum(found, weights.amax(0)) if over == "peak" else found + weights.sum(0)

@@ -13,13 +13,13 @@ from quantkit.kv.base import PAGE, Layout
 
 
 @dataclass
-class Moves:
+class MoveCounter:
     """How often memory came to lie elsewhere."""
 
     count: int = 0
 
 
-class Pages:
+class PagePool:
     """All pages of one layer.
 
     Memory grows a little at a time and shrinks when many pages are free, so that what a policy drops
@@ -37,7 +37,7 @@ class Pages:
             growth or shrinking.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu", moves: Moves | None = None,
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", moves: MoveCounter | None = None,
                  shared: Layout | None = None) -> None:
         shapes = {name: ((PAGE, *shape), dtype) for name, (shape, dtype) in layout.items()}
         shapes |= shared or {}
@@ -47,7 +47,7 @@ class Pages:
         self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
         self._total = self._least = 0
-        self._moves = moves or Moves()
+        self._moves = moves or MoveCounter()
 
     @property
     def used(self) -> int:

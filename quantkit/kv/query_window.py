@@ -13,7 +13,7 @@ SINKS = 4
 """Queries of the first positions are like no other, and say nothing about those to come."""
 
 
-class Asked:
+class QueryWindow:
     """The last queries of a sequence in every layer.
 
     Args:
@@ -43,16 +43,16 @@ class Asked:
         at = torch.arange(begin, end, device=self.ring.device) % self.size
         return self.ring[layer, at].transpose(0, 1)
 
-    def copy(self) -> Asked:
+    def copy(self) -> QueryWindow:
         """Another with the same queries."""
         layers, size, heads, dim = self.ring.shape
-        made = Asked(layers, size, heads, dim, self._begin, self.ring.device)
+        made = QueryWindow(layers, size, heads, dim, self._begin, self.ring.device)
         made.ring.copy_(self.ring)
         return made
 
 
 @dataclass
-class Moments:
+class QueryMoments:
     """Sums over queries before rotation, float64: ``count``, ``total [H, D]``, ``squares [H, D, D]``."""
 
     count: int
@@ -60,7 +60,7 @@ class Moments:
     squares: torch.Tensor
 
     @classmethod
-    def none(cls, heads: int, dim: int, device: torch.device) -> Moments:
+    def none(cls, heads: int, dim: int, device: torch.device) -> QueryMoments:
         """Of no query."""
         total = torch.zeros(heads, dim, dtype=torch.float64, device=device)
         return cls(0, total, total.new_zeros(heads, dim, dim))

@@ -26,7 +26,7 @@ LEAD = 8
 """A piece begins with so many tokens of the one before, so that its first ones are found, too."""
 
 
-def replay(cache: KVCache, number: int, model: LanguageModel, tokens: list[int], size: int,
+def reread(cache: KVCache, number: int, model: LanguageModel, tokens: list[int], size: int,
            portion: Callable[[], int]) -> Generator[int, None, None]:
     """Leave in a sequence's ``sums`` the largest attention that each slot gets while its text comes again.
 
@@ -79,6 +79,6 @@ def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int
         yield len(some)
     found: list[torch.Tensor | None] = []
     for index, layer in enumerate(cache.sequence(fork).layers):
-        attention_scores.absorb(cache, index, layer, layer.seen)
+        attention_scores.accumulate(cache, index, layer, layer.seen)
         found.append(layer.sums)
     return found

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from quantkit.errors import UsageError
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
-from quantkit.kv.footprint import Footprint, Kind, Most, footprint
+from quantkit.kv.footprint import Footprint, LayerGroup, PeakUsage, footprint
 from quantkit.kv.reread import LEAD
 from quantkit.units import human_bytes
 
@@ -17,7 +17,7 @@ AHEAD = 128
 """Tokens that a decoding sequence may be given pages for at a time."""
 
 
-class Room:
+class PageReservation:
     """Takes all of a cache's memory at once, and says which sequences it is enough for.
 
     Args:
@@ -112,10 +112,10 @@ class Room:
         return low
 
 
-def _ahead(kind: Kind, pages: int) -> Kind:
+def _ahead(kind: LayerGroup, pages: int) -> LayerGroup:
     """With pages for :data:`AHEAD` tokens more, which it may be given before it needs them; all ``pages`` of
     the longest text are enough."""
-    def more(one: Most) -> Most:
+    def more(one: PeakUsage) -> PeakUsage:
         return dataclasses.replace(one, codes=max(one.codes, min(one.codes + AHEAD // PAGE, pages)),
                                    waiting=one.waiting + (AHEAD // PAGE if one.waiting else 0))
 
@@ -132,7 +132,7 @@ def _either(one: Footprint, other: Footprint) -> Footprint:
 def _pages(whole: Footprint, size: int, sequences: int) -> list[int]:
     """Pages of codes for a head, by kind of layer: all that so many sequences ever take, or as many as the
     memory has for those layers that grow with the text. What a policy watches comes first."""
-    def bytes_of(kind: Kind, pages: tuple[int, int]) -> int:
+    def bytes_of(kind: LayerGroup, pages: tuple[int, int]) -> int:
         return whole.heads * kind.layers * sum(n * each for n, each in zip(pages, kind.page_bytes))
 
     wanted = [kind.pages(sequences) for kind in whole.kinds]

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit.kv.base import PAGE, Codings
-from quantkit.kv.query_window import Asked, Moments
+from quantkit.kv.base import PAGE, KVCodecs
+from quantkit.kv.query_window import QueryMoments, QueryWindow
 
-Table = npt.NDArray[np.int32]
+PageTable = npt.NDArray[np.int32]
 
 
-class HeldLayer:
+class LayerState:
     """What the cache knows of one sequence in one layer.
 
     Attributes:
@@ -25,7 +25,7 @@ class HeldLayer:
         steps: decode steps so far.
         prompt: tokens that it had at its prompt's end.
         absorbed: tokens whose queries are in ``sums`` and ``moments``.
-        sums: see :attr:`quantkit.kv.base.Held.sums`, of the slots that there were then.
+        sums: see :attr:`quantkit.kv.base.PolicyView.sums`, of the slots that there were then.
         moments: of all queries, if the policy wants to know.
         tables: ``pages`` and ``waiting`` as int64 ``[Hkv, n]``, where somebody asked for them.
     """
@@ -33,14 +33,14 @@ class HeldLayer:
     __slots__ = ("_index", "_owner", "absorbed", "lengths", "moments", "pages", "prompt", "starts", "steps",
                  "sums", "tables", "waiting")
 
-    def __init__(self, owner: HeldSequence, index: int) -> None:
+    def __init__(self, owner: SequenceState, index: int) -> None:
         self._owner, self._index = owner, index
         self.lengths, self.starts = owner.lengths[index], owner.starts[index]
         self.pages: list[list[int]] = [[] for _ in self.lengths]
         self.waiting: list[list[int]] = [[] for _ in self.lengths]
         self.steps = self.prompt = self.absorbed = 0
         self.sums: torch.Tensor | None = None
-        self.moments: Moments | None = None
+        self.moments: QueryMoments | None = None
         self.tables: dict[str, torch.Tensor] = {}
 
     def extents(self) -> torch.Tensor:
@@ -48,7 +48,7 @@ class HeldLayer:
         return torch.tensor([self._owner.extent])
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> QueryWindow:
         """The sequence's last queries; there are none unless the policy listens."""
         assert self._owner.asked is not None
         return self._owner.asked
@@ -74,7 +74,7 @@ class HeldLayer:
         self._owner.table = None
 
 
-class HeldSequence:
+class SequenceState:
     """A sequence in all layers.
 
     Attributes:
@@ -95,10 +95,10 @@ class HeldSequence:
         self.extent, self.first = extent, first
         self.lengths, self.starts = (np.full((layers, heads), at, np.int32) for at in (0, first))
         self.seen = np.zeros(layers, np.int64)
-        self.layers = [HeldLayer(self, index) for index in range(layers)]
-        self.table: Table | None = None
-        self.waiting: Table | None = None
-        self.asked: Asked | None = None
+        self.layers = [LayerState(self, index) for index in range(layers)]
+        self.table: PageTable | None = None
+        self.waiting: PageTable | None = None
+        self.asked: QueryWindow | None = None
         self.tokens: list[int] = []
         self.room = 0
         self.where = 0, 0, 0, 0, 0, 0, 0
@@ -132,13 +132,13 @@ class HeldSequence:
                       self.waiting.ctypes.data, self.waiting.shape[2],
                       *((0, 0) if self.asked is None else (self.asked.ring.data_ptr(), self.asked.size)))
 
-    def listen(self, asked: Asked | None) -> None:
+    def start_tracking(self, asked: QueryWindow | None) -> None:
         """Keep the queries from now on there, or none; what was summed up before is forgotten."""
         self.asked, self.table = asked, None
         for layer in self.layers:
             layer.absorbed, layer.sums, layer.moments = layer.seen, None, None
 
-    def closing(self, codings: Codings, count: int) -> int:
+    def closing(self, codings: KVCodecs, count: int) -> int:
         """Pages of a head that are to be encoded with so many more tokens, at most."""
         ends = np.maximum((self.lengths + (count - codings.recent)) & -PAGE, codings.first)
         return int((ends - self.starts).max()) // PAGE
@@ -154,7 +154,7 @@ class HeldSequence:
         self.room -= count
 
 
-def _table(layers: Sequence[Sequence[Sequence[int]]]) -> Table:
+def _table(layers: Sequence[Sequence[Sequence[int]]]) -> PageTable:
     """Page numbers, filled up with 0."""
     flat = [pages for heads in layers for pages in heads]
     sizes = set(map(len, flat))

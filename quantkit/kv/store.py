@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from quantkit.kv.base import PAGE, Coding, Codings, Layout
-from quantkit.kv.page_pool import Moves, Pages, slots_of
-from quantkit.kv.sequence import HeldLayer
+from quantkit.kv.base import PAGE, KVCodecs, Layout, SideCodec
+from quantkit.kv.page_pool import MoveCounter, PagePool, slots_of
+from quantkit.kv.sequence import LayerState
 
 
 class Store:
@@ -37,21 +37,21 @@ class Store:
         UsageError: the head dimension doesn't fit.
     """
 
-    def __init__(self, codings: Codings, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
-                 device: torch.device, moves: Moves) -> None:
+    def __init__(self, codings: KVCodecs, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
+                 device: torch.device, moves: MoveCounter) -> None:
         self._codings, self._heads, self._device, self._numbered = codings, heads, device, numbered
         self._sides = {"k": codings.keys, "v": codings.values}
         places = {"positions": ((), torch.int32)} if numbered else {}
         layout: Layout = {**self._named(lambda one: one.layout(dim, dtype)), **places}
-        self.pages = Pages(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
+        self.pages = PagePool(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
         plain: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
-        self.waiting = Pages({**plain, **places}, device, moves) if codings.waits(dim, dtype) else None
+        self.waiting = PagePool({**plain, **places}, device, moves) if codings.waits(dim, dtype) else None
 
-    def _named(self, of: Callable[[Coding], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _named(self, of: Callable[[SideCodec], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {f"{side}.{name}": what for side, one in self._sides.items() for name, what in of(one).items()}
 
     @property
-    def all(self) -> tuple[Pages, ...]:
+    def all(self) -> tuple[PagePool, ...]:
         """Both kinds of pages."""
         return (self.pages,) if self.waiting is None else (self.pages, self.waiting)
 
@@ -62,7 +62,7 @@ class Store:
 
     # -- taking and giving
 
-    def reserve(self, held: HeldLayer, count: int) -> None:
+    def reserve(self, held: LayerState, count: int) -> None:
         """Pages for so many more tokens, which no other sequence holds."""
         lengths, first = held.lengths.tolist(), self._codings.first
         ends = [length + count for length in lengths]
@@ -77,7 +77,7 @@ class Store:
         if moved:
             held.moved()
 
-    def allocate(self, held: HeldLayer, count: int) -> list[int]:
+    def allocate(self, held: LayerState, count: int) -> list[int]:
         """Slots for that many tokens, by head, then token: of pages that wait, if any do."""
         self.reserve(held, count)
         pages, before = (held.pages, [0] * self._heads) if self.waiting is None else (
@@ -87,7 +87,7 @@ class Store:
         held.advance(count)
         return slots
 
-    def settle(self, held: HeldLayer) -> bool:
+    def settle(self, held: LayerState) -> bool:
         """Give back pages whose vectors are codes by now; whether there were any."""
         if self.waiting is None:
             return False
@@ -103,13 +103,13 @@ class Store:
                 held.moved()
         return self.waiting.used < before
 
-    def release(self, held: HeldLayer) -> None:
+    def release(self, held: LayerState) -> None:
         """Give back everything."""
         self.pages.give(itertools.chain.from_iterable(held.pages))
         if self.waiting is not None:
             self.waiting.give(itertools.chain.from_iterable(held.waiting))
 
-    def fork(self, held: HeldLayer, own: HeldLayer, shared: bool) -> None:
+    def fork(self, held: LayerState, own: LayerState, shared: bool) -> None:
         """``own``, which holds nothing, gets what ``held`` does: the same pages, or copies of them."""
         for pages, name in zip(self.all, ("pages", "waiting")):
             mine = [list(one) for one in getattr(held, name)]
@@ -123,7 +123,7 @@ class Store:
         held.moved()  # its next token is written to a page that is shared now
         own.moved()
 
-    def shrink(self, holders: Sequence[HeldLayer]) -> None:
+    def shrink(self, holders: Sequence[LayerState]) -> None:
         """Give memory back if much of it is free."""
         for pages, name in zip(self.all, ("pages", "waiting")):
             moved = pages.shrink()
@@ -156,7 +156,7 @@ class Store:
         most = torch.finfo(dtype).max
         return x.clamp(-most, most).to(dtype)
 
-    def close(self, held: HeldLayer) -> None:
+    def close(self, held: LayerState) -> None:
         """Encode what has waited long enough; the vectors stay where they are until :meth:`settle`."""
         if self.waiting is None:
             return
@@ -188,7 +188,7 @@ class Store:
 
     # -- reading
 
-    def read(self, held: HeldLayer, side: str, borders: Sequence[int] | None = None) -> torch.Tensor:
+    def read(self, held: LayerState, side: str, borders: Sequence[int] | None = None) -> torch.Tensor:
         """``[Hkv, S, D]``, decoded; behind a head's length anything finite.
 
         Args:
@@ -209,7 +209,7 @@ class Store:
         waits = self.waiting.read(f"{side}.values", self.table(held, "waiting")).flatten(1, 2)
         return self._joined(held, codes, waits, borders)
 
-    def _joined(self, held: HeldLayer, codes: torch.Tensor, waits: torch.Tensor,
+    def _joined(self, held: LayerState, codes: torch.Tensor, waits: torch.Tensor,
                 borders: Sequence[int]) -> torch.Tensor:
         """What lies in both kinds of pages, by slot: ``[Hkv, S, …]``."""
         first, most = self._codings.first, int(held.lengths.max())
@@ -223,7 +223,7 @@ class Store:
                 found[head, border:length] = waits[head, first + border - start:first + length - start]
         return found
 
-    def positions(self, held: HeldLayer) -> torch.Tensor:
+    def positions(self, held: LayerState) -> torch.Tensor:
         """Original positions int32 ``[Hkv, S]``; −1 beyond a head's length."""
         most = int(held.lengths.max())
         found = torch.arange(most, dtype=torch.int32, device=self._device).expand(self._heads, -1)
@@ -238,7 +238,7 @@ class Store:
                 found = self._joined(held, coded, waits, held.starts.tolist())
         return found.masked_fill(behind, -1)
 
-    def table(self, held: HeldLayer, name: str = "pages") -> torch.Tensor:
+    def table(self, held: LayerState, name: str = "pages") -> torch.Tensor:
         """``pages`` or ``waiting``, int64 ``[Hkv, n]``, filled up with 0."""
         if name not in held.tables:
             rows: list[list[int]] = getattr(held, name)
@@ -250,7 +250,7 @@ class Store:
 
     # -- dropping
 
-    def keep(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+    def keep(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
         """Only these slots stay: of each head int64 ``[n]`` in rising order."""
         if held.sums is not None:
             new = held.sums.new_zeros(self._heads, max(map(len, kept)))
@@ -263,7 +263,7 @@ class Store:
             self._keep_vectors(held, kept)
         held.moved()
 
-    def thin(self, held: HeldLayer, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
+    def thin(self, held: LayerState, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
         """Where vectors wait, give back pages of codes in which no slot is among these; all others stay as
         they are.
 
@@ -286,7 +286,7 @@ class Store:
             held.starts[head] -= PAGE * len(gone)
         held.moved()
 
-    def _keep_codes(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+    def _keep_codes(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
         """Pages before the first dropped slot stay, what follows moves together."""
         same = [_unmoved(slots) // PAGE for slots in kept]
         rest = [slots[count * PAGE:] for slots, count in zip(kept, same)]
@@ -302,7 +302,7 @@ class Store:
             new.append((pages[:, None] * PAGE + offsets).flatten()[:len(slots)])
         self.pages.write(torch.cat(new), values)
 
-    def _keep_vectors(self, held: HeldLayer, kept: Sequence[torch.Tensor]) -> None:
+    def _keep_vectors(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
         """Pages of codes before the first dropped slot stay; what follows is encoded again, or waits."""
         assert self.waiting is not None
         places = self.positions(held)
@@ -333,7 +333,7 @@ class Store:
         self.pages.fill(torch.tensor(target, device=self._device), values)
 
 
-def _grow(pages: Pages, held: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
+def _grow(pages: PagePool, held: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
     """Pages of each head for its slots before ``end``, its own from slot ``begin`` on; whether any is new."""
     missing = [max(0, -(-end // PAGE) - len(own)) for own, end in zip(held, ends)]
     new = iter(pages.take(sum(missing)))
@@ -343,7 +343,7 @@ def _grow(pages: Pages, held: Sequence[list[int]], begins: Iterable[int], ends: 
     return any(missing) or any(copied)
 
 
-def _replace(pages: Pages, own: list[int], stay: int, more: int) -> None:
+def _replace(pages: PagePool, own: list[int], stay: int, more: int) -> None:
     """Of a head's pages the first stay, others are given back for so many new ones."""
     pages.give(own[stay:])
     own[stay:] = pages.take(more)

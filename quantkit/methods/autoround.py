@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.descent import descend_levels, descend_scales
 from quantkit.methods.grid import (
     Grid,
@@ -37,7 +37,7 @@ NARROWEST = 0.5
 """Times a group's extremes: the least that is left of its range."""
 
 
-class AutoRoundOptions(Options):
+class AutoRoundOptions(MethodOptions):
     """Options of ``autoround``.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Best:
         self.zero = torch.where(pick, grid.zero, self.zero)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
     """Learn ``weight`` (float32 ``[out, in]``) under ``stats.hessian`` (float32 ``[in, in]``).
 
     Raises:

@@ -16,7 +16,7 @@ from quantkit.formats.base import Codes
 from quantkit.spec import QuantSpec
 
 
-class Options(BaseModel):
+class MethodOptions(BaseModel):
     """Base of a method's own options; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,13 +73,13 @@ class Method:
 
     name: str
     paper: str
-    quantize: Callable[[torch.Tensor, LayerStats | None, QuantSpec, Options], Codes]
+    quantize: Callable[[torch.Tensor, LayerStats | None, QuantSpec, MethodOptions], Codes]
     needs: frozenset[str] = frozenset()
-    options: type[Options] = Options
+    options: type[MethodOptions] = MethodOptions
     kinds: frozenset[str] = frozenset({"int"})
     check: Callable[[QuantSpec], str | None] = lambda spec: None
     quick: Mapping[str, Any] = field(default_factory=dict)
-    together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, Options],
+    together: Callable[[Sequence[torch.Tensor], Sequence[LayerStats | None], QuantSpec, MethodOptions],
                        list[Codes]] | None = None
 
     def refuses(self, spec: QuantSpec) -> str | None:
@@ -89,12 +89,12 @@ class Method:
         return self.check(spec)
 
     def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-            options: Options) -> Codes:
+            options: MethodOptions) -> Codes:
         """:attr:`quantize` with its contract checked. Raises SpecError if a plugin breaks it."""
         return self._checked(self.quantize(weight, stats, spec, options), weight, spec)
 
     def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
-                     spec: QuantSpec, options: Options) -> list[Codes]:
+                     spec: QuantSpec, options: MethodOptions) -> list[Codes]:
         """The same for several weights of one shape, in whatever way the method does that."""
         if self.together is None or len(weights) == 1:
             return [self.run(weight, own, spec, options) for weight, own in zip(weights, stats, strict=True)]

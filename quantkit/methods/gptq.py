@@ -20,7 +20,7 @@ from pydantic import Field
 
 from quantkit.formats.base import Codes
 from quantkit.methods import trellis
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.descent import by_column, descend_levels, descend_scales, stacked
 from quantkit.methods.grid import (
     Grid,
@@ -35,7 +35,7 @@ from quantkit.methods.grid import (
     settle_,
     to_codes,
 )
-from quantkit.methods.hessian import NO_BETTER, Factors, damped, factorize, hessian_of, losses
+from quantkit.methods.hessian import NO_BETTER, HessianFactors, damped, factorize, hessian_of, losses
 from quantkit.ops import gpu
 from quantkit.spec import QuantSpec
 
@@ -44,7 +44,7 @@ TOGETHER = 1 << 24
 takes working copies."""
 
 
-class GptqOptions(Options):
+class GptqOptions(MethodOptions):
     """Options of ``gptq``.
 
     Attributes:
@@ -65,7 +65,7 @@ class GptqOptions(Options):
     visits: int = Field(default=1, ge=0, le=100)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
     """Solve ``weight`` (float32 ``[out, in]``) under ``stats.hessian`` (float32 ``[in, in]``).
 
     Falls back to rounding, with a note, when the Hessian is zero or can't be factorized.
@@ -78,7 +78,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
 
 
 def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None], spec: QuantSpec,
-             options: Options) -> list[Codes]:
+             options: MethodOptions) -> list[Codes]:
     """The same for several weights of one shape. A column of all of them is solved at a time: of small
     ones that is hardly more work than one.
 
@@ -115,7 +115,7 @@ class _Begun:
     number: int
     weight: torch.Tensor
     hessian: torch.Tensor
-    factors: Factors | None
+    factors: HessianFactors | None
     plain: Grid
     grid: Grid
     notes: tuple[str, ...]

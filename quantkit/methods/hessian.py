@@ -24,7 +24,7 @@ NO_BETTER = "rounded to nearest in place of gptq: its loss on the calibration te
 
 
 @dataclass(frozen=True)
-class Factors:
+class HessianFactors:
     """A Hessian, ready for solving.
 
     Attributes:
@@ -53,7 +53,7 @@ def hessian_of(weight: torch.Tensor, stats: LayerStats | None, method: str = "gp
     return stats.hessian
 
 
-def factorize(hessian: torch.Tensor, damp: float, act_order: bool) -> tuple[Factors | None, tuple[str, ...]]:
+def factorize(hessian: torch.Tensor, damp: float, act_order: bool) -> tuple[HessianFactors | None, tuple[str, ...]]:
     """Factors and notes; ``None`` where no damping up to ``MOST_DAMPING`` helps.
 
     Args:
@@ -71,7 +71,7 @@ def factorize(hessian: torch.Tensor, damp: float, act_order: bool) -> tuple[Fact
     asked, notes = damp, tuple[str, ...]()
     while damp <= MOST_DAMPING:
         if (upper := _upper(hessian, damp * mean, order)) is not None:
-            return Factors(damp * mean, upper, order), notes
+            return HessianFactors(damp * mean, upper, order), notes
         damp *= 10
         notes = (f"damping raised from {asked:g} to {damp:g}: the Hessian is not positive definite",)
     return None, ("rounded to nearest in place of gptq: the Hessian is not positive definite at damping "

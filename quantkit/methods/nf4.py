@@ -11,14 +11,14 @@ import torch
 from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.nf4_table import codebook
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.grid import require_finite
 from quantkit.spec import QuantSpec
 
 _SMALLEST = 1e-38
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to the codebook; ``stats`` isn't looked at.
 
     A block of zeros keeps the scale 0, as in bitsandbytes. With ``spec.nested`` the scales are

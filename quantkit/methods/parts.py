@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.ops.finite import squares
-from quantkit.ops.hadamard import rotate
+from quantkit.ops.hadamard import apply_hadamard
 from quantkit.spec import QuantSpec
 
 PART = 1 << 26
@@ -32,7 +32,7 @@ def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
 
 
 def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None, spec: QuantSpec,
-          options: Options) -> tuple[QuantizedTensor, float, tuple[str, ...]]:
+          options: MethodOptions) -> tuple[QuantizedTensor, float, tuple[str, ...]]:
     """Quantize and pack ``weight`` ``[out, in]``, of any floating dtype, part by part.
 
     Args:
@@ -73,4 +73,4 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
 
 def _exact(part: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     exact = part.float()
-    return rotate(exact) if spec.rotation else exact
+    return apply_hadamard(exact) if spec.rotation else exact

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.formats.base import Codes
 from quantkit.methods import trellis
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.grid import (
     find_grid,
     join,
@@ -26,7 +26,7 @@ _TOGETHER = 1 << 22
 """Weights that are rounded at a time."""
 
 
-class RtnOptions(Options):
+class RtnOptions(MethodOptions):
     """Options of ``rtn``.
 
     Attributes:
@@ -36,7 +36,7 @@ class RtnOptions(Options):
     clip_search: bool = False
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to nearest; ``stats`` isn't looked at.
 
     Raises:

@@ -18,7 +18,7 @@ from quantkit.formats.base import Codes
 from quantkit.formats.dtypes import resolve, scale_dtype
 from quantkit.formats.trellis_code import DEVIATION, RING, decode, rings, unring
 from quantkit.methods.grid import smallest
-from quantkit.methods.hessian import NO_BETTER, Factors, damped, losses
+from quantkit.methods.hessian import NO_BETTER, HessianFactors, damped, losses
 from quantkit.ops import viterbi
 from quantkit.spec import QuantSpec
 
@@ -34,7 +34,7 @@ def nearest(weight: torch.Tensor, spec: QuantSpec, notes: tuple[str, ...] = ()) 
     return Codes(resolve(spec), unring(symbols), unring(scale.unsqueeze(1)), notes=notes)
 
 
-def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: Factors | None, spec: QuantSpec, visits: int,
+def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec, visits: int,
           notes: tuple[str, ...]) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) so that ``tr((W - Q) H (W - Q)ᵀ)`` becomes small.
 

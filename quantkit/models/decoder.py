@@ -9,7 +9,7 @@ import torch
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.experts import MixtureOfExperts
-from quantkit.models.layers import MLP, Attention, RMSNorm, Step, check_shape, embedded, linear
+from quantkit.models.layers import MLP, Attention, ForwardContext, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
@@ -26,7 +26,7 @@ class KVCacheProtocol(Protocol):
     def extents(self) -> torch.Tensor:
         """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
                window: int | None) -> torch.Tensor:
         """Store a step's keys and values of one layer, and attend over all that its queries may see.
 
@@ -76,13 +76,13 @@ class DecoderLayer:
         self.after_mlp = norm("post_feedforward") if config.sandwich_norms else _as_it_is
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCacheProtocol | None = None,
-                 step: Step | None = None) -> torch.Tensor:
+                 step: ForwardContext | None = None) -> torch.Tensor:
         """``x [B, T, hidden]`` at ``positions`` int64 ``[B, T]`` (−1: padding) → ``[B, T, hidden]``.
 
         ``step`` spares layers of one forward pass from working out the same twice.
         """
         if step is None:
-            step = Step(self._config, positions, x.dtype, cache)
+            step = ForwardContext(self._config, positions, x.dtype, cache)
         x = x + self.after_attention(self.self_attn(self.before_attention(x), step, cache))
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
@@ -170,7 +170,7 @@ class CausalLM:
             positions = (torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if cache is None
                          else cache.next_positions(ids.shape[1]))
         x = self.embed(ids)
-        step = Step(self.config, positions, x.dtype, cache)
+        step = ForwardContext(self.config, positions, x.dtype, cache)
         for layer in self.layers:
             x = layer(x, positions, cache, step)
         if cache is not None:

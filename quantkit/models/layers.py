@@ -16,7 +16,7 @@ from quantkit.ops.activation import gelu_tanh_mul, silu_mul
 from quantkit.ops.attention import Visibility, attention
 from quantkit.ops.embedding import Table, embed
 from quantkit.ops.norm import rms_norm
-from quantkit.ops.rope import rotate, tables
+from quantkit.ops.rope import apply_rope, tables
 
 if TYPE_CHECKING:
     from quantkit.models.decoder import KVCacheProtocol
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
-class Announced(Protocol):
+class HasMaxLengths(Protocol):
     """Knows how long sequences become; see :class:`~quantkit.models.decoder.KVCacheProtocol`."""
 
     def extents(self) -> torch.Tensor: ...
 
 
-class Step:
+class ForwardContext:
     """What all layers of one forward pass share: rotation tables and who sees whom.
 
     Args:
@@ -41,7 +41,7 @@ class Step:
     """
 
     def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
-                 cache: Announced | None = None) -> None:
+                 cache: HasMaxLengths | None = None) -> None:
         self.positions = positions
         self._config, self._dtype, self._cache = config, dtype, cache
         self._rotations: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -109,7 +109,7 @@ class Attention:
             self.q_norm = RMSNorm(f"{name}.q_norm", dim, config, weights)
             self.k_norm = RMSNorm(f"{name}.k_norm", dim, config, weights)
 
-    def __call__(self, x: torch.Tensor, step: Step, cache: KVCacheProtocol | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: ForwardContext, cache: KVCacheProtocol | None) -> torch.Tensor:
         """``x [B, T, hidden]`` → ``[B, T, hidden]``; keys and values of this step go into ``cache``."""
         batch, length, _ = x.shape
         q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
@@ -120,7 +120,7 @@ class Attention:
             out = cache.attend(self._index, q, k, v, step, self._window)
         else:
             cos, sin = step.rotation(self._window)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             out = attention(q, k, v, step.seen(self._window), self._config.attention_scale,
                             self._config.attention_softcap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))

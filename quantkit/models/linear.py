@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.device_weight import Placed
+from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.embedding import Table
 from quantkit.ops.linear import linear
 
@@ -26,7 +26,7 @@ class Linear:
 
     __slots__ = ("bias", "name", "observer", "on_output", "weight")
 
-    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | Packed | Placed,
+    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | CpuWeight | DeviceWeight,
                  bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
         self.observer: Watcher | None = None
@@ -40,7 +40,7 @@ class Linear:
     def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         if self.observer is not None:
             self.observer(x) if rows is None else self.observer(x, rows)
-        assert not isinstance(self.weight, Placed), "a program has this weight"
+        assert not isinstance(self.weight, DeviceWeight), "a program has this weight"
         y = linear(x, self.weight, self.bias)
         if self.on_output is not None:
             self.on_output(y) if rows is None else self.on_output(y, rows)
@@ -62,7 +62,7 @@ class Weights:
     def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
                  device: torch.device | str = "cpu",
-                 pack: Callable[[torch.Tensor | QuantizedTensor], Packed | QuantizedTensor] | None = None,
+                 pack: Callable[[torch.Tensor | QuantizedTensor], CpuWeight | QuantizedTensor] | None = None,
                  ) -> None:
         self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
         self.dtype, self.device = dtype, torch.device(device)

@@ -28,7 +28,7 @@ DERIVED = (".rotary_emb.inv_freq",)
 SHOWN = 5
 
 
-class Row(Protocol):
+class LayerRecord(Protocol):
     """What is needed of a layer of a checkpoint."""
 
     @property
@@ -44,7 +44,7 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True)
-class Loadable:
+class LoadablePlan:
     """What a look at the files gives: the model's shape, the dtype of its activations, its tokenizer."""
 
     config: ModelConfig
@@ -53,8 +53,8 @@ class Loadable:
 
 
 def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorInfo],
-                   files: Mapping[str, bytes], rows: Sequence[Row] = (), *, dtype: str = "auto",
-                   error: type[QuantkitError] = SourceError) -> Loadable:
+                   files: Mapping[str, bytes], rows: Sequence[LayerRecord] = (), *, dtype: str = "auto",
+                   error: type[QuantkitError] = SourceError) -> LoadablePlan:
     """Check all that can be told without reading a weight.
 
     Args:
@@ -78,7 +78,7 @@ def check_loadable(uri: str, hf: Mapping[str, Any], infos: Mapping[str, TensorIn
         raise error(f"{uri} doesn't hold the model that its config.json describes: {config.model_type}, "
                     f"{config.num_layers} layers", why="\n".join(faults[:SHOWN] + more),
                     next="get config.json and the weights from the same place again")
-    return Loadable(config, kind, Tokenizer(files, hf))
+    return LoadablePlan(config, kind, Tokenizer(files, hf))
 
 
 def dtype_of(hf: Mapping[str, Any], dtype: str = "auto") -> torch.dtype:
@@ -91,7 +91,7 @@ def dtype_of(hf: Mapping[str, Any], dtype: str = "auto") -> torch.dtype:
     return FLOATS[dtype]
 
 
-def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo], rows: Sequence[Row]) -> Iterator[str]:
+def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo], rows: Sequence[LayerRecord]) -> Iterator[str]:
     """A sentence for each tensor that is missing, that nothing uses, or that is of another shape or dtype."""
     slots = {slot.name: (slot.out_features, slot.in_features) for slot in all_slots(config)}
     packed = {row.name: row for row in rows if row.spec is not None and row.format is not None}
@@ -120,6 +120,6 @@ def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo], rows: Sequence
             yield f"tensor {name} is stored as {info.dtype}, which says nothing without a scale"
 
 
-def _suffixes(row: Row) -> Sequence[str]:
+def _suffixes(row: LayerRecord) -> Sequence[str]:
     assert row.spec is not None and row.format is not None
     return tuple(registry("formats").get(row.format).layout(row.spec, row.shape, FLOATS[row.dtype]))

@@ -16,7 +16,7 @@ from quantkit.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Seam:
+class ScaleGroup:
     """Channels between a writer and all that reads them.
 
     Attributes:
@@ -49,28 +49,28 @@ class Seam:
         return columns.view(keys, times, dim).amax(dim=1).reshape(-1)
 
 
-def seams(config: ModelConfig, index: int) -> Iterator[Seam]:
+def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
     """Of one decoder layer, in the order of its operations."""
     layer, experts = f"model.layers.{index}", config.experts
     attention, dim = f"{layer}.self_attn", config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     fused = config.fused_projections
     inputs: tuple[str, ...] = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
-    yield Seam(f"{layer}.input_layernorm", None, tuple(f"{attention}.{name}" for name in inputs))
+    yield ScaleGroup(f"{layer}.input_layernorm", None, tuple(f"{attention}.{name}" for name in inputs))
     first = q + kv if fused else 0
-    yield Seam(f"{attention}.{inputs[-1]}", (first, first + kv), (f"{attention}.o_proj",),
+    yield ScaleGroup(f"{attention}.{inputs[-1]}", (first, first + kv), (f"{attention}.o_proj",),
                heads=(config.num_kv_heads, config.num_heads // config.num_kv_heads, dim))
     norm = f"{layer}.{'pre_feedforward' if config.sandwich_norms else 'post_attention'}_layernorm"
     if experts is not None and experts.layers[index]:
         module, (gate, up, down) = f"{layer}.{experts.module}", experts.projections
         names = [f"{module}.experts.{number}" for number in range(experts.count)]
-        yield Seam(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
+        yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
                    router=f"{module}.gate")
-        yield from (Seam(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
+        yield from (ScaleGroup(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
                     for name in names)
         return
     size, mlp = config.intermediate_size, f"{layer}.mlp"
     inputs = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
-    yield Seam(norm, None, tuple(f"{mlp}.{name}" for name in inputs))
+    yield ScaleGroup(norm, None, tuple(f"{mlp}.{name}" for name in inputs))
     first = size if fused else 0
-    yield Seam(f"{mlp}.{inputs[-1]}", (first, first + size), (f"{mlp}.down_proj",))
+    yield ScaleGroup(f"{mlp}.{inputs[-1]}", (first, first + size), (f"{mlp}.down_proj",))

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, Packed, isa, padded, stored_scale
+from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, isa, padded, stored_scale
 from quantkit.ops.dispatch import KernelQuery
 
 if TYPE_CHECKING:
-    from quantkit_kernels.cpu.matmul import Decoder
+    from quantkit_kernels.cpu.matmul import WeightDecoder
 
 
-class W8A8(CpuKernel):
+class CpuW8A8(CpuKernel):
     """int8 weights with a scale a row by int8 activations with a scale a token."""
 
     name = "cpu-w8a8"
@@ -28,13 +28,13 @@ class W8A8(CpuKernel):
             return f"adds up to {MOST_COLUMNS} products in 32 bits, not {query.k}"
         return None
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
 
         return _packed(self.name, codes, weight, decoders.W8A8, pack.w8a8(codes.codes, isa().lanes))
 
 
-class FP8(CpuKernel):
+class CpuFP8(CpuKernel):
     """e4m3 weights with a scale a row, by float32 activations or by e4m3 ones with a scale a token."""
 
     name = "cpu-fp8"
@@ -42,20 +42,20 @@ class FP8(CpuKernel):
     def _declines(self, query: KernelQuery) -> str | None:
         return None if query.spec.kind == "fp" else f"multiplies fp8, not {query.spec.kind}{query.spec.bits}"
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, pack
 
         decoder = decoders.E4M3_TOKENS if codes.spec.activations else decoders.E4M3
         return _packed(self.name, codes, weight, decoder, pack.e4m3(codes.codes, isa().lanes))
 
 
-def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: Decoder, data: torch.Tensor) -> Packed:
+def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDecoder, data: torch.Tensor) -> CpuWeight:
     from quantkit_kernels.cpu import matmul, pack
 
     kind, scale = stored_scale(codes, weight)
     columns = padded(weight.shape[1], matmul.SUB)
-    return Packed(name, matmul.Matmul(decoder, 0, kind), weight.shape, columns, data,
+    return CpuWeight(name, matmul.Matmul(decoder, 0, kind), weight.shape, columns, data,
                   pack.scales(scale, isa().lanes))
 
 
-INT, FP = W8A8(), FP8()
+INT, FP = CpuW8A8(), CpuFP8()

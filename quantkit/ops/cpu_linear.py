@@ -37,7 +37,7 @@ UNITS = 32
 
 
 @dataclass(frozen=True)
-class Packed:
+class CpuWeight:
     """A weight as a kernel reads it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Activations:
         stride: bytes from row to row.
     """
 
-    def __init__(self, packed: Packed, rows: int) -> None:
+    def __init__(self, packed: CpuWeight, rows: int) -> None:
         from quantkit_kernels.cpu.matmul import SUB, WIDTH
 
         width, subgroups = packed.columns * WIDTH[packed.kernel.decoder.family], packed.columns // SUB
@@ -184,7 +184,7 @@ PLAIN: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
 """The dtypes of plain weights that have a kernel, and what kernels call them."""
 
 
-def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) -> Packed:
+def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) -> CpuWeight:
     """A plain weight ``[out, in]`` of a dtype in :data:`PLAIN`; ``read`` is called now and then, when some of
     it was read."""
     from quantkit_kernels.cpu import decoders, matmul, pack
@@ -192,7 +192,7 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
     shape, kind = (weight.shape[0], weight.shape[1]), PLAIN[weight.dtype]
     decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[kind]
     reorder = pack.bf16 if kind == "bf16" else pack.floats
-    return Packed(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], matmul.SUB),
+    return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], matmul.SUB),
                   reorder(weight, isa().lanes, read))
 
 
@@ -227,23 +227,23 @@ class CpuKernel(ABC):
     def _declines(self, query: KernelQuery) -> str | None:
         """Why not these weights."""
 
-    def prepare(self, weight: QuantizedTensor) -> Packed:
+    def prepare(self, weight: QuantizedTensor) -> CpuWeight:
         """Codes in the kernel's order."""
         packed = self._pack(codes_of(weight), weight)
         return dataclasses.replace(packed, rotated=weight.spec.rotation is not None)
 
     @abstractmethod
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         """Its codes, reordered."""
 
-    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+    def run(self, x: torch.Tensor, prepared: CpuWeight) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""
         from quantkit.ops.cpu_product import multiply
 
         return multiply(x, prepared)
 
 
-class Int8(CpuKernel):
+class CpuInt8(CpuKernel):
     """8-bit symmetric integers, activations as 14-bit integers with a scale for each 32."""
 
     name = "cpu-int8"
@@ -258,18 +258,18 @@ class Int8(CpuKernel):
             return "leaves activations as they are"
         return _group_declines(query)
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
         kind, scale = stored_scale(codes, weight)
-        return Packed(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
+        return CpuWeight(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
                       padded(weight.shape[1], max(group, matmul.SUB)),
                       pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), 2 ** (codes.spec.bits - 1)),
                       pack.scales(scale, isa().lanes))
 
 
-class Int4(CpuKernel):
+class CpuInt4(CpuKernel):
     """Integers of up to 4 bits, with or without zero points, activations as int8 with a scale for each 32."""
 
     name = "cpu-int4"
@@ -280,7 +280,7 @@ class Int4(CpuKernel):
             return f"multiplies integers of at most 4 bits, not {spec.kind}{spec.bits}"
         return _group_declines(query)
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
@@ -291,13 +291,13 @@ class Int4(CpuKernel):
                 level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
         else:
             zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
-        return Packed(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,
+        return CpuWeight(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,
                       padded(weight.shape[1], max(group, matmul.SUB)),
                       pack.int4(level, isa().lanes, max(group, matmul.SUB)),
                       pack.scales(scale, isa().lanes), zeros)
 
 
-class NF4(CpuKernel):
+class CpuNF4(CpuKernel):
     """NF4 in blocks that don't cross rows, activations as 14-bit integers with a scale for each 32."""
 
     name = "cpu-nf4"
@@ -310,18 +310,18 @@ class NF4(CpuKernel):
             return f"needs in_features divisible by the block of {size}, not {query.k}"
         return _group_declines(query)
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         group = codes.spec.granularity.size or 0
         table = tuple(codebook().tolist())
         scale = codes.scale.reshape(weight.shape[0], -1) / decoders.NF4_LEVELS
-        return Packed(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
+        return CpuWeight(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
                       padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
                       pack.scales(scale, isa().lanes))
 
 
-class Trellis(CpuKernel):
+class CpuTrellis(CpuKernel):
     """A trellis, activations as 14-bit integers with a scale for each 32."""
 
     name = "cpu-trellis"
@@ -329,14 +329,14 @@ class Trellis(CpuKernel):
     def _declines(self, query: KernelQuery) -> str | None:
         return None if query.spec.kind == "trellis" else f"multiplies a trellis, not {query.spec.kind}"
 
-    def _pack(self, codes: Codes, weight: QuantizedTensor) -> Packed:
+    def _pack(self, codes: Codes, weight: QuantizedTensor) -> CpuWeight:
         from quantkit_kernels.cpu import decoders, matmul, pack
 
         spec = codes.spec
         assert spec.window is not None
         kind, scale = stored_scale(codes, weight)
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
-        return Packed(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
+        return CpuWeight(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
                       padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
                       pack.scales(scale, isa().lanes))
 
@@ -359,4 +359,4 @@ def stored_scale(codes: Codes, weight: QuantizedTensor) -> tuple[Literal['bf16',
     return "f32", scale.float()
 
 
-INT8, INT4, NF, TRELLIS = Int8(), Int4(), NF4(), Trellis()
+INT8, INT4, NF, TRELLIS = CpuInt8(), CpuInt4(), CpuNF4(), CpuTrellis()

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import torch
 
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, Packed
+from quantkit.ops.cpu_linear import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.progress import tell_compiling
 
@@ -17,7 +17,7 @@ KEPT = 8
 """Shapes of weights whose products with few rows a thread keeps ready."""
 
 
-class Product:
+class CpuProduct:
     """A product with a packed weight, ready to be run again and again.
 
     Args:
@@ -26,10 +26,10 @@ class Product:
     """
 
     @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode
-    def __init__(self, packed: Packed, rows: int) -> None:
+    def __init__(self, packed: CpuWeight, rows: int) -> None:
         from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
         from quantkit_kernels.cpu.program import Program
-        from quantkit_kernels.cpu.rows import Rows
+        from quantkit_kernels.cpu.rows import RowKernel
 
         isa, threads = cpu_linear.isa(), cpu_linear.pool().threads
         subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
@@ -41,7 +41,7 @@ class Product:
         codes = Activations(packed, max(rows, threads))
         scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa, subgroups), dtype=torch.uint8)
         self._stride, self._program = codes.stride, Program(isa)
-        self._program.add(Rows("plain", packed.kernel.decoder.family), x=self._x, x_stride=packed.columns * 4,
+        self._program.add(RowKernel("plain", packed.kernel.decoder.family), x=self._x, x_stride=packed.columns * 4,
                           size=packed.columns, subgroups=subgroups, **codes.written)
         self._program.add(packed.kernel, stripes=packed.stripes, subgroups=subgroups, **codes.read,
                           out=self._out, scratch=scratch, out_stride=padded * 4,
@@ -50,7 +50,7 @@ class Product:
         self.replace(packed)
         self._take(rows)
 
-    def replace(self, packed: Packed) -> None:
+    def replace(self, packed: CpuWeight) -> None:
         """Multiply by another weight of the same kernel and shape."""
         self._program.set(1, **{name: None if part is None else part.data_ptr() for name, part in (
             ("weights", packed.weights), ("scales", packed.scales), ("zeros", packed.zeros))})
@@ -80,7 +80,7 @@ class Product:
         cpu_linear.pool().run(self._program.records)
 
 
-def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+def multiply(x: torch.Tensor, packed: CpuWeight) -> torch.Tensor:
     """``x [m, k]`` by a packed weight → ``[m, n]`` in x's dtype, rounded once from float32.
 
     A row's bits don't depend on the other rows or their number, on the number of threads or on the
@@ -89,7 +89,7 @@ def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     if not len(x):
         return x.new_empty(0, packed.shape[0])
     if len(x) > DECODE_ROWS:
-        return Product(packed, len(x))(x).to(x.dtype)
+        return CpuProduct(packed, len(x))(x).to(x.dtype)
     product = _ready(packed)
     # what comes back is the product's own memory, which its next call writes
     return product(x).to(x.dtype, copy=True)
@@ -99,18 +99,18 @@ class _Kept(threading.local):
     """A thread's products, those used last at the end."""
 
     def __init__(self) -> None:
-        self.products: OrderedDict[object, Product] = OrderedDict()
+        self.products: OrderedDict[object, CpuProduct] = OrderedDict()
 
 
 _kept = _Kept()
 
 
-def _ready(packed: Packed) -> Product:
+def _ready(packed: CpuWeight) -> CpuProduct:
     """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
     key = packed.kernel.name, packed.shape, packed.columns, cpu_linear.isa().name, cpu_linear.pool().threads
     found = _kept.products.pop(key, None)
     if found is None:
-        found = Product(packed, DECODE_ROWS)
+        found = CpuProduct(packed, DECODE_ROWS)
         while len(_kept.products) >= KEPT:
             _kept.products.popitem(last=False)
     else:

@@ -68,11 +68,11 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
 
 def _program(source: Source) -> Program:
     from quantkit_kernels.cpu.program import Program
-    from quantkit_kernels.cpu.rows import Rows
+    from quantkit_kernels.cpu.rows import RowKernel
 
     key = source, cpu_linear.isa().name
     if key not in _kept.programs:
         made = _kept.programs[key] = Program(cpu_linear.isa())
-        made.add(Rows(source, "floats"), 0)
+        made.add(RowKernel(source, "floats"), 0)
         made.finish(tell_compiling)
     return _kept.programs[key]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Placed:
+class DeviceWeight:
     """Its kernel's name and its shape ``(out, in)``; the program alone multiplies by it."""
 
     name: str

@@ -32,7 +32,7 @@ class KernelQuery:
 
 
 @runtime_checkable
-class Kernel(Protocol):
+class LinearKernel(Protocol):
     """A kernel for ``y = x Wᵀ`` with quantized W. Registered targets are instances.
 
     Attributes:
@@ -55,14 +55,14 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel chosen and the reasons of those asked before it, as ``(name, reason)``."""
 
-    kernel: Kernel
+    kernel: LinearKernel
     declined: tuple[tuple[str, str], ...]
 
 
-def choose(query: KernelQuery) -> Choice:
+def choose(query: KernelQuery) -> KernelChoice:
     """Ask the registered kernels in order; the first that doesn't decline is taken.
 
     Raises:
@@ -75,7 +75,7 @@ def choose(query: KernelQuery) -> Choice:
     for kernel in sorted((table.get(name) for name in table), key=lambda k: (k.order, k.name)):
         reason = kernel.declines(query)
         if reason is None:
-            return Choice(kernel, tuple(declined))
+            return KernelChoice(kernel, tuple(declined))
         declined.append((kernel.name, reason))
     raise QuantkitError(f"no kernel runs {query.op} on {query.format} {query.spec.label()}",
                         why="; ".join(f"{n}: {r}" for n, r in declined), next="quantkit doctor")

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import Packed, isa, pool
-from quantkit.ops.device_weight import Placed
+from quantkit.ops.cpu_linear import CpuWeight, isa, pool
+from quantkit.ops.device_weight import DeviceWeight
 from quantkit.progress import tell_compiling
 
-Table = torch.Tensor | QuantizedTensor | Packed | Placed
+Table = torch.Tensor | QuantizedTensor | CpuWeight | DeviceWeight
 """An embedding ``[vocab, size]``: plain, as it is stored, or as a kernel multiplies by it."""
 
 
@@ -20,7 +20,7 @@ def embed(ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
     Raises:
         IndexError: an id isn't in the table.
     """
-    assert not isinstance(table, Placed), "a program has this table"
+    assert not isinstance(table, DeviceWeight), "a program has this table"
     if isinstance(table, torch.Tensor):
         return F.embedding(ids, table).to(dtype)
     flat = ids.reshape(-1)
@@ -29,7 +29,7 @@ def embed(ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
     # a GPU isn't waited for
     if ids.device.type == "cpu" and not 0 <= int(flat.min()) <= int(flat.max()) < table.shape[0]:
         raise IndexError(f"a token id isn't in 0 … {table.shape[0] - 1}")
-    if isinstance(table, Packed):
+    if isinstance(table, CpuWeight):
         rows = _look_up(flat, table)
     else:
         from quantkit.plugins import registry
@@ -38,7 +38,7 @@ def embed(ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype).reshape(*ids.shape, table.shape[1])
 
 
-def _look_up(ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+def _look_up(ids: torch.Tensor, packed: CpuWeight) -> torch.Tensor:
     """Rows of a packed weight, int64 ``[m]`` → float32 ``[m, in]``."""
     from quantkit_kernels.cpu.embedding import Embed
     from quantkit_kernels.cpu.program import Program

@@ -17,15 +17,15 @@ import torch
 _ROWS = 1024
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
+def apply_hadamard(x: torch.Tensor) -> torch.Tensor:
     """``x R`` along the last dimension, in float32, back in x's dtype; a row's result is its own."""
-    signs, mix = (part.to(x.device) for part in factors(x.shape[-1]))
+    signs, mix = (part.to(x.device) for part in hadamard_factors(x.shape[-1]))
     return _mixed(x.float() * signs, mix).to(x.dtype)
 
 
-def unrotate(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`rotate`: what is mixed is symmetric, and its own inverse."""
-    signs, mix = (part.to(x.device) for part in factors(x.shape[-1]))
+def undo_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`apply_hadamard`: what is mixed is symmetric, and its own inverse."""
+    signs, mix = (part.to(x.device) for part in hadamard_factors(x.shape[-1]))
     return (_mixed(x.float(), mix) * signs).to(x.dtype)
 
 
@@ -48,17 +48,17 @@ def _mixed(x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     return (turned * (1 / math.sqrt(span))).reshape(x.shape)
 
 
-def factors(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def hadamard_factors(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a width's rotation is made of: signs float32 ``[width]`` and the Hartley transform ``[m, m]``."""
     return _signs(width), _hartley(width // (width & -width))
 
 
-def rotate_form(form: torch.Tensor) -> torch.Tensor:
+def rotate_hessian(form: torch.Tensor) -> torch.Tensor:
     """``Rᵀ H R`` of a quadratic form ``[n, n]`` on rows that are rotated."""
     turned = form.clone()
     for _ in range(2):  # its rows, then its columns; a part at a time, as a form may be large
         for start in range(0, len(turned), _ROWS):
-            turned[start:start + _ROWS] = rotate(turned[start:start + _ROWS])
+            turned[start:start + _ROWS] = apply_hadamard(turned[start:start + _ROWS])
         turned = turned.T.contiguous()
     for start in range(0, len(turned), _ROWS):
         rows, columns = turned[start:start + _ROWS, start:], turned[start:, start:start + _ROWS]

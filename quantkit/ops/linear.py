@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, Packed, pack_plain
+from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, pack_plain
 from quantkit.ops.cpu_product import multiply
-from quantkit.ops.device_weight import Placed
-from quantkit.ops.dispatch import DECODE_ROWS, Kernel, KernelQuery, Phase, choose
-from quantkit.ops.hadamard import rotate
+from quantkit.ops.device_weight import DeviceWeight
+from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, LinearKernel, Phase, choose
+from quantkit.ops.hadamard import apply_hadamard
 
 BLOCK_ELEMENTS = 2**20
 _HALF = (torch.bfloat16, torch.float16)
@@ -28,10 +28,10 @@ def query_for(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device,
                        weight.format, weight.spec, phase)
 
 
-def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed | Placed, dtype: torch.dtype,
+def kernel_name(weight: torch.Tensor | QuantizedTensor | CpuWeight | DeviceWeight, dtype: torch.dtype,
                 device: torch.device, phase: Phase) -> str:
     """Of the kernel with which :func:`linear` multiplies activations of ``dtype`` on ``device``."""
-    if isinstance(weight, Packed | Placed):
+    if isinstance(weight, CpuWeight | DeviceWeight):
         return weight.name
     if isinstance(weight, torch.Tensor):
         return "torch"
@@ -39,7 +39,7 @@ def kernel_name(weight: torch.Tensor | QuantizedTensor | Packed | Placed, dtype:
 
 
 def pack(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype,
-         read: Callable[[], None] = lambda: None) -> Packed | QuantizedTensor:
+         read: Callable[[], None] = lambda: None) -> CpuWeight | QuantizedTensor:
     """A weight as a CPU kernel of ours multiplies activations of ``dtype`` by it.
 
     Args:
@@ -57,16 +57,16 @@ def pack(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype,
     return kernel.prepare(weight) if isinstance(kernel, CpuKernel) else weight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
+def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | CpuWeight,
            bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply ``x [..., in]`` by a weight ``[out, in]``; returns ``[..., out]`` in x's dtype."""
     if isinstance(weight, torch.Tensor):
         return dense(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    if weight.rotated if isinstance(weight, Packed) else weight.spec.rotation:
-        rows = rotate(rows)
+    if weight.rotated if isinstance(weight, CpuWeight) else weight.spec.rotation:
+        rows = apply_hadamard(rows)
     phase: Phase = "decode" if rows.shape[0] <= DECODE_ROWS else "prefill"
-    if isinstance(weight, Packed):
+    if isinstance(weight, CpuWeight):
         y = multiply(rows, weight)
     else:
         kernel, prepared = _prepared(weight, x, phase)
@@ -76,7 +76,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedTensor | Packed,
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[Kernel, Any]:
+def _prepared(weight: QuantizedTensor, x: torch.Tensor, phase: Phase) -> tuple[LinearKernel, Any]:
     """The kernel and its state for this weight; chosen once, then found by two comparisons."""
     hit: Any = weight.cache.get(phase)
     if hit is None or hit[0] is not x.dtype or hit[1] != x.device:

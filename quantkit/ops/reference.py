@@ -14,7 +14,7 @@ from quantkit.ops.linear import dense
 from quantkit.ops.tokens import quantize_tokens
 
 
-class Reference:
+class ReferenceKernel:
     """Keeps nothing between calls: memory is the packed weight, plus one dequantized layer while it runs."""
 
     name = "reference"
@@ -58,4 +58,4 @@ def _product(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return dense(x, plain) if few or unavailable() else multiply(x, pack_plain(plain))
 
 
-REFERENCE = Reference()
+REFERENCE = ReferenceKernel()

@@ -76,7 +76,7 @@ def longrope_frequencies(theta: float, dim: int, factors: Sequence[float]) -> to
 
 def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
            dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines for :func:`rotate`.
+    """Cosines and signed sines for :func:`apply_rope`.
 
     Args:
         positions: int64 ``[B, T]``; what stands at padding (−1) has no effect on other positions.
@@ -93,7 +93,7 @@ def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate every pair of dimensions by its position's angle.
 
     Args:
@@ -105,7 +105,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     size = cos.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), -1)
+        return torch.cat((apply_rope(x[..., :size], cos, sin), x[..., size:]), -1)
     turned = torch.roll(x, size // 2, -1)
     if x.dtype in (torch.bfloat16, torch.float16):
         return torch.addcmul(x * cos, turned, sin)  # the product is exact in the float32 that it is added in

@@ -16,7 +16,7 @@ from quantkit.ops import gpu
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.packed import Packed
+    from quantkit_kernels.triton.packed import TritonWeight
 
 GROUPS = (32, 64)
 """Group sizes besides the multiples of 128."""
@@ -56,24 +56,24 @@ class TritonKernel(ABC):
 
     @abstractmethod
     def declines(self, query: KernelQuery) -> str | None:
-        """See :class:`~quantkit.ops.dispatch.Kernel`."""
+        """See :class:`~quantkit.ops.dispatch.LinearKernel`."""
 
     @abstractmethod
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
-        """Codes in the tensor core's order; ``gated``: see :class:`quantkit_kernels.triton.packed.Packed`."""
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
+        """Codes in the tensor core's order; ``gated``: see :class:`quantkit_kernels.triton.packed.TritonWeight`."""
 
-    def prepare(self, weight: QuantizedTensor) -> Packed:
+    def prepare(self, weight: QuantizedTensor) -> TritonWeight:
         """Codes in the tensor core's order."""
         return self.pack(codes_of(weight))
 
-    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""
         from quantkit_kernels.triton.matmul import multiply
 
         return multiply(x, prepared)
 
 
-class W8A16(TritonKernel):
+class TritonW8A16(TritonKernel):
     """int8 weights with one scale a row."""
 
     name = "triton-w8a16"
@@ -82,14 +82,14 @@ class W8A16(TritonKernel):
         """Anything but 8-bit symmetric weights with one scale a row (or a tensor)."""
         return _common(query, "int", (8,)) or _scale_a_row(query)
 
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """See there."""
         from quantkit_kernels.triton.w8a16 import pack
 
         return pack(_signed(codes), _by_row(codes), gated=gated)
 
 
-class FP8(TritonKernel):
+class TritonFP8(TritonKernel):
     """e4m3 weights with one scale a row."""
 
     name = "triton-fp8"
@@ -98,14 +98,14 @@ class FP8(TritonKernel):
         """Anything but fp8 weights with one scale a row (or a tensor)."""
         return _common(query, "fp", (8,)) or _scale_a_row(query)
 
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Their bits are where the decoder wants them."""
         from quantkit_kernels.triton.fp8 import pack
 
         return pack(codes.codes, _by_row(codes), gated=gated)
 
 
-class W8A8(TritonKernel):
+class TritonW8A8(TritonKernel):
     """int8 or e4m3 weights with one scale a row, by activations of the same kind with one scale a token."""
 
     name = "triton-w8a8"
@@ -117,7 +117,7 @@ class W8A8(TritonKernel):
             return reason
         return f"takes up to {gpu.MAX_ROW} columns, not {query.k}" if query.k > gpu.MAX_ROW else None
 
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """See there."""
         from quantkit_kernels.triton.w8a8 import pack
 
@@ -125,7 +125,7 @@ class W8A8(TritonKernel):
         return pack(codes.codes.view(torch.float8_e4m3fn) if floats else _signed(codes), _by_row(codes),
                     gated=gated)
 
-    def run(self, x: torch.Tensor, prepared: Packed) -> torch.Tensor:
+    def run(self, x: torch.Tensor, prepared: TritonWeight) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]`` in x's dtype."""
         from quantkit_kernels.triton.levels import quantize
         from quantkit_kernels.triton.matmul import multiply
@@ -133,7 +133,7 @@ class W8A8(TritonKernel):
         return multiply(quantize(x, prepared.decoder.takes[0]), prepared)
 
 
-class W4A16(TritonKernel):
+class TritonW4A16(TritonKernel):
     """Integers of up to 4 bits in groups, with or without zero points."""
 
     name = "triton-w4a16"
@@ -153,7 +153,7 @@ class W4A16(TritonKernel):
             return "keeps scales beside zero points in 16 bits, which would round float32 ones"
         return None
 
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """Fewer bits lie in four, symmetric ones around the same middle."""
         from quantkit_kernels.triton.w4a16 import pack
 
@@ -165,7 +165,7 @@ class W4A16(TritonKernel):
         return pack(levels, scale, codes.zero.expand_as(scale), gated=gated)
 
 
-class NF4(TritonKernel):
+class TritonNF4(TritonKernel):
     """NF4 weights in blocks of 64 that don't cross rows; nested scales are unfolded once."""
 
     name = "triton-nf4"
@@ -180,7 +180,7 @@ class NF4(TritonKernel):
             return f"needs in_features divisible by {NF4_BLOCK}, not {query.k}"
         return None
 
-    def pack(self, codes: Codes, gated: bool = False) -> Packed:
+    def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
         """See there."""
         from quantkit_kernels.triton.nf4 import pack
 
@@ -197,4 +197,4 @@ def _by_row(codes: Codes) -> torch.Tensor:
     return codes.scale.expand(codes.codes.shape[0], 1).reshape(-1)
 
 
-W8, W4, NF, FP, INT = W8A16(), W4A16(), NF4(), FP8(), W8A8()
+W8, W4, NF, FP, INT = TritonW8A16(), TritonW4A16(), TritonNF4(), TritonFP8(), TritonW8A8()

@@ -15,7 +15,7 @@ from quantkit.ops.cpu_linear import isa, pool, unavailable
 from quantkit.progress import tell_compiling
 
 if TYPE_CHECKING:
-    from quantkit_kernels.cpu.viterbi import Columns, Viterbi
+    from quantkit_kernels.cpu.viterbi import ColumnSearch, Viterbi
 
 FAR = 1e30
 AT_ONCE = 1024
@@ -148,15 +148,15 @@ def _values(window: int, device: torch.device) -> torch.Tensor:
 
 def _columns(again: bool, work: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor, bits: int,
              window: int, symbols: torch.Tensor, found: torch.Tensor) -> None:
-    from quantkit_kernels.cpu.viterbi import Columns, Viterbi
+    from quantkit_kernels.cpu.viterbi import ColumnSearch, Viterbi
 
     scale = scale.contiguous()
-    _run(Columns(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(), scale=scale,
+    _run(ColumnSearch(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(), scale=scale,
          weight=evened(scale), values=_values(window, work.device), symbols=symbols, found=found,
          columns=work.shape[1])
 
 
-def _run(kernel: Viterbi | Columns, units: int, **arguments: Any) -> None:
+def _run(kernel: Viterbi | ColumnSearch, units: int, **arguments: Any) -> None:
     """A program of one operation, on all threads."""
     from quantkit_kernels.cpu.program import Program
 

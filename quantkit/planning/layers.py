@@ -87,7 +87,7 @@ def together(rows: Iterable[PlanRow], needs: Container[str], most: int) -> list[
     return [tuple(group) for group in found]
 
 
-class Refusal(Exception):
+class LayerRefusal(Exception):
     """Why one layer can't be done as its rule says."""
 
 
@@ -122,13 +122,13 @@ def _nearest_layers(match: str, names: Iterable[str]) -> str:
         f"its layers: {', '.join(sorted(known))}")
 
 
-class Resolver:
+class RowResolver:
     """Turns a slot and its rule into a row, or says why not."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.methods, self.formats = registry("methods"), registry("formats")
-        self._options: dict[int, Mapping[str, Any] | Refusal] = {}
+        self._options: dict[int, Mapping[str, Any] | LayerRefusal] = {}
 
     def row(self, slot: LinearSlot, index: int | None, infos: Mapping[str, TensorInfo]) -> PlanRow:
         rule = None if index is None else self.recipe.rules[index]
@@ -145,24 +145,24 @@ class Resolver:
         method: Method = self._get(self.methods, rule.method)
         spec = cast(QuantSpec, rule.spec)
         if (why := method.refuses(spec)) is not None:
-            raise Refusal(why)
+            raise LayerRefusal(why)
         format_name = cast(str, rule.format_name)
         form: Format = self._get(self.formats, format_name)
         if slot.name == EMBEDDING and (why := self._looked_up(slot, spec, method, form)) is not None:
-            raise Refusal(why)
+            raise LayerRefusal(why)
         if (why := form.refuses(spec, shape) or _divides(spec, shape)) is not None:
-            raise Refusal(why)
+            raise LayerRefusal(why)
         options = self._checked_options(index, rule, method)
         if known.dtype not in FLOATS.values():
-            raise Refusal(f"its weight is stored as {known.dtype}; only "
+            raise LayerRefusal(f"its weight is stored as {known.dtype}; only "
                            f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
         spec = resolve(spec, known.dtype, form)
         if (why := method.refuses(spec)) is not None:
-            raise Refusal(why)
+            raise LayerRefusal(why)
         try:
             layout = form.layout(spec, shape, known.dtype)
         except QuantkitError as error:
-            raise Refusal("; ".join(filter(None, (error.why or error.what, error.next)))) from None
+            raise LayerRefusal("; ".join(filter(None, (error.why or error.what, error.next)))) from None
         after = sum(TensorInfo(n, size, dtype).nbytes for n, (dtype, size) in layout.items())
         return make(known.nbytes, after, dtype_name(known.dtype), rule.method, format_name, spec, options)
 
@@ -187,7 +187,7 @@ class Resolver:
         try:
             return table.get(name)
         except QuantkitError as error:
-            raise Refusal(f"{error.what}; {error.why}") from None
+            raise LayerRefusal(f"{error.what}; {error.why}") from None
 
     def _checked_options(self, index: int, rule: Rule, method: Method) -> Mapping[str, Any]:
         if index not in self._options:
@@ -195,9 +195,9 @@ class Resolver:
                 filled = method.options.model_validate(rule.options)
                 self._options[index] = filled.model_dump(mode="json")
             except ValidationError as error:
-                self._options[index] = Refusal(_options_fault(method, error))
+                self._options[index] = LayerRefusal(_options_fault(method, error))
         found = self._options[index]
-        if isinstance(found, Refusal):
+        if isinstance(found, LayerRefusal):
             raise found
         return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from quantkit.errors import RecipeError
-from quantkit.kv.build import build_codings, build_policy
+from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import (
     EMBEDDING,
@@ -21,12 +21,12 @@ from quantkit.models.architecture import (
     parse_config,
 )
 from quantkit.models.loadable import check_loadable
-from quantkit.planning.layers import PlanRow, Refusal, Resolver, assign
+from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
 from quantkit.planning.peak_memory import STATES_IN_MEMORY, peak_bytes, walks_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource
-from quantkit.sources.untied import Untied
+from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
 
@@ -106,7 +106,7 @@ def with_own_head(recipe: Recipe, source: ModelSource) -> ModelSource:
     """The source; if a rule with ``match: lm_head`` quantizes the head of a model that has it tied to its
     embedding, the model with a head of its own, whatever becomes of the embedding."""
     tied = parse_config(source.config()).tie_word_embeddings
-    return Untied(source) if tied and any(r.match == HEAD and r.method for r in recipe.rules) else source
+    return UntiedSource(source) if tied and any(r.match == HEAD and r.method for r in recipe.rules) else source
 
 
 def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
@@ -130,12 +130,12 @@ def make_plan(recipe: Recipe, source: ModelSource) -> Plan:
     chosen = assign(recipe, slots)
     if chosen[0] is None or recipe.rules[chosen[0]].method is None:  # it is one of the other tensors
         slots, chosen = slots[1:], chosen[1:]
-    resolver = Resolver(recipe)
+    resolver = RowResolver(recipe)
     rows, refused = [], []
     for slot, index in zip(slots, chosen, strict=True):
         try:
             rows.append(resolver.row(slot, index, infos))
-        except Refusal as refusal:
+        except LayerRefusal as refusal:
             refused.append((slot.name, str(refusal)))
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
@@ -180,7 +180,7 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
     """
     slots, infos = linear_slots(parse_config(source.config())), source.tensors()
     rules = tuple(Rule(match="*", **dict(one)) for one in recipe.candidates)
-    resolver = Resolver(recipe.model_copy(update={"rules": rules}))
+    resolver = RowResolver(recipe.model_copy(update={"rules": rules}))
     found: dict[str, dict[int, PlanRow]] = {}
     refused = []
     for slot in slots:
@@ -190,7 +190,7 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
         for index in range(len(rules)):
             try:
                 rows[index] = resolver.row(slot, index, infos)
-            except Refusal as refusal:
+            except LayerRefusal as refusal:
                 whys.append(f"{recipe.candidates[index].label()}: {refusal}")
         found[slot.name] = rows
         if not rows:
@@ -205,10 +205,10 @@ def _check_kv(recipe: Recipe) -> None:
     if recipe.kv is not None:
         spec = parse_kv(recipe.kv)
         build_policy(spec)
-        build_codings(spec)
+        build_kv_codecs(spec)
 
 
-def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: Resolver) -> None:
+def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: RowResolver) -> None:
     """RecipeError if a layer's format wants all others to be like it, and one isn't."""
     packed = [row for row in rows if row.spec is not None]
     for row in packed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.evaluate.task_score import PROPORTIONS
 
 
@@ -67,7 +67,7 @@ def kilobytes(count: int | None) -> str:
     return f"{number(count / 1e3)} kB" if count is not None and count < 999.5e3 else megabytes(count)
 
 
-def short_names(rows: Sequence[Row]) -> list[str]:
+def short_names(rows: Sequence[ModelResult]) -> list[str]:
     """The last part of each model's path or name, on one line; models that share it get more of theirs.
     Where the KV cache was varied or compressed, its setting follows."""
     paths = {row.model: Path(row.model).parts or (row.model,) for row in rows}
@@ -80,11 +80,11 @@ def short_names(rows: Sequence[Row]) -> list[str]:
     return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
 
 
-def task_score(row: Row, name: str) -> tuple[str, str]:
+def task_score(row: ModelResult, name: str) -> tuple[str, str]:
     """A task's score and its interval as texts: shares in percent, a perplexity as it is."""
     return spread(row.metrics.get(name), percent=name.rpartition("/")[2] in PROPORTIONS)
 
 
-def task_names(rows: Sequence[Row]) -> list[str]:
+def task_names(rows: Sequence[ModelResult]) -> list[str]:
     """Keys of all task scores, ``task/metric``, in the order in which they came."""
     return list(dict.fromkeys(name for row in rows for name in row.metrics if "/" in name))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.long.result import LongResult
-from quantkit.report.long_grids import Grid, grids
+from quantkit.report.long_grids import TextGrid, grids
 from quantkit.report.markdown import plain
 from quantkit.report.table import WIDTH, columns, cut, fold
 
@@ -79,7 +79,7 @@ def write(result: LongResult, folder: Path) -> list[Path]:
     return [folder / name for name in FILES]
 
 
-def _fitting(grid: Grid) -> Iterator[Grid]:
+def _fitting(grid: TextGrid) -> Iterator[TextGrid]:
     """The grid in parts that are narrow enough, each with the rows' names."""
     widths = _widths(grid)
     start = 1
@@ -88,12 +88,12 @@ def _fitting(grid: Grid) -> Iterator[Grid]:
         while end < len(widths) and (end == start or used + 2 + widths[end] <= WIDTH):
             used += 2 + widths[end]
             end += 1
-        yield Grid(grid.title, (grid.heads[0], *grid.heads[start:end]),
+        yield TextGrid(grid.title, (grid.heads[0], *grid.heads[start:end]),
                    tuple((row[0], *row[start:end]) for row in grid.rows))
         start = end
 
 
-def _lines(grid: Grid) -> Iterator[str]:
+def _lines(grid: TextGrid) -> Iterator[str]:
     widths = _widths(grid)
     for name, *cells in (grid.heads, *grid.rows):
         if columns(name) > MOST:
@@ -103,7 +103,7 @@ def _lines(grid: Grid) -> Iterator[str]:
         yield cut("  ".join((name + " " * (widths[0] - columns(name)), *right)).rstrip(), WIDTH)
 
 
-def _widths(grid: Grid) -> list[int]:
+def _widths(grid: TextGrid) -> list[int]:
     lines: Sequence[Sequence[str]] = (grid.heads, *grid.rows)
     names = (columns(line[0]) for line in lines)
     return [max(width for width in names if width <= MOST),

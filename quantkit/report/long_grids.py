@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.evaluate.long.positions import Bucket
-from quantkit.evaluate.long.result import LongResult, Reply, Variant
+from quantkit.evaluate.long.positions import PositionBucket
+from quantkit.evaluate.long.result import LongResult, RecordedAnswer, SettingVariant
 from quantkit.report.base import kilobytes, megabytes, number, spread
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextGrid:
     """A table.
 
     Attributes:
@@ -27,7 +27,7 @@ class Grid:
     notes: tuple[str, ...] = ()
 
 
-def grids(result: LongResult) -> Iterator[Grid]:
+def grids(result: LongResult) -> Iterator[TextGrid]:
     """All that was found, the full cache's own answers first."""
     if result.tasks:
         yield _solved(result)
@@ -45,18 +45,18 @@ def grids(result: LongResult) -> Iterator[Grid]:
         yield _first(result)
 
 
-def _solved(result: LongResult) -> Grid:
+def _solved(result: LongResult) -> TextGrid:
     rows = []
     for task in result.tasks:
         own = result.of(result.variants[0], task)
         rows.append((task, *(_score([one for one in own if one.length == length])
                              for length in result.protocol.lengths)))
     heads = ("task", *map(str, result.protocol.lengths))
-    return Grid("what the full cache answers", heads, tuple(rows),
+    return TextGrid("what the full cache answers", heads, tuple(rows),
                 ("right of asked; where the full cache itself fails, a setting can't be judged",))
 
 
-def _memory(result: LongResult) -> Grid:
+def _memory(result: LongResult) -> TextGrid:
     lengths = [length for length in result.protocol.lengths if length in result.variants[0].bytes]
     speeds = {one.kv: number(one.decode_tok_s) for one in result.drifts}
     heads = ["setting", "KV/token", *(f"KV {length}" for length in lengths)]
@@ -77,10 +77,10 @@ def _memory(result: LongResult) -> Grid:
     if any(one.when for one in result.variants):
         notes.append("known: the question is in the prompt at whose end the policy acts; later: it comes "
                      "when the policy has acted (query-agnostic)")
-    return Grid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
+    return TextGrid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
 
 
-def _task(result: LongResult, task: str) -> Grid:
+def _task(result: LongResult, task: str) -> TextGrid:
     """Right of asked by depth or hops, a column a length."""
     solved, lengths = result.solved(), result.protocol.lengths
     rows: list[tuple[str, ...]] = []
@@ -96,15 +96,15 @@ def _task(result: LongResult, task: str) -> Grid:
                 cell = _score([one for one in own if one.cell == (task, length, depth, hops)])
                 cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
             rows.append((f"  {name}", *cells))
-    return Grid(task, ("setting", *map(str, lengths)), tuple(rows),
+    return TextGrid(task, ("setting", *map(str, lengths)), tuple(rows),
                 ("right of asked; in parentheses cells that the full cache doesn't solve (below 3 of 4)",))
 
 
-def _score(replies: Sequence[Reply]) -> str:
+def _score(replies: Sequence[RecordedAnswer]) -> str:
     return f"{sum(one.right for one in replies)}/{len(replies)}" if replies else "–"
 
 
-def _against(result: LongResult, task: str) -> Grid:
+def _against(result: LongResult, task: str) -> TextGrid:
     """Every variant against the full cache, over all questions."""
     rows: list[tuple[str, ...]] = []
     for variant in result.variants[1:]:
@@ -116,7 +116,7 @@ def _against(result: LongResult, task: str) -> Grid:
         rows.append((variant.label, f"{found.full - found.lost}/{found.full}",
                      f"{found.gained}/{found.asked - found.full}", number(found.p, 2), value,
                      span.replace("–", " to ")))
-    return Grid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
+    return TextGrid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                 tuple(rows),
                 ("of all questions: right answers kept, wrong ones righted, McNemar's "
                  "exact p (as if questions about one context were independent), mean change of the right "
@@ -124,12 +124,12 @@ def _against(result: LongResult, task: str) -> Grid:
                 if rows else ())
 
 
-def _by_kv(buckets: Sequence[Bucket]) -> list[tuple[str, Sequence[Bucket]]]:
+def _by_kv(buckets: Sequence[PositionBucket]) -> list[tuple[str, Sequence[PositionBucket]]]:
     names = dict.fromkeys(one.kv for one in buckets)
     return [(kv, [one for one in buckets if one.kv == kv]) for kv in names]
 
 
-def _buckets(title: str, settings: Sequence[tuple[str, Sequence[Bucket]]], notes: tuple[str, ...]) -> Grid:
+def _buckets(title: str, settings: Sequence[tuple[str, Sequence[PositionBucket]]], notes: tuple[str, ...]) -> TextGrid:
     """Three rows a setting, a column a bucket."""
     rows: list[tuple[str, ...]] = []
     for index, (name, buckets) in enumerate(settings):
@@ -138,16 +138,16 @@ def _buckets(title: str, settings: Sequence[tuple[str, Sequence[Bucket]]], notes
             rows.append(("  KL", *(number(one.values["kl_mean"].value) for one in buckets)))
             rows.append(("  top-1", *(f"{number(100 * one.values['top1'].value)}%" for one in buckets)))
     heads = (f"{one.low}–{one.high - 1}" for one in settings[0][1])
-    return Grid(title, ("setting", *heads), tuple(rows), notes)
+    return TextGrid(title, ("setting", *heads), tuple(rows), notes)
 
 
-def _first(result: LongResult) -> Grid:
+def _first(result: LongResult) -> TextGrid:
     """A row a setting, a column a sample."""
     most = f"> {result.protocol.new_tokens - 1}"
     rows = tuple((one.kv, *(most if first is None else str(first) for first in one.differs))
                  for one in result.drifts[1:])
     heads = ("setting", *(f"sample {index + 1}" for index in range(len(result.drifts[0].differs))))
-    return Grid("generated: equal tokens before greedy generation differs", heads, rows)
+    return TextGrid("generated: equal tokens before greedy generation differs", heads, rows)
 
 
-__all__ = ["Grid", "Variant", "grids"]
+__all__ = ["SettingVariant", "TextGrid", "grids"]

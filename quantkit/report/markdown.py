@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from quantkit.evaluate.metrics import EXACT
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import (
     Reporter,
     kilobytes,
@@ -48,7 +48,7 @@ def render(result: EvalResult) -> str:
     return "\n".join(lines)
 
 
-def _table(names: list[str], rows: list[Row]) -> list[str]:
+def _table(names: list[str], rows: list[ModelResult]) -> list[str]:
     cached = any(row.kv is not None for row in rows)
     head = ("model", "method", "bits per weight", "file", "peak memory",
             *(("KV per token", "KV in all") if cached else ()), "perplexity", "KL", "top-1",
@@ -67,7 +67,7 @@ def _table(names: list[str], rows: list[Row]) -> list[str]:
     return lines
 
 
-def _tasks(names: list[str], rows: list[Row]) -> list[str]:
+def _tasks(names: list[str], rows: list[ModelResult]) -> list[str]:
     tasks = task_names(rows)
     if not tasks:
         return []
@@ -103,7 +103,7 @@ def plain(text: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split())).replace("<", "&lt;")
 
 
-def _kernels(row: Row, phase: str) -> str:
+def _kernels(row: ModelResult, phase: str) -> str:
     return ", ".join(f"{name} × {count}" for name, count in row.kernels.get(phase, {}).items()) or "–"
 
 

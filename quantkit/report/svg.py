@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import Reporter, number, short_names
-from quantkit.report.svg_labels import Box, Label, cut, place
-from quantkit.report.svg_legend import RADIUS, Style, legend, mark, styles
+from quantkit.report.svg_labels import LabelBox, PlotLabel, cut, place
+from quantkit.report.svg_legend import RADIUS, MarkStyle, legend, mark, styles
 
 WIDTH, HEIGHT = 520, 310
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 46, 56
@@ -28,7 +28,7 @@ text { font: 15px system-ui, sans-serif; fill: #222 } .tick { font-size: 13px; f
 @dataclass(frozen=True)
 class _Point:
     name: str
-    look: Style
+    look: MarkStyle
     size: float  # MB
     y: Interval
 
@@ -70,7 +70,7 @@ def render(result: EvalResult) -> str:
             f'<rect class="ground" width="{WIDTH}" height="{max(total, 1)}"/>\n{body}</svg>\n')
 
 
-def _points(rows: Sequence[Row], looks: Sequence[Style], metric: str) -> list[_Point]:
+def _points(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], metric: str) -> list[_Point]:
     return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6, found)
             for name, look, row in zip(short_names(rows), looks, rows)
             if (found := row.metrics.get(metric)) is not None
@@ -100,7 +100,7 @@ def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: flo
     out += [mark(point.look, cx, cy) for point, (cx, cy, _, _) in zip(points, marks)]
     if not named:
         return "\n".join(out) + "\n"
-    inside = Box(LEFT + 2, top + TOP - 12, WIDTH - 6, floor - 3)
+    inside = LabelBox(LEFT + 2, top + TOP - 12, WIDTH - 6, floor - 3)
     texts = [f"{cut(p.name, 24)} {number(p.y.value)}" for p in points]
     labels = place([(cx, cy) for cx, cy, _, _ in marks], texts, RADIUS, inside)
     for point, label, (cx, cy, _, _) in zip(points, labels, marks):
@@ -108,7 +108,7 @@ def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: flo
     return "\n".join(out) + "\n"
 
 
-def _label(label: Label, colour: str, cx: float, cy: float) -> list[str]:
+def _label(label: PlotLabel, colour: str, cx: float, cy: float) -> list[str]:
     """The text, and a line to its mark if it had to move away from it."""
     out = []
     if label.moved:

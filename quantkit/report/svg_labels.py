@@ -13,7 +13,7 @@ FONT = 15
 
 
 @dataclass(frozen=True)
-class Box:
+class LabelBox:
     """A rectangle; ``y`` grows downwards."""
 
     left: float
@@ -21,19 +21,19 @@ class Box:
     right: float
     bottom: float
 
-    def meets(self, other: Box) -> float:
+    def meets(self, other: LabelBox) -> float:
         """The area that both cover."""
         return (max(0.0, min(self.right, other.right) - max(self.left, other.left))
                 * max(0.0, min(self.bottom, other.bottom) - max(self.top, other.top)))
 
-    def holds(self, other: Box) -> bool:
+    def holds(self, other: LabelBox) -> bool:
         """Whether ``other`` lies in this one."""
         return (self.left <= other.left and other.right <= self.right
                 and self.top <= other.top and other.bottom <= self.bottom)
 
 
 @dataclass(frozen=True)
-class Label:
+class PlotLabel:
     """A text at its baseline's ``anchor`` point; ``moved`` if not right beside its mark."""
 
     text: str
@@ -60,7 +60,7 @@ def cut(text: str, letters: int) -> str:
 
 
 def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: float,
-          inside: Box) -> list[Label]:
+          inside: LabelBox) -> list[PlotLabel]:
     """Find a place for each label, from the top mark to the lowest.
 
     Args:
@@ -72,8 +72,8 @@ def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: fl
     Returns:
         in the order of ``marks``: the nearest free place; where all is full, the least covered.
     """
-    taken = [Box(x - radius - 1, y - radius - 1, x + radius + 1, y + radius + 1) for x, y in marks]
-    labels: dict[int, Label] = {}
+    taken = [LabelBox(x - radius - 1, y - radius - 1, x + radius + 1, y + radius + 1) for x, y in marks]
+    labels: dict[int, PlotLabel] = {}
     for i in sorted(range(len(marks)), key=lambda i: (marks[i][1], marks[i][0])):
         options = _options(*marks[i], texts[i], radius, inside)
         cost = [sum(box.meets(other) for other in taken) for box, _ in options]
@@ -83,7 +83,7 @@ def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: fl
     return [labels[i] for i in range(len(marks))]
 
 
-def _options(x: float, y: float, text: str, radius: float, inside: Box) -> list[tuple[Box, Label]]:
+def _options(x: float, y: float, text: str, radius: float, inside: LabelBox) -> list[tuple[LabelBox, PlotLabel]]:
     """All places within, the nearest first; there is always one."""
     width, side = reach(text), radius + 6
     found = []
@@ -93,9 +93,9 @@ def _options(x: float, y: float, text: str, radius: float, inside: Box) -> list[
         begins = ((x + side, "start"), (x - side - width, "end"),
                   (min(max(x - width / 2, inside.left), inside.right - width), "start"))
         for left, anchor in begins[:2 if abs(middle - y) < LINE else 3]:
-            box = Box(left, middle - LINE / 2, left + width, middle + LINE / 2)
+            box = LabelBox(left, middle - LINE / 2, left + width, middle + LINE / 2)
             if inside.holds(box):
                 at = left if anchor == "start" else left + width
-                found.append((box, Label(text, at, middle + 5, "start" if anchor == "start" else "end",
+                found.append((box, PlotLabel(text, at, middle + 5, "start" if anchor == "start" else "end",
                                          abs(middle - y) >= LINE)))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from quantkit.evaluate.result import Row
+from quantkit.evaluate.result import ModelResult
 from quantkit.report.base import short_names
 from quantkit.report.svg_labels import cut, reach
 
@@ -19,25 +19,25 @@ SHAPES = ("", "M-5.5,-5.5h11v11h-11z", "M0,-7L7,5.5H-7z", "M0,-7.5L7.5,0L0,7.5L-
 
 
 @dataclass(frozen=True)
-class Style:
+class MarkStyle:
     """How a row's mark looks."""
 
     colour: str
     shape: int = 0
 
 
-def styles(rows: Sequence[Row]) -> tuple[list[Style], bool]:
+def styles(rows: Sequence[ModelResult]) -> tuple[list[MarkStyle], bool]:
     """A style a row, and whether it needs a legend: a model's colour and a KV setting's shape if each of
     several models has several settings, else a colour a row, whose name stands beside its mark."""
     models, settings = (list(dict.fromkeys(values)) for values in
                         ((row.model for row in rows), (row.kv for row in rows)))
     if min(len(models), len(settings)) < 2:
-        return [Style(COLOURS[i % len(COLOURS)]) for i in range(len(rows))], False
-    return [Style(COLOURS[models.index(row.model) % len(COLOURS)], settings.index(row.kv) % len(SHAPES))
+        return [MarkStyle(COLOURS[i % len(COLOURS)]) for i in range(len(rows))], False
+    return [MarkStyle(COLOURS[models.index(row.model) % len(COLOURS)], settings.index(row.kv) % len(SHAPES))
             for row in rows], True
 
 
-def mark(style: Style, x: float, y: float) -> str:
+def mark(style: MarkStyle, x: float, y: float) -> str:
     """An SVG element, around the point."""
     if not SHAPES[style.shape]:
         return f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" fill="{style.colour}"/>'
@@ -45,13 +45,13 @@ def mark(style: Style, x: float, y: float) -> str:
             f'fill="{style.colour}"/>')
 
 
-def legend(rows: Sequence[Row], looks: Sequence[Style], left: float, right: float) -> tuple[str, float]:
+def legend(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], left: float, right: float) -> tuple[str, float]:
     """Models, then KV settings, each group on lines of its own; and the height."""
     names = {}
     for name, row in zip(short_names(rows), rows):
         names[row.model] = name.removesuffix(f" kv {row.kv}")
-    colours = {names[row.model]: Style(look.colour) for row, look in zip(rows, looks)}
-    shapes = {f"kv {row.kv}": Style("#888", look.shape) for row, look in zip(rows, looks)}
+    colours = {names[row.model]: MarkStyle(look.colour) for row, look in zip(rows, looks)}
+    shapes = {f"kv {row.kv}": MarkStyle("#888", look.shape) for row, look in zip(rows, looks)}
     out, y = [], 4.0
     for group in (colours, shapes):
         x, y = left, y + LINE

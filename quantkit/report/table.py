@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unicodedata import combining, east_asian_width
 
 from quantkit.evaluate.metrics import EXACT, Interval
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import (
     Reporter,
     kilobytes,
@@ -49,7 +49,7 @@ def render(result: EvalResult) -> str:
     return "\n".join(out) + "\n"
 
 
-def _cells(row: Row, stacked: bool, cached: bool) -> tuple[tuple[str, ...], ...]:
+def _cells(row: ModelResult, stacked: bool, cached: bool) -> tuple[tuple[str, ...], ...]:
     """A column's lines: the value, and its interval, ``stacked`` over two lines if one is too wide."""
     def cell(name: str, percent: bool = False) -> tuple[str, ...]:
         interval: Interval | None = row.metrics.get(name)

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Tokens ``[start, start + count)`` of a row of the batch."""
 
     sequence: int
@@ -17,8 +17,8 @@ class Piece:
     count: int
 
 
-def pieces_of(counts: Sequence[int], rows: int, most: int | None = None,
-              starts: Sequence[int] = ()) -> Iterable[list[Piece]]:
+def chunks_of(counts: Sequence[int], rows: int, most: int | None = None,
+              starts: Sequence[int] = ()) -> Iterable[list[Chunk]]:
     """Portions of tokens.
 
     Args:
@@ -27,7 +27,7 @@ def pieces_of(counts: Sequence[int], rows: int, most: int | None = None,
         most: a sequence's tokens in a portion are of one block of so many positions.
         starts: the position of each sequence's first token; needed with ``most``.
     """
-    now: list[Piece] = []
+    now: list[Chunk] = []
     room = rows
     for sequence, count in enumerate(counts):
         start = 0
@@ -35,7 +35,7 @@ def pieces_of(counts: Sequence[int], rows: int, most: int | None = None,
             take = min(room, count - start)
             if most is not None:
                 take = min(take, most - (starts[sequence] + start) % most)
-            now.append(Piece(sequence, start, take))
+            now.append(Chunk(sequence, start, take))
             start, room = start + take, room - take
             if not room or start < count:
                 yield now
@@ -44,7 +44,7 @@ def pieces_of(counts: Sequence[int], rows: int, most: int | None = None,
         yield now
 
 
-def picked(pieces: Sequence[Piece], wanted: Sequence[range]) -> list[int]:
+def selected_rows(pieces: Sequence[Chunk], wanted: Sequence[range]) -> list[int]:
     """Rows of a portion whose places in their sequences are wanted."""
     found, row = [], 0
     for piece in pieces:
@@ -54,7 +54,7 @@ def picked(pieces: Sequence[Piece], wanted: Sequence[range]) -> list[int]:
     return found
 
 
-def only(at: int, count: int) -> range:
+def single_position(at: int, count: int) -> range:
     """The one position of a row that is wanted."""
     at += count if at < 0 else 0
     if not 0 <= at < count:
@@ -62,14 +62,14 @@ def only(at: int, count: int) -> range:
     return range(at, at + 1)
 
 
-def joined(parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+def join_rows(parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
     """Rows ``[n, size]`` of all portions."""
     if not parts:
         return torch.empty(0, size)
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def padded(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
+def pad_rows(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
     """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, 0 behind their ends."""
     if all(count == length for count in counts):
         return rows.view(len(counts), length, rows.shape[1])

@@ -13,15 +13,15 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.cache import KVCache
-from quantkit.kv.reservation import Room
+from quantkit.kv.reservation import PageReservation
 from quantkit.ops import gpu
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.prompt import Prefill
-from quantkit.runtime.request import Ticket, TokenInfo, check_request
-from quantkit.runtime.sampler import Drawn, Sampling, choose, draw
+from quantkit.runtime.request import Request, TokenInfo, check_request
+from quantkit.runtime.sampler import PendingTokens, Sampling, sample_async, sample_tokens
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
 
@@ -41,8 +41,8 @@ class EngineClosed(QuantkitError):
 class _Flight:
     """A step whose tokens nobody has looked at."""
 
-    rows: list[Ticket]
-    drawn: Drawn
+    rows: list[Request]
+    drawn: PendingTokens
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
     decoding gives each row the bits that it gets alone.
 
     The caller either calls :meth:`step` itself, or :meth:`start`\\ s a thread that does; the model
-    belongs to that thread. :meth:`submit` and ``Ticket.cancel`` may be called from any.
+    belongs to that thread. :meth:`submit` and ``Request.cancel`` may be called from any.
 
     Args:
         loaded: the model.
@@ -89,15 +89,15 @@ class Engine:
             loaded.model.check(self.cache)
         size = spare_bytes(loaded.model, self.cache, max_batch, PREFILL_CHUNK) if memory is None else memory
         if size is not None:
-            self.room = Room(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
+            self.room = PageReservation(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
                              PREFILL_CHUNK)
         self.timing, self._clock = Timing(), clock
         self.max_itl = max_itl if loaded.model.chunk_invariant(self.cache.batch([])) else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
-        self._waiting: deque[Ticket] = deque()
-        self._prefilling: Ticket | None = None
+        self._waiting: deque[Request] = deque()
+        self._prefilling: Request | None = None
         self._prefill: Prefill | None = None  # of that
-        self._running: list[Ticket] = []
+        self._running: list[Request] = []
         self._flight: _Flight | None = None
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -108,8 +108,8 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
                echo: bool = False, on_token: Callable[[TokenInfo], None] | None = None,
-               on_done: Callable[[Ticket], None] | None = None,
-               on_error: Callable[[BaseException], None] | None = None) -> Ticket:
+               on_done: Callable[[Request], None] | None = None,
+               on_error: Callable[[BaseException], None] | None = None) -> Request:
         """Queue a request.
 
         Args:
@@ -135,7 +135,7 @@ class Engine:
             if len(self._waiting) >= self._max_queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")
-            ticket = Ticket(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
+            ticket = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
                             on_done, on_error)
             self._waiting.append(ticket)
             self._changed.notify_all()
@@ -282,7 +282,7 @@ class Engine:
         self.timing.prefill_s += self._clock() - begin
         return fed
 
-    def _decode(self, rows: list[Ticket], alone: bool) -> None:
+    def _decode(self, rows: list[Request], alone: bool) -> None:
         """One token of each of these sequences.
 
         A GPU that chooses tokens itself is given its next step before they are looked at: what the host does
@@ -319,19 +319,19 @@ class Engine:
                 self._fail(ticket, error)
         self.timing.decode_s += self._clock() - begin
 
-    def _logits(self, rows: Sequence[Ticket], ids: torch.Tensor) -> torch.Tensor:
+    def _logits(self, rows: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
         batch = self.cache.batch([ticket.row for ticket in rows], "decode")
         return self.loaded.model(ids, cache=batch)[:, -1]
 
-    def _flies(self, rows: Sequence[Ticket]) -> bool:
+    def _flies(self, rows: Sequence[Request]) -> bool:
         """Whether the host needn't see a step's result before the next."""
         model = self.loaded.model
         return isinstance(model, GpuModel) and not any(ticket.wants_logits or ticket.sampler.on_host
                                                        for ticket in rows)
 
-    def _launched(self, rows: list[Ticket], ids: torch.Tensor) -> _Flight:
+    def _launched(self, rows: list[Request], ids: torch.Tensor) -> _Flight:
         """A step of tokens ``ids [n, 1]``, and the choice of the next."""
-        return _Flight(rows, draw(self._logits(rows, ids), [ticket.sampler for ticket in rows]))
+        return _Flight(rows, sample_async(self._logits(rows, ids), [ticket.sampler for ticket in rows]))
 
     def _arrive(self, flight: _Flight) -> None:
         """Tokens of those that wait for one."""
@@ -348,14 +348,14 @@ class Engine:
                 self._give(ticket, token, None)
                 self.timing.decode_tokens += 1
 
-    def _push(self, tickets: list[Ticket], logits: torch.Tensor) -> None:
+    def _push(self, tickets: list[Request], logits: torch.Tensor) -> None:
         """The next token of each, from ``logits [n, vocab]``."""
-        chosen = choose(logits, [ticket.sampler for ticket in tickets],
+        chosen = sample_tokens(logits, [ticket.sampler for ticket in tickets],
                         [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
         for ticket, token, row in zip(tickets, chosen, logits, strict=True):
             self._give(ticket, token, row)
 
-    def _give(self, ticket: Ticket, token: int | QuantkitError, row: torch.Tensor | None) -> None:
+    def _give(self, ticket: Request, token: int | QuantkitError, row: torch.Tensor | None) -> None:
         """A token, or why there is none."""
         try:
             if isinstance(token, QuantkitError):
@@ -365,7 +365,7 @@ class Engine:
         except Exception as error:
             self._fail(ticket, error)
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: Request, error: Exception) -> None:
         """Forget a sequence, give back its pages and tell its listener."""
         if ticket in self._running:
             self._running.remove(ticket)
@@ -375,7 +375,7 @@ class Engine:
         except Exception as unheard:  # nobody listens, or the listener fails
             self._unheard.append(unheard)
 
-    def _free(self, tickets: Sequence[Ticket]) -> None:
+    def _free(self, tickets: Sequence[Request]) -> None:
         """Their memory is others' now."""
         if self._prefill is not None and self._prefilling in tickets:
             self._prefill.close()

@@ -8,7 +8,7 @@ from quantkit.errors import UsageError
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Completion, Ticket, TokenInfo, check_request
+from quantkit.runtime.request import Completion, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
@@ -46,7 +46,7 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
     longest = max(len(prompt) + one.max_tokens for prompt, one in zip(prompts, settings))
     engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
                     context=longest)
-    tickets: list[Ticket] = []
+    tickets: list[Request] = []
     for index, (prompt, one) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:
             if info.text and on_text is not None:

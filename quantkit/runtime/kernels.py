@@ -10,16 +10,16 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv.build import build_codings
+from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import CpuKernel, Packed, unavailable
+from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, unavailable
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import kernel_name, pack, query_for
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
-from quantkit.runtime.loader import way_of
+from quantkit.runtime.loader import choose_runtime
 from quantkit.spec import KVSpec, QuantSpec
 
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
@@ -49,7 +49,7 @@ def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: torch.device,
-                  layers: Mapping[str, Layer]) -> list[kv_gpu.Choice]:
+                  layers: Mapping[str, Layer]) -> list[kv_gpu.OperationChoice]:
     """Who runs what isn't a matrix product, and why not a kernel of ours. Arguments as above.
 
     Args:
@@ -57,18 +57,18 @@ def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: t
     """
     way, reason = _way(config, dtype, device, layers)
     if device.type != "cpu" or way == "gpu":
-        return list(kv_gpu.choices(build_codings(kv), dtype, config.hidden_size, config.head_dim,
+        return list(kv_gpu.choices(build_kv_codecs(kv), dtype, config.hidden_size, config.head_dim,
                                    config.num_heads // config.num_kv_heads, device.type, reason))
     if way == "cpu":
         reason = cpu_model.cache_declines(KVCache(config, kv, dtype))
-    return [kv_gpu.Choice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
+    return [kv_gpu.OperationChoice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
 
 
 def _way(config: ModelConfig, dtype: torch.dtype, device: torch.device,
          layers: Mapping[str, Layer]) -> tuple[str, str | None]:
     quantized = {name: layer for name, layer in layers.items() if isinstance(layer, QuantizedTensor)}
     try:
-        return way_of(config, dtype, device, quantized)
+        return choose_runtime(config, dtype, device, quantized)
     except QuantkitError as error:  # no kernel at all takes some weight
         return "operations", error.what
 
@@ -86,7 +86,7 @@ def _chosen(layer: Layer, dtype: torch.dtype, device: torch.device, way: str,
         return choice.kernel.name, choice.declined
     weight = torch.empty(layer, dtype=dtype, device="meta")
     if way == "gpu":
-        return linears.placed(Linear("", weight), dtype, device).name, ()
-    if own and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), Packed):
+        return linears.device_weight(Linear("", weight), dtype, device).name, ()
+    if own and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), CpuWeight):
         return packed.name, ()
     return kernel_name(weight, dtype, device, phase), ()

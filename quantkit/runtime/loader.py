@@ -22,10 +22,10 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_linear import Packed, unavailable
+from quantkit.ops.cpu_linear import CpuWeight, unavailable
 from quantkit.ops.linear import pack
-from quantkit.runtime.cpu.malloc import trim
-from quantkit.runtime.cpu.model import FusedModel, declines
+from quantkit.runtime.cpu.malloc import trim_heap
+from quantkit.runtime.cpu.model import CpuModel, declines
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.gpu.model import declines as gpu_declines
@@ -38,7 +38,7 @@ TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
 
 
-class Tensors(Protocol):
+class TensorFiles(Protocol):
     """Where plain tensors come from."""
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
     infos = source.tensors()
     checked = check_loadable(uri, source.config(), infos, source.side_files(), dtype=dtype)
     config, kind = checked.config, checked.dtype
-    model, reason = network(config, source, infos.__contains__, kind, {}, device, uri)
+    model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
     stored = {i.dtype for i in slots}
@@ -148,7 +148,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
             packed[slot.name] = found
     plain = [shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed]
-    model, reason = network(config, checkpoint, checkpoint.has, kind, packed, device, uri)
+    model, reason = build_model(config, checkpoint, checkpoint.has, kind, packed, device, uri)
     resident = kind.itemsize * sum(map(math.prod, plain)) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, checked.tokenizer, uri, label_of(checkpoint.layers),
@@ -156,7 +156,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
                        reason)
 
 
-def way_of(config: ModelConfig, kind: torch.dtype, device: torch.device,
+def choose_runtime(config: ModelConfig, kind: torch.dtype, device: torch.device,
            packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str | None]:
     """How a model runs: by kernels of a GPU, as one program on a CPU, or operation by operation and why."""
     on_gpu = gpu_declines(config, kind, device, packed)
@@ -166,13 +166,13 @@ def way_of(config: ModelConfig, kind: torch.dtype, device: torch.device,
     return ("cpu", None) if reason is None else ("operations", reason)
 
 
-def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
+def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bool],
            kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
            uri: str) -> tuple[LanguageModel, str | None]:
     """The network, as one program if this device and these weights have kernels for it; else why not. Either
     way a CPU multiplies by packed weights: what torch does with a row may depend on the others."""
     release = getattr(files, "release", lambda: None)
-    way, reason = way_of(config, kind, device, packed)
+    way, reason = choose_runtime(config, kind, device, packed)
     memory.check(config, kind, packed, device, uri, way == "gpu")
     if way == "gpu":  # weights are taken from the file's pages a layer at a time
         return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
@@ -181,18 +181,18 @@ def network(config: ModelConfig, files: Tensors, has: Callable[[str], bool],
         return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
     passed = 0
 
-    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> Packed | QuantizedTensor:
+    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> CpuWeight | QuantizedTensor:
         nonlocal passed
         made = pack(weight, kind, release)
         release()  # what was read of the file: it would be in memory twice
         passed += made.nbytes
         if passed > TRIM_EVERY:
             passed = 0
-            trim()
+            trim_heap()
         return made
 
     weights = Weights(files.tensor, has, kind, packed.get, device, pack_and_release)
     model = CausalLM(config, weights)
     release()
-    trim()
-    return (FusedModel(model), None) if way == "cpu" else (model, reason)
+    trim_heap()
+    return (CpuModel(model), None) if way == "cpu" else (model, reason)

@@ -11,7 +11,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.ops import gpu
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Ticket
+from quantkit.runtime.request import Request
 
 
 class Prefill:
@@ -30,7 +30,7 @@ class Prefill:
         logits: ``[1, vocab]`` after the last token, once all is done.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, ticket: Ticket, chunk: int, sizer: ChunkSizer,
+    def __init__(self, loaded: LoadedModel, cache: KVCache, ticket: Request, chunk: int, sizer: ChunkSizer,
                  clock: Callable[[], float]) -> None:
         self._loaded, self._cache, self._ticket = loaded, cache, ticket
         self._chunk, self._sizer, self._clock = chunk, sizer, clock

@@ -70,7 +70,7 @@ class Completion:
     prompt_logprobs: list[TokenInfo] | None = None
 
 
-class Ticket:
+class Request:
     """A request's handle.
 
     Attributes:
@@ -83,7 +83,7 @@ class Ticket:
     def __init__(self, number: int, loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling,
                  logprobs: int | None = None, echo: bool = False,
                  on_token: Callable[[TokenInfo], None] | None = None,
-                 on_done: Callable[[Ticket], None] | None = None,
+                 on_done: Callable[[Request], None] | None = None,
                  on_error: Callable[[BaseException], None] | None = None) -> None:
         self.id, self.prompt, self.sampling = number, list(prompt), sampling
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)

@@ -130,7 +130,7 @@ def not_finite() -> QuantkitError:
                          why="its weights are damaged, or its activations outgrow its dtype")
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
+def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
            histories: Sequence[Sequence[int]]) -> list[int | QuantkitError]:
     """The next id of every row, or why there is none. A GPU is waited for once.
 
@@ -140,11 +140,11 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
     found: list[int | QuantkitError] = [0] * len(samplers)
-    here = [row for row, one in enumerate(samplers) if not draws(logits, [one])]
+    here = [row for row, one in enumerate(samplers) if not samples_on_device(logits, [one])]
     there = [row for row in range(len(samplers)) if row not in here]
     if there:
         some = logits if len(there) == len(samplers) else logits[there]
-        for row, token in zip(there, draw(some, [samplers[row] for row in there]).tokens()):
+        for row, token in zip(there, sample_async(some, [samplers[row] for row in there]).tokens()):
             found[row] = token
     for row in here:
         try:
@@ -155,7 +155,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler],
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PendingTokens:
     """Tokens that a GPU chooses; nobody has waited for them yet.
 
     Attributes:
@@ -173,26 +173,26 @@ class Drawn:
         return [not_finite() if token < 0 else token for token in self._here.tolist()]
 
 
-def draws(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
+def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
     """Whether all these rows' tokens can be chosen where the logits are."""
     return gpu.unavailable(logits.device.type, logits.dtype) is None and not any(
         one.on_host for one in samplers)
 
 
-def draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> Drawn:
-    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`draws` says so."""
+def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
+    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`samples_on_device` says so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
         for one in samplers:
             one.drawn += 1
         known = torch.where(finite != 0, ids, -1)
         if logits.device.type != "cuda":
-            return Drawn(known.clamp(min=0), known, None)
+            return PendingTokens(known.clamp(min=0), known, None)
         here = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
         here.copy_(known, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Drawn(known.clamp(min=0), here, ready)
+        return PendingTokens(known.clamp(min=0), here, ready)
 
 
 def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:

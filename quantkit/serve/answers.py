@@ -10,13 +10,13 @@ Count = Annotated[int, Field(ge=0)]
 Finish = Literal["stop", "length"]
 
 
-class Answer(BaseModel):
+class ResponsePart(BaseModel):
     """Base of all parts of an answer: these keys and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Fault(Answer):
+class ErrorDetail(ResponsePart):
     """What went wrong."""
 
     message: str
@@ -25,13 +25,13 @@ class Fault(Answer):
     code: str | None
 
 
-class Error(Answer):
+class ErrorResponse(ResponsePart):
     """Every answer that isn't a success."""
 
-    error: Fault
+    error: ErrorDetail
 
 
-class Usage(Answer):
+class Usage(ResponsePart):
     """Tokens; a prompt counts once."""
 
     prompt_tokens: Count
@@ -39,7 +39,7 @@ class Usage(Answer):
     total_tokens: Count
 
 
-class ScoredToken(Answer):
+class ScoredToken(ResponsePart):
     """A token and its log-probability; ``bytes`` is null for a part of a character."""
 
     token: str
@@ -53,14 +53,14 @@ class ChosenToken(ScoredToken):
     top_logprobs: list[ScoredToken]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponsePart):
     """Of all tokens of a choice."""
 
     content: list[ChosenToken]
     refusal: None
 
 
-class AnswerMessage(Answer):
+class AssistantMessage(ResponsePart):
     """The assistant's turn."""
 
     role: Literal["assistant"]
@@ -68,16 +68,16 @@ class AnswerMessage(Answer):
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponsePart):
     """One of ``n``."""
 
     index: Count
-    message: AnswerMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(ResponsePart):
     """The next turn of a conversation."""
 
     id: str
@@ -88,7 +88,7 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class Delta(Answer):
+class MessageDelta(ResponsePart):
     """What is new of a turn."""
 
     role: Literal["assistant"] | None = None
@@ -96,16 +96,16 @@ class Delta(Answer):
     refusal: None = None
 
 
-class ChatDelta(Answer):
+class ChatDelta(ResponsePart):
     """What is new of one choice; the last has a reason."""
 
     index: Count
-    delta: Delta
+    delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
 
 
-class ChatChunk(Answer):
+class ChatChunk(ResponsePart):
     """An event of a streamed turn; with ``include_usage`` the last one has the usage and no choices."""
 
     id: str
@@ -116,7 +116,7 @@ class ChatChunk(Answer):
     usage: Usage | None = None
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponsePart):
     """Of all tokens of a choice, an entry each; the first of a prompt has none."""
 
     tokens: list[str]
@@ -125,7 +125,7 @@ class TextLogprobs(Answer):
     text_offset: list[Count]
 
 
-class TextChoice(Answer):
+class TextChoice(ResponsePart):
     """One of the prompts' ``n``."""
 
     index: Count
@@ -134,7 +134,7 @@ class TextChoice(Answer):
     finish_reason: Finish
 
 
-class TextCompletion(Answer):
+class TextCompletion(ResponsePart):
     """The continuations of one or more prompts."""
 
     id: str
@@ -145,7 +145,7 @@ class TextCompletion(Answer):
     usage: Usage
 
 
-class TextDelta(Answer):
+class TextDelta(ResponsePart):
     """What is new of one choice; the last has a reason."""
 
     index: Count
@@ -154,7 +154,7 @@ class TextDelta(Answer):
     finish_reason: Finish | None
 
 
-class TextChunk(Answer):
+class TextChunk(ResponsePart):
     """An event of a streamed continuation; the usage comes as in :class:`ChatChunk`."""
 
     id: str
@@ -165,7 +165,7 @@ class TextChunk(Answer):
     usage: Usage | None = None
 
 
-class ServedModel(Answer):
+class ServedModel(ResponsePart):
     """The model."""
 
     id: str
@@ -179,20 +179,20 @@ class ServedModel(Answer):
     kv: str
 
 
-class Models(Answer):
+class ModelList(ResponsePart):
     """All models: one."""
 
     object: Literal["list"]
     data: list[ServedModel]
 
 
-class Health(Answer):
+class HealthResponse(ResponsePart):
     """The process lives."""
 
     status: Literal["ok"]
 
 
-class Ready(Answer):
+class ReadyResponse(ResponsePart):
     """Requests are taken; how many run and wait, and what they take."""
 
     status: Literal["ready"]

@@ -16,26 +16,26 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.answers import (
     ChatChunk,
     ChatCompletion,
-    Health,
-    Models,
-    Ready,
+    HealthResponse,
+    ModelList,
+    ReadyResponse,
     ServedModel,
     TextChunk,
     TextCompletion,
 )
 from quantkit.serve.body import BodyRoute
-from quantkit.serve.chat import ChatReply
-from quantkit.serve.completions import CompletionReply
+from quantkit.serve.chat import ChatResponse
+from quantkit.serve.completions import CompletionResponse
 from quantkit.serve.errors import RETRY_AFTER, ApiError, api_error, install
-from quantkit.serve.guard import Guard
+from quantkit.serve.guard import GuardMiddleware
 from quantkit.serve.logprobs import TokenTexts
 from quantkit.serve.openapi import describe, responses
 from quantkit.serve.page import page
-from quantkit.serve.reply import Model, Reply
+from quantkit.serve.reply import GenerationResponse, ServedEngine
 from quantkit.serve.schema import ChatRequest, CompletionRequest
-from quantkit.serve.sse import EventStream, Gone, while_there
+from quantkit.serve.sse import ClientDisconnected, EventStream, while_there
 from quantkit.serve.threads import BoundedThreads
-from quantkit.serve.work import Work
+from quantkit.serve.work import RequestWork
 
 PREPARING = 2
 """Requests whose prompts are made into tokens at once."""
@@ -50,7 +50,7 @@ class Application:
         guard: what stands before them; call this one.
     """
 
-    def __init__(self, api: FastAPI, guard: Guard, engine: Engine) -> None:
+    def __init__(self, api: FastAPI, guard: GuardMiddleware, engine: Engine) -> None:
         self.api, self.guard, self._engine = api, guard, engine
         self.draining = False
 
@@ -88,7 +88,7 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
         engine: runs the requests; starting and closing it is the caller's.
         loaded: the model it runs.
         name: what requests call it.
-        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.Guard`.
+        loopback, hosts, key: who may come in; see :class:`quantkit.serve.guard.GuardMiddleware`.
         parse_special: control tokens written out in chat messages become control tokens.
         on_error: told about errors that are nobody's request's fault.
     """
@@ -97,8 +97,8 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     api.router.route_class = BodyRoute
     install(api)
     loaded.tokenizer.prepare()  # the first request then waits for its own answer only
-    model = Model(engine, loaded, name, TokenTexts(loaded.tokenizer), parse_special)
-    guard = Guard(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
+    model = ServedEngine(engine, loaded, name, TokenTexts(loaded.tokenizer), parse_special)
+    guard = GuardMiddleware(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
     application = Application(api, guard, engine)
     locked = () if key is None else (401,)
     _add_completions(api, model, locked, on_error)
@@ -114,21 +114,21 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     return application
 
 
-def _add_completions(api: FastAPI, model: Model, locked: Sequence[int], on_error: OnError | None) -> None:
+def _add_completions(api: FastAPI, model: ServedEngine, locked: Sequence[int], on_error: OnError | None) -> None:
     threads = BoundedThreads(PREPARING, model.engine.stats()["max_queue"])
 
-    async def respond(request: Request, make: Callable[[], Reply]) -> Response:
+    async def respond(request: Request, make: Callable[[], GenerationResponse]) -> Response:
         # templates and tokenizers may take their time with a long text; others' tokens go on meanwhile
         try:
             reply = await while_there(request.receive, threads.run(make))
-        except Gone:
+        except ClientDisconnected:
             return Response(status_code=499)  # nobody reads it
-        work = Work(model.engine, reply.jobs)
+        work = RequestWork(model.engine, reply.jobs)
         if reply.body.stream:
             return EventStream(reply.pieces(work), work.cancel, on_error)
         try:
             return JSONResponse(await while_there(request.receive, reply.whole(work)))
-        except Gone:
+        except ClientDisconnected:
             return Response(status_code=499)
         except Exception as error:
             known = api_error(error)
@@ -144,16 +144,16 @@ def _add_completions(api: FastAPI, model: Model, locked: Sequence[int], on_error
               responses=responses(ChatCompletion, *may, *locked, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(model, body.model)
-        return await respond(request, lambda: ChatReply(model, body))
+        return await respond(request, lambda: ChatResponse(model, body))
 
     @api.post("/v1/completions", summary="The continuation of one or more prompts",
               responses=responses(TextCompletion, *may, *locked, chunk=TextChunk))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check(model, body.model)
-        return await respond(request, lambda: CompletionReply(model, body))
+        return await respond(request, lambda: CompletionResponse(model, body))
 
 
-def _add_models(api: FastAPI, model: Model, locked: Sequence[int]) -> None:
+def _add_models(api: FastAPI, model: ServedEngine, locked: Sequence[int]) -> None:
     try:
         chat = model.loaded.tokenizer.has_chat
     except SourceError:  # there is a template and it can't be used; a request to chat is told why
@@ -165,7 +165,7 @@ def _add_models(api: FastAPI, model: Model, locked: Sequence[int]) -> None:
                 "max_model_len": model.context, "chat": chat, "method": loaded.label,
                 "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(model.engine.cache.spec)}
 
-    @api.get("/v1/models", summary="What is served: one model", responses=responses(Models, *locked))
+    @api.get("/v1/models", summary="What is served: one model", responses=responses(ModelList, *locked))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [about()]}
 
@@ -177,19 +177,19 @@ def _add_models(api: FastAPI, model: Model, locked: Sequence[int]) -> None:
 
 
 def _add_health(api: FastAPI, application: Application, engine: Engine, locked: Sequence[int]) -> None:
-    @api.get("/health", summary="Whether the process lives", responses=responses(Health))
+    @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @api.get("/ready", summary="Whether it takes requests, and what it is doing",
-             responses=responses(Ready, 503, *locked))
+             responses=responses(ReadyResponse, 503, *locked))
     async def ready() -> dict[str, Any]:
         if application.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
         return {"status": "ready", **engine.stats()}
 
 
-def _check(model: Model, name: str) -> None:
+def _check(model: ServedEngine, name: str) -> None:
     if name != model.name:
         raise ApiError(404, f"no model is called {name[:200]!r}; this server has {model.name!r}",
                        param="model", code="model_not_found")

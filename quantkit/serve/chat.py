@@ -8,17 +8,17 @@ from quantkit.runtime.request import Completion, TokenInfo
 from quantkit.serve.errors import ApiError
 from quantkit.serve.logprobs import chat_logprobs
 from quantkit.serve.prompt import PromptReader
-from quantkit.serve.reply import FINISH, Model, Reply
+from quantkit.serve.reply import FINISH, GenerationResponse, ServedEngine
 from quantkit.serve.schema import ChatRequest
-from quantkit.serve.work import Job, Work, check_size
+from quantkit.serve.work import ChoiceJob, RequestWork, check_size
 
 
-class ChatReply(Reply):
+class ChatResponse(GenerationResponse):
     """The assistant's next turn."""
 
     prefix, whole_kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: Model, body: ChatRequest) -> None:
+    def __init__(self, model: ServedEngine, body: ChatRequest) -> None:
         tokenizer = model.loaded.tokenizer
         if not tokenizer.has_chat:
             raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
@@ -31,14 +31,14 @@ class ChatReply(Reply):
         most = body.wanted or max(model.context - len(prompt), 1)
         self._alternatives = (body.top_logprobs or 0) if body.logprobs else None
         super().__init__(model, body, [prompt], [
-            Job(prompt, body.sampling(most, i), self._alternatives) for i in range(body.n)])
+            ChoiceJob(prompt, body.sampling(most, i), self._alternatives) for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
         """With ``message``."""
         return {"index": index, "message": {"role": "assistant", "content": done.text, "refusal": None},
                 "logprobs": self._logprobs(tokens), "finish_reason": FINISH[done.finish_reason]}
 
-    def opening(self, index: int, work: Work) -> dict[str, Any]:
+    def opening(self, index: int, work: RequestWork) -> dict[str, Any]:
         """The role."""
         return _delta(index, {"role": "assistant", "content": "", "refusal": None})
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.runtime.request import Completion, TokenInfo, check_ids
-from quantkit.serve.logprobs import Offsets, text_logprobs
+from quantkit.serve.logprobs import TextOffsets, text_logprobs
 from quantkit.serve.prompt import PromptReader
-from quantkit.serve.reply import FINISH, Model, Reply
+from quantkit.serve.reply import FINISH, GenerationResponse, ServedEngine
 from quantkit.serve.schema import CompletionRequest
-from quantkit.serve.work import Job, Work, check_size
+from quantkit.serve.work import ChoiceJob, RequestWork, check_size
 
 
-class CompletionReply(Reply):
+class CompletionResponse(GenerationResponse):
     """The continuation of one or more prompts; with ``echo`` behind the prompt itself."""
 
     prefix, whole_kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: Model, body: CompletionRequest) -> None:
+    def __init__(self, model: ServedEngine, body: CompletionRequest) -> None:
         tokenizer = model.loaded.tokenizer
         check_size(len(body.prompts) * body.n, model.engine.stats()["max_queue"])
         reader = PromptReader(tokenizer, model.context, body.max_tokens or 1, "prompt")
@@ -30,10 +30,10 @@ class CompletionReply(Reply):
         # the engine always makes a token; where none is wanted it is dropped again
         self._silent = body.max_tokens == 0
         shown = prompts if body.echo else [[]] * len(prompts)
-        self._offsets = [Offsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
+        self._offsets = [TextOffsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
                          for _ in range(body.n if body.logprobs is not None else 0)]
         super().__init__(model, body, prompts, [
-            Job(prompt, body.sampling(body.max_tokens or 1, i), body.logprobs,
+            ChoiceJob(prompt, body.sampling(body.max_tokens or 1, i), body.logprobs,
                 body.echo and body.logprobs is not None) for prompt in prompts for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class CompletionReply(Reply):
         return self._choice(index, self._prompt(index) + ("" if self._silent else done.text), scored,
                             "length" if self._silent else FINISH[done.finish_reason])
 
-    def opening(self, index: int, work: Work) -> dict[str, Any] | None:
+    def opening(self, index: int, work: RequestWork) -> dict[str, Any] | None:
         """The prompt, if it is wanted; by now it is scored."""
         if not self._echo:
             return None

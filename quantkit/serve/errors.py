@@ -47,7 +47,7 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
-class Refused(ValueError):
+class RefusedValue(ValueError):
     """While a body is read: a key that isn't known or can't be obeyed, or a value that it can't have.
 
     Args:
@@ -128,7 +128,7 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     kind, cause = first["type"], first.get("ctx", {}).get("error")
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    if isinstance(cause, Refused):
+    if isinstance(cause, RefusedValue):
         return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code=cause.code)
     param = _dotted(place)
     if kind in _TYPES:

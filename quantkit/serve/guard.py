@@ -31,7 +31,7 @@ HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-re
            (b"cache-control", b"no-store"), (b"cross-origin-resource-policy", b"same-origin"))
 
 
-class Guard:
+class GuardMiddleware:
     """ASGI middleware: host, origin, key, size and time of the body; and no exception gets past it.
 
     Args:

@@ -45,7 +45,7 @@ def chat_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts) -> dict[str, A
         "refusal": None}
 
 
-class Offsets:
+class TextOffsets:
     """Where each token begins in one choice's text; a part of a character begins where the character does.
 
     Args:
@@ -72,7 +72,7 @@ class Offsets:
         return at
 
 
-def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offsets: Offsets) -> dict[str, Any]:
+def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offsets: TextOffsets) -> dict[str, Any]:
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, an entry a token.
 
     Args:

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from quantkit.serve.answers import ChatChunk, Error, TextChunk
-from quantkit.serve.reply import Model
+from quantkit.serve.answers import ChatChunk, ErrorResponse, TextChunk
+from quantkit.serve.reply import ServedEngine
 from quantkit.serve.schema import INT64
 
 Responses = dict[int | str, dict[str, Any]]
@@ -29,19 +29,19 @@ def responses(answer: type[BaseModel], *others: int, chunk: type[BaseModel] | No
     good: dict[str, Any] = {"model": answer}
     if chunk is not None:
         good["content"] = {"text/event-stream": {"itemSchema": _event(chunk)}}
-    return {200: good, **{status: {"model": Error, "description": HTTPStatus(status).phrase}
+    return {200: good, **{status: {"model": ErrorResponse, "description": HTTPStatus(status).phrase}
                           for status in sorted({*ANY, *others})}}
 
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     """A server-sent event as OpenAPI 3.2 describes one."""
-    content = {"anyOf": [{"$ref": f"#/components/schemas/{part.__name__}"} for part in (chunk, Error)]}
+    content = {"anyOf": [{"$ref": f"#/components/schemas/{part.__name__}"} for part in (chunk, ErrorResponse)]}
     data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json",
                                             "contentSchema": content}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def describe(api: FastAPI, model: Model, *, key: bool) -> None:
+def describe(api: FastAPI, model: ServedEngine, *, key: bool) -> None:
     """Make an application's description say what holds for the model that it serves.
 
     Args:
@@ -60,7 +60,7 @@ def describe(api: FastAPI, model: Model, *, key: bool) -> None:
     api.openapi = openapi  # type: ignore[method-assign]
 
 
-def _refine(schema: dict[str, Any], model: Model, key: bool) -> None:
+def _refine(schema: dict[str, Any], model: ServedEngine, key: bool) -> None:
     parts = schema["components"]["schemas"]
     _, chunks = models_json_schema([(ChatChunk, "serialization"), (TextChunk, "serialization")],
                                    ref_template="#/components/schemas/{model}")

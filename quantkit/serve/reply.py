@@ -14,15 +14,15 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Completion, ContextLengthError, TokenInfo
 from quantkit.serve.logprobs import TokenTexts
-from quantkit.serve.schema import Request
-from quantkit.serve.work import Job, Work
+from quantkit.serve.schema import GenerationRequest
+from quantkit.serve.work import ChoiceJob, RequestWork
 
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 """Why a sequence ended, in OpenAI's words: whether by the model or by a stop text is one thing there."""
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedEngine:
     """What is served.
 
     Attributes:
@@ -47,7 +47,7 @@ class Model:
         return self.loaded.config.max_position_embeddings
 
 
-class Reply(ABC):
+class GenerationResponse(ABC):
     """One request's answer.
 
     Args:
@@ -64,8 +64,8 @@ class Reply(ABC):
     whole_kind: str
     piece_kind: str
 
-    def __init__(self, model: Model, body: Request, prompts: Sequence[Sequence[int]],
-                 jobs: list[Job]) -> None:
+    def __init__(self, model: ServedEngine, body: GenerationRequest, prompts: Sequence[Sequence[int]],
+                 jobs: list[ChoiceJob]) -> None:
         self.model, self.body, self.jobs = model, body, jobs
         for job in jobs:  # here, where nobody waits, rather than when they are queued
             if len(job.prompt) + job.sampling.max_tokens > model.context:
@@ -74,7 +74,7 @@ class Reply(ABC):
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()),
                           "model": model.name}
 
-    async def whole(self, work: Work) -> dict[str, Any]:
+    async def whole(self, work: RequestWork) -> dict[str, Any]:
         """The answer as one object, when everything is there."""
         tokens: defaultdict[int, list[TokenInfo]] = defaultdict(list)
         ends: dict[int, Completion] = {}
@@ -87,7 +87,7 @@ class Reply(ABC):
         return {**self._envelope, "object": self.whole_kind, "choices": choices,
                 "usage": self._usage(ends.values())}
 
-    async def pieces(self, work: Work) -> AsyncIterator[dict[str, Any]]:
+    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes."""
         ends: list[Completion] = []
         sent: defaultdict[int, int] = defaultdict(int)
@@ -117,7 +117,7 @@ class Reply(ABC):
         """One choice of the whole answer."""
 
     @abstractmethod
-    def opening(self, index: int, work: Work) -> dict[str, Any] | None:
+    def opening(self, index: int, work: RequestWork) -> dict[str, Any] | None:
         """What comes before a choice's first token."""
 
     @abstractmethod

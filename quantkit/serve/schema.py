@@ -21,7 +21,7 @@ from pydantic import (
 
 from quantkit.errors import did_you_mean
 from quantkit.runtime.sampler import MAX_STOP_LENGTH, MAX_TOKENS, MIN_TEMPERATURE, Sampling
-from quantkit.serve.errors import Refused
+from quantkit.serve.errors import RefusedValue
 
 MAX_N, MAX_STOPS, MAX_LOGPROBS = 16, 16, 20
 MIN_TOP_P = 1e-9
@@ -52,7 +52,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterVali
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
 
 
-class Body(BaseModel):
+class RequestPart(BaseModel):
     """Base of all parts of a request: nothing is coerced, nothing is ignored in silence.
 
     A key whose value is null is as good as absent.
@@ -80,11 +80,11 @@ class Body(BaseModel):
             field = cls.model_fields.get(name)
             if value is None:
                 if field is not None and field.is_required():
-                    raise Refused(name, cls._null(name), "missing_parameter")
+                    raise RefusedValue(name, cls._null(name), "missing_parameter")
             elif field is not None:
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
-                raise Refused(_printable(name), cls._refusal(name))
+                raise RefusedValue(_printable(name), cls._refusal(name))
         return kept
 
     @classmethod
@@ -120,14 +120,14 @@ class Body(BaseModel):
         return schema
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestPart):
     """What a stream has beside the text. Obfuscation is taken and not done."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Request(Body):
+class GenerationRequest(RequestPart):
     """What both kinds of request have. Defaults are OpenAI's: temperature 1, all of the distribution."""
 
     ignored = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -172,7 +172,7 @@ class Request(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 
 
-class Text(Body):
+class ContentText(RequestPart):
     """A piece of a message. Pictures, sound and files are refused: no address is ever fetched."""
 
     type: Literal["text"]
@@ -183,7 +183,7 @@ class Text(Body):
         return f"{_printable(name)} is not supported: a message is text"
 
 
-class Message(Body):
+class Message(RequestPart):
     """One turn. What an assistant's earlier answer has beside its text must be empty."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -191,17 +191,17 @@ class Message(Body):
         "tool_call_id": ()}
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: String | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    content: String | Annotated[list[ContentText], Field(min_length=1, fail_fast=True)]
     name: Annotated[str, Field(max_length=64), AfterValidator(_unicode)] | None = None
 
     @classmethod
     def _first(cls, data: dict[Any, Any]) -> None:
         if data.get("role") in ("tool", "function"):
-            raise Refused("role", f"messages of the role {data['role']!r} are not supported: the model is "
+            raise RefusedValue("role", f"messages of the role {data['role']!r} are not supported: the model is "
                                   "given no tools, so there are no results of theirs")
         calls = data.get("tool_calls")
         if calls is not None and calls != []:
-            raise Refused("tool_calls", cls._refusal("tool_calls"))
+            raise RefusedValue("tool_calls", cls._refusal("tool_calls"))
 
     @classmethod
     def _null(cls, name: str) -> str:
@@ -223,7 +223,7 @@ class Message(Body):
                 **({} if self.name is None else {"name": self.name})}
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -237,9 +237,9 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise Refused("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
+            raise RefusedValue("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise Refused("max_tokens", "max_tokens and max_completion_tokens differ; give one",
+            raise RefusedValue("max_tokens", "max_tokens and max_completion_tokens differ; give one",
                           "invalid_value")
         return self
 
@@ -249,7 +249,7 @@ class ChatRequest(Request):
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
     prompt: (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids
@@ -263,7 +263,7 @@ class CompletionRequest(Request):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise Refused("best_of", "best_of other than n is not supported")
+            raise RefusedValue("best_of", "best_of other than n is not supported")
         return self
 
     @property

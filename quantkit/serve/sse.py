@@ -16,7 +16,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection."""
 
 
@@ -32,7 +32,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             return running.result()
-        raise Gone
+        raise ClientDisconnected
     finally:
         for task in (running, leaving):
             task.cancel()
@@ -75,7 +75,7 @@ class EventStream(Response):
 
         try:
             await while_there(receive, write())
-        except Gone:
+        except ClientDisconnected:
             pass
         finally:
             self._close()

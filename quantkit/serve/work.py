@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.runtime.engine import Engine, EngineClosed
-from quantkit.runtime.request import Completion, Ticket, TokenInfo
+from quantkit.runtime.request import Completion, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
 
 
 @dataclass(frozen=True)
-class Job:
+class ChoiceJob:
     """One choice to be made.
 
     Attributes:
@@ -31,7 +31,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Event:
+class TokenEvent:
     """A token of a choice, or with ``done`` its end."""
 
     choice: int
@@ -39,7 +39,7 @@ class Event:
     done: Completion | None = None
 
 
-class Work:
+class RequestWork:
     """All choices of one request. Made on the event loop, fed from the engine's thread.
 
     Args:
@@ -53,10 +53,10 @@ class Work:
         QuantkitError: the engine refuses one.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self.tickets: list[Ticket] = []
+        self._events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
+        self.tickets: list[Request] = []
         try:
             for number, job in enumerate(jobs):
                 self.tickets.append(self._submit(engine, number, job))
@@ -64,7 +64,7 @@ class Work:
             self.cancel()
             raise
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[TokenEvent]:
         """Tokens as they come, each choice's end after its last.
 
         Raises:
@@ -88,14 +88,14 @@ class Work:
             if not ticket.done:
                 ticket.cancel()
 
-    def _submit(self, engine: Engine, number: int, job: Job) -> Ticket:
+    def _submit(self, engine: Engine, number: int, job: ChoiceJob) -> Request:
         return engine.submit(
             job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score,
-            on_token=lambda token: self._tell(Event(number, token=token)),
-            on_done=lambda ticket: self._tell(Event(number, done=ticket.result)),
+            on_token=lambda token: self._tell(TokenEvent(number, token=token)),
+            on_done=lambda ticket: self._tell(TokenEvent(number, done=ticket.result)),
             on_error=self._tell)
 
-    def _tell(self, event: Event | BaseException) -> None:
+    def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, TensorInfo
-from quantkit.sources.wrapper import Wrapper
+from quantkit.sources.wrapper import SourceWrapper
 
 CLASSES = {"gemma3": "Gemma3ForCausalLM"}
 """By the outer ``model_type``, the text model's name in ``architectures``."""
@@ -25,10 +25,10 @@ OUTER = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id",
 
 def text_part(source: ModelSource) -> ModelSource:
     """The source, or the text model inside of it. Raises SourceError if there is none."""
-    return TextPart(source) if str(source.config().get("model_type")) in CLASSES else source
+    return TextOnlySource(source) if str(source.config().get("model_type")) in CLASSES else source
 
 
-class TextPart(Wrapper):
+class TextOnlySource(SourceWrapper):
     """What isn't named here is the source's.
 
     Args:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from quantkit.sources.base import TensorInfo
-from quantkit.sources.wrapper import Wrapper
+from quantkit.sources.wrapper import SourceWrapper
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Untied(Wrapper):
+class UntiedSource(SourceWrapper):
     """Everything but the config and the head's name is the source's.
 
     Args:

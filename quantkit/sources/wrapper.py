@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from quantkit.sources.base import ModelSource, SourceIdentity, prefetch, release
 
 
-class Wrapper:
+class SourceWrapper:
     """What stays as it is; config and tensors are for subclasses to say.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from quantkit import isolated
-from quantkit.text.sandbox import MAX_SECONDS, Meter, MeteredSandbox, Overrun
+from quantkit.text.sandbox import MAX_SECONDS, LimitExceeded, MeteredSandbox, UsageMeter
 
 SECONDS = MAX_SECONDS + 0.2
 """For one rendering; a little more than the meter gives, whose message says more."""
@@ -21,7 +21,7 @@ MEMORY = 2**30
 """Bytes of address space of the process that renders."""
 _COMPILED = 64
 """Templates that a process remembers."""
-_REFUSED = (jinja2.TemplateError, Overrun)
+_REFUSED = (jinja2.TemplateError, LimitExceeded)
 
 Outcome = dict[str, str]
 """``text``; or why there is none, under ``malformed`` (it is no template), ``refused`` (it refuses what it is
@@ -73,7 +73,7 @@ def render_with(sandbox: Callable[[], MeteredSandbox], source: str, values: dict
     except Exception as error:
         return {"malformed": reason(error)}
     assert isinstance(template.environment, MeteredSandbox)
-    template.environment.meter = Meter()
+    template.environment.meter = UsageMeter()
     try:
         return {"text": "".join(template.generate(values))}
     except _REFUSED as error:

@@ -2,7 +2,7 @@
 
 The sandbox alone leaves work unbounded: a loop over a loop, a string that doubles, a list that holds
 itself twice over. Here every iteration, call, filter, output and composed value is charged to one
-:class:`Meter`, and the few operations that can make much out of little are checked before they run.
+:class:`UsageMeter`, and the few operations that can make much out of little are checked before they run.
 The meter looks between operations only; :mod:`quantkit.text.rendering` bounds what a single one costs.
 """
 
@@ -54,11 +54,11 @@ _METHODS: dict[type, frozenset[str]] = {
     int: frozenset(), float: frozenset(), range: frozenset({"count", "index"})}
 
 
-class Overrun(Exception):
+class LimitExceeded(Exception):
     """A template asked for more than it may have; the message says of what."""
 
 
-class Meter:
+class UsageMeter:
     """What one rendering has left.
 
     Raises:
@@ -73,9 +73,9 @@ class Meter:
         """Charge one operation that handles so many characters."""
         self._work -= STEP + characters
         if self._work < 0:
-            raise Overrun("it does more work than any conversation needs")
+            raise LimitExceeded("it does more work than any conversation needs")
         if time.monotonic() > self._end:
-            raise Overrun(f"it takes more than {MAX_SECONDS:g} s")
+            raise LimitExceeded(f"it takes more than {MAX_SECONDS:g} s")
 
     def value(self, value: Any) -> Any:
         """Charge a value by what it would be when written out; returns it."""
@@ -86,7 +86,7 @@ class Meter:
         """Charge a value that is about to be written; returns it."""
         self._written += len(value) if isinstance(value, str) else self._size(value)
         if self._written > MAX_OUTPUT:
-            raise Overrun(f"it writes more than {MAX_OUTPUT} characters")
+            raise LimitExceeded(f"it writes more than {MAX_OUTPUT} characters")
         return self.value(value)
 
     def _size(self, value: Any) -> int:
@@ -95,14 +95,14 @@ class Meter:
             one = waiting.pop()
             size += len(one) if isinstance(one, str) else 8
             if size > MAX_OUTPUT:
-                raise Overrun(f"a value in it has more than {MAX_OUTPUT} characters")
+                raise LimitExceeded(f"a value in it has more than {MAX_OUTPUT} characters")
             if isinstance(one, dict):
                 waiting += [*one.keys(), *one.values()]
             elif isinstance(one, list | tuple):
                 size += 8 * len(one)
                 waiting += one[:MAX_OUTPUT // 8]
             elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS:
-                raise Overrun("a number in it is too large")
+                raise LimitExceeded("a number in it is too large")
         return size
 
 
@@ -157,7 +157,7 @@ class _Generation(Extension):
 
 
 class MeteredSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one rendering at a time; each needs a :class:`Meter` of its own.
+    """The environment of one rendering at a time; each needs a :class:`UsageMeter` of its own.
 
     Templates have what chat templates are written for: ``raise_exception``, ``strftime_now``,
     ``tojson`` without HTML escapes, ``namespace``, ``dict``, ``range``, loop controls.
@@ -168,7 +168,7 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, cache_size=0,
                          extensions=["jinja2.ext.loopcontrols", _Generation])
-        self.meter = Meter()
+        self.meter = UsageMeter()
         self.globals.clear()
         self.globals.update(raise_exception=_refuse, strftime_now=_now, range=_range, dict=dict,
                             namespace=_Namespace)
@@ -184,9 +184,9 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         if sum(1 for _ in tree.find_all(nodes.Node)) > MAX_NODES:
-            raise Overrun(f"it has more than {MAX_NODES} parts")
+            raise LimitExceeded(f"it has more than {MAX_NODES} parts")
         if any(isinstance(n.value, float) and not isfinite(n.value) for n in tree.find_all(nodes.Const)):
-            raise Overrun("a number in it is too large")  # jinja2 would write it as the name ``inf``
+            raise LimitExceeded("a number in it is too large")  # jinja2 would write it as the name ``inf``
         changed = _Metered().visit(tree)
         assert isinstance(changed, nodes.Template)
         return changed
@@ -220,21 +220,21 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         """Arithmetic on numbers, ``+`` on texts and lists; nothing that repeats or formats."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" or (operator in "*%" and not numbers):
-            raise Overrun(f"it uses {operator!r} on {type(left).__name__} and {type(right).__name__}")
+            raise LimitExceeded(f"it uses {operator!r} on {type(left).__name__} and {type(right).__name__}")
         return super().call_binop(context, operator, left, right)
 
     def _check_replace(self, text: str, old: str, new: str, count: int = -1) -> None:
         found = text.count(str(old))
         grown = len(text) + (found if count is None or count < 0 else min(found, count)) * len(str(new))
         if grown > MAX_OUTPUT:
-            raise Overrun(f"a replacement makes more than {MAX_OUTPUT} characters")
+            raise LimitExceeded(f"a replacement makes more than {MAX_OUTPUT} characters")
         self.meter.spend(grown)
 
     def _check_join(self, parts: Any, between: str) -> list[Any]:
         parts = list(parts)
         self.meter.value(parts)
         if len(parts) * len(between) > MAX_OUTPUT:
-            raise Overrun(f"a join makes more than {MAX_OUTPUT} characters")
+            raise LimitExceeded(f"a join makes more than {MAX_OUTPUT} characters")
         return parts
 
     def _replace(self, value: Any, old: str, new: str, count: int | None = None) -> str:
@@ -248,14 +248,14 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
 
     def _sum(self, value: Any, attribute: str | int | None = None, start: float = 0) -> Any:
         if not isinstance(start, int | float):
-            raise Overrun(f"it adds up {type(start).__name__}s")
+            raise LimitExceeded(f"it adds up {type(start).__name__}s")
         return jinja2.filters.sync_do_sum(self, value, attribute, start)
 
     def _indent(self, value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
         room = len(width) if isinstance(width, str) else width
         lines = str(value).count("\n") + 2
         if not 0 <= room <= MAX_INDENT or len(value) + lines * room > MAX_OUTPUT:
-            raise Overrun(f"it indents by {room}")
+            raise LimitExceeded(f"it indents by {room}")
         return jinja2.filters.do_indent(str(value), width, first, blank)
 
 
@@ -269,7 +269,7 @@ def _write(context: jinja2.runtime.Context, value: Any) -> Any:
     return _meter(context).write(value)
 
 
-def _meter(context: jinja2.runtime.Context) -> Meter:
+def _meter(context: jinja2.runtime.Context) -> UsageMeter:
     assert isinstance(context.environment, MeteredSandbox)
     return context.environment.meter
 
@@ -285,7 +285,7 @@ def _now(form: object) -> str:
 def _range(*bounds: int) -> range:
     numbers = range(*bounds)
     if abs(numbers.start) > 2**60 or len(numbers) > MAX_RANGE:
-        raise Overrun(f"a range in it has {len(numbers)} numbers" if abs(numbers.start) <= 2**60 else
+        raise LimitExceeded(f"a range in it has {len(numbers)} numbers" if abs(numbers.start) <= 2**60 else
                       "a range in it is too large")
     return numbers
 
@@ -293,8 +293,8 @@ def _range(*bounds: int) -> range:
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     if indent is not None and not 0 <= int(indent) <= MAX_INDENT:
-        raise Overrun(f"it indents by {indent}")
+        raise LimitExceeded(f"it indents by {indent}")
     if separators is not None and len("".join(separators)) > MAX_INDENT:
-        raise Overrun("its JSON separators are too long")
+        raise LimitExceeded("its JSON separators are too long")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from quantkit.errors import RecipeError, did_you_mean
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.models.architecture import parse_config
 from quantkit.plugins import registry
 from quantkit.sources.base import ModelSource
@@ -15,7 +15,7 @@ from quantkit.spec import TransformSpec
 from quantkit.transforms.base import Transform
 
 
-def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, Options]]:
+def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
     """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options."""
     table, found = registry("transforms"), []
     for spec in specs:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from pydantic import Field
 
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.methods.grid import find_grid, from_grid, round_to_grid
 from quantkit.methods.hessian import losses
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import Seam, seams
+from quantkit.models.scale_groups import ScaleGroup, scale_groups
 from quantkit.transforms.base import LayerTensors, Transform
 
 ROWS = 512
@@ -25,7 +25,7 @@ ROWS = 512
 GRIDS = ("int", "fp")
 
 
-class AwqOptions(Options):
+class AwqOptions(MethodOptions):
     """Options of ``awq``.
 
     Attributes:
@@ -35,10 +35,10 @@ class AwqOptions(Options):
     steps: int = Field(default=20, ge=1, le=100)
 
 
-def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: Options) -> None:
+def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
     """Scale every seam of a layer whose readers are rounded to a grid, unless nothing improves it."""
     assert isinstance(options, AwqOptions)
-    for seam in seams(config, index):
+    for seam in scale_groups(config, index):
         tried = [name for name in seam.readers if _suits(tensors, name)]
         if tried:
             best = _search(seam, tried, tensors, options.steps)
@@ -52,7 +52,7 @@ def _suits(tensors: LayerTensors, name: str) -> bool:
             and bool((stats.hessian.diagonal() > 0).any()))
 
 
-def _search(seam: Seam, names: list[str], tensors: LayerTensors, steps: int) -> torch.Tensor | None:
+def _search(seam: ScaleGroup, names: list[str], tensors: LayerTensors, steps: int) -> torch.Tensor | None:
     """The best scale ``[channels]``; ``None`` if it is 1 everywhere."""
     weights = [_some(tensors.tensor(f"{name}.weight")) for name in names]
     forms = []

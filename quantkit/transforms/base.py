@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.methods.base import LayerStats, Options
+from quantkit.methods.base import LayerStats, MethodOptions
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import Seam
+from quantkit.models.scale_groups import ScaleGroup
 from quantkit.sources.base import ModelSource
 from quantkit.spec import QuantSpec
 
@@ -52,7 +52,7 @@ class LayerTensors:
         original = self._read(name)
         return self.changed[name].to(original.dtype) if name in self.changed else original
 
-    def scale(self, seam: Seam, by: torch.Tensor) -> None:
+    def scale(self, seam: ScaleGroup, by: torch.Tensor) -> None:
         """Divide what writes a seam's channels, multiply what reads them, tell the statistics.
 
         A norm's weight is rounded to the dtype it is stored in, and the readers take what it was really
@@ -105,7 +105,7 @@ def _scaled(stats: LayerStats, columns: torch.Tensor) -> LayerStats:
         largest=None if largest is None else largest / columns)
 
 
-def _unchanged(source: ModelSource, config: ModelConfig, options: Options) -> ModelSource:
+def _unchanged(source: ModelSource, config: ModelConfig, options: MethodOptions) -> ModelSource:
     return source
 
 
@@ -128,9 +128,9 @@ class Transform:
 
     name: str
     paper: str
-    source: Callable[[ModelSource, ModelConfig, Options], ModelSource] = _unchanged
-    layer: Callable[[ModelConfig, int, LayerTensors, Options], None] | None = None
+    source: Callable[[ModelSource, ModelConfig, MethodOptions], ModelSource] = _unchanged
+    layer: Callable[[ModelConfig, int, LayerTensors, MethodOptions], None] | None = None
     needs: frozenset[str] = frozenset()
-    options: type[Options] = Options
+    options: type[MethodOptions] = MethodOptions
     refuses: Callable[[ModelConfig], str | None] = lambda config: None
     idle: Callable[[QuantSpec], str | None] = lambda spec: None

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.models.architecture import linear_slots
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import Seam, seams
-from quantkit.ops.hadamard import rotate
+from quantkit.models.scale_groups import ScaleGroup, scale_groups
+from quantkit.ops.hadamard import apply_hadamard
 from quantkit.sources.base import ModelSource, TensorInfo
 from quantkit.sources.untied import EMBEDDING, HEAD
-from quantkit.sources.wrapper import Wrapper
+from quantkit.sources.wrapper import SourceWrapper
 from quantkit.transforms.base import Transform
 
 NORM = "model.norm.weight"
@@ -30,8 +30,8 @@ ROWS = 1 << 14
 """Rows in float32 at a time."""
 
 
-class RotateOptions(Options):
-    """Options of ``rotate``.
+class RotateOptions(MethodOptions):
+    """Options of ``apply_hadamard``.
 
     Attributes:
         values: rotate each head's values too.
@@ -40,7 +40,7 @@ class RotateOptions(Options):
     values: bool = True
 
 
-class Rotated(Wrapper):
+class RotatedSource(SourceWrapper):
     """A model whose hidden states are rotated; tensors keep their dtypes. A tied head becomes one of its own,
     since it takes in the last norm and the embedding doesn't.
 
@@ -56,11 +56,11 @@ class Rotated(Wrapper):
         self._dim, self._one = config.head_dim, 0.0 if config.offset_norms else 1.0
         self._norms = {NORM}
         self._read_by: dict[str, str] = {HEAD: NORM}
-        self._values: dict[str, Seam] = {}
+        self._values: dict[str, ScaleGroup] = {}
         self._reads_values: set[str] = set()
         hidden = {f"{slot.name}.weight" for slot in linear_slots(config)}
         for index in range(config.num_layers):
-            for seam in seams(config, index):
+            for seam in scale_groups(config, index):
                 readers = {f"{name}.weight" for name in (*seam.readers, seam.router) if name}
                 if seam.rows is None:
                     self._norms.add(norm := f"{seam.writer}.weight")
@@ -100,8 +100,8 @@ class Rotated(Wrapper):
         """What adds to the hidden states; of o also its columns, which read the heads' values."""
         exact = found.float()
         if name in self._reads_values:
-            exact = rotate(exact.view(exact.shape[0], -1, self._dim)).view(exact.shape)
-        turned = rotate(exact) if exact.dim() == 1 else rotate(exact.T).T  # a bias, or a weight's columns
+            exact = apply_hadamard(exact.view(exact.shape[0], -1, self._dim)).view(exact.shape)
+        turned = apply_hadamard(exact) if exact.dim() == 1 else apply_hadamard(exact.T).T  # a bias, or a weight's columns
         return turned.to(found.dtype).contiguous()
 
     def _with_values(self, found: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Rotated(Wrapper):
         assert rows is not None
         part, made = slice(*rows), found.clone()
         heads = found[part].float().unflatten(0, (-1, self._dim))
-        made[part] = rotate(heads.movedim(1, -1)).movedim(-1, 1).flatten(0, 1).to(found.dtype)
+        made[part] = apply_hadamard(heads.movedim(1, -1)).movedim(-1, 1).flatten(0, 1).to(found.dtype)
         return made
 
 
@@ -117,14 +117,14 @@ def _by_rows(found: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
     made = torch.empty_like(found)
     for start in range(0, found.shape[0], ROWS):
         part = found[start:start + ROWS].float()
-        made[start:start + ROWS] = rotate(part if norm is None else part * norm).to(found.dtype)
+        made[start:start + ROWS] = apply_hadamard(part if norm is None else part * norm).to(found.dtype)
     return made
 
 
-def source(model: ModelSource, config: ModelConfig, options: Options) -> ModelSource:
+def source(model: ModelSource, config: ModelConfig, options: MethodOptions) -> ModelSource:
     """The model, rotated."""
     assert isinstance(options, RotateOptions)
-    return Rotated(model, config, options.values)
+    return RotatedSource(model, config, options.values)
 
 
 def refuses(config: ModelConfig) -> str | None:

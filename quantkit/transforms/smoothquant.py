@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import seams
+from quantkit.models.scale_groups import scale_groups
 from quantkit.transforms.base import LayerTensors, Transform
 
 
-class SmoothOptions(Options):
+class SmoothOptions(MethodOptions):
     """Options of ``smoothquant``.
 
     Attributes:
@@ -29,10 +29,10 @@ class SmoothOptions(Options):
     where: Literal["norms", "all"] = "all"
 
 
-def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: Options) -> None:
+def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
     """Smooth the inputs of all Linears whose inputs will be rounded."""
     assert isinstance(options, SmoothOptions)
-    for seam in seams(config, index):
+    for seam in scale_groups(config, index):
         if seam.rows is not None and options.where == "norms":
             continue
         names = [name for name in seam.readers if (spec := tensors.specs.get(name)) and spec.activations]

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.calibrate import written
 from quantkit.calibrate.finite import NonFiniteError
-from quantkit.calibrate.written import Form, write_windows
+from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -70,7 +70,7 @@ def test_a_base_model_begins_with_bos_or_eos(tmp_path, family, begin):
     model = Model(tmp_path, family, chat=False)
     tokens = model.write()
     assert (tokens[:, 0] == begin).all()
-    assert Form.of(model.tokenizer) == Form(((begin,), model.tokenizer.eos_ids),
+    assert WritingPrompt.of(model.tokenizer) == WritingPrompt(((begin,), model.tokenizer.eos_ids),
                                             (((begin,), model.tokenizer.eos_ids),))
 
 
@@ -102,7 +102,7 @@ def test_the_seed_chooses_and_batches_are_whole(model, monkeypatch):
 def test_a_template_that_hides_what_is_said_is_not_used(tmp_path):
     model = Model(tmp_path)
     model.tokenizer._files = {"chat_template.jinja": b"{{ bos_token }}{{ messages | length }}"}
-    form = Form.of(model.tokenizer)
+    form = WritingPrompt.of(model.tokenizer)
     assert form.first == ((END,), model.tokenizer.eos_ids)
     assert form.fallback.startswith("the model wrote plain text") and "turns begin and end" in form.fallback
 
@@ -110,9 +110,9 @@ def test_a_template_that_hides_what_is_said_is_not_used(tmp_path):
 @pytest.mark.parametrize("template", [b"{{ raise_exception('no such thing') }}", b"{% if %}"])
 def test_a_template_that_fails_is_a_fallback_with_the_reason(tmp_path, template):
     model = Model(tmp_path)
-    assert Form.of(model.tokenizer).fallback is None
+    assert WritingPrompt.of(model.tokenizer).fallback is None
     model.tokenizer = Tokenizer({**model.files, "chat_template.jinja": template}, model.raw)
-    form = Form.of(model.tokenizer)
+    form = WritingPrompt.of(model.tokenizer)
     assert form.first == ((END,), model.tokenizer.eos_ids) and "chat template" in form.fallback
     assert ("no such thing" in form.fallback) == (b"raise" in template)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from quantkit.checkpoint.shards import (
     DTYPES,
-    Stored,
+    StoredTensor,
     shard_chunks,
     shard_names,
     split,
@@ -67,7 +67,7 @@ def test_a_dtype_that_the_format_lacks_is_named():
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 40))
 def test_shards_keep_order_and_stay_below_the_limit(sizes, limit):
-    tensors = [Stored(str(i), "U8", (n,), n, None, 0) for i, n in enumerate(sizes)]
+    tensors = [StoredTensor(str(i), "U8", (n,), n, None, 0) for i, n in enumerate(sizes)]
     shards = split(tensors, limit)
     assert [t for shard in shards for t in shard] == tensors
     assert all(len(s) == 1 or sum(t.nbytes for t in s) <= limit for s in shards if s)

@@ -15,7 +15,7 @@ from quantkit.ops import cpu_linear
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit_kernels import tuned
-from quantkit_kernels.aot import Row
+from quantkit_kernels.aot import AotRow
 from quantkit_kernels.cpu.isa import ALL
 from quantkit_kernels.cpu.kv_codecs import CODECS
 
@@ -188,7 +188,7 @@ def compiled(monkeypatch):
 
 
 def test_kernels_are_compiled_without_a_gpu(cli, cli_json, compiled, tmp_path):
-    good = Row("w4a16 g128", "sm_90", 128, 0, 65536, 128, True, 2.5, ())
+    good = AotRow("w4a16 g128", "sm_90", 128, 0, 65536, 128, True, 2.5, ())
     compiled(good)
     result = cli("bench", "kernels", "--aot", "--out", tmp_path / "aot.json")
     assert result.exit_code == 0 and "1 compiled, 0 with faults" in result.stdout

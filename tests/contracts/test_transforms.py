@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from quantkit.errors import PluginError
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.models.config import ModelConfig
-from quantkit.models.scale_groups import seams
+from quantkit.models.scale_groups import scale_groups
 from quantkit.plugins import registry
 from quantkit.testing import check_transform
 from quantkit.transforms.awq import TRANSFORM as AWQ
 from quantkit.transforms.base import LayerTensors
 from quantkit.transforms.rotate import TRANSFORM as ROTATE
-from quantkit.transforms.rotate import Rotated
+from quantkit.transforms.rotate import RotatedSource
 
 
 @pytest.mark.parametrize("name", sorted(registry("transforms")))
@@ -24,21 +24,21 @@ def test_registered_transforms(name: str) -> None:
     check_transform(transform)
 
 
-def one_sided(config: ModelConfig, index: int, tensors: LayerTensors, options: Options) -> None:
-    name = f"{next(seams(config, index)).readers[0]}.weight"
+def one_sided(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
+    name = f"{next(scale_groups(config, index)).readers[0]}.weight"
     tensors.changed[name] = tensors.tensor(name) * 2
 
 
-def random(config: ModelConfig, index: int, tensors: LayerTensors, options: Options) -> None:
-    tensors.scale(next(seams(config, index)), 1 + torch.rand(config.hidden_size))
+def random(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
+    tensors.scale(next(scale_groups(config, index)), 1 + torch.rand(config.hidden_size))
 
 
-def careless(config: ModelConfig, index: int, tensors: LayerTensors, options: Options) -> None:
+def careless(config: ModelConfig, index: int, tensors: LayerTensors, options: MethodOptions) -> None:
     name = f"model.layers.{index}.input_layernorm.weight"
     tensors.changed[name] = tensors.tensor(name).bfloat16()
 
 
-class Tied(Rotated):
+class Tied(RotatedSource):
     def config(self):
         return self._source.config()
 

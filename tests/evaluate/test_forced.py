@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.evaluate.forced import Forced, split_settings
+from quantkit.evaluate.forced import TeacherForcedModel, split_settings
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
@@ -21,7 +21,7 @@ def exact(tmp_path):
                                 "tova(30, interval=100)+int4"])
 def test_chunks_equal_one_token_at_a_time(exact, kv):
     window = torch.randint(4, 300, (150,), generator=torch.Generator().manual_seed(1))
-    forced = Forced(exact, parse_kv(kv), 60)
+    forced = TeacherForcedModel(exact, parse_kv(kv), 60)
     got = forced.logits(window)
     cache = KVCache(exact.config, parse_kv(kv), exact.dtype)
     row, alone = cache.add(), []
@@ -36,7 +36,7 @@ def test_chunks_equal_one_token_at_a_time(exact, kv):
 
 def test_without_compression_it_is_the_plain_model(exact):
     window = torch.randint(4, 300, (90,), generator=torch.Generator().manual_seed(2))
-    got = Forced(exact, parse_kv("none"), 40).logits(window)
+    got = TeacherForcedModel(exact, parse_kv("none"), 40).logits(window)
     assert (got - exact.model(window[None])[0, 40:]).abs().max() < 1e-4
 
 

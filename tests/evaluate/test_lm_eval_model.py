@@ -8,8 +8,8 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate import lm_eval_model as module
-from quantkit.evaluate.lm_eval_model import Adapter, lm_eval_model, rolling, sampling_of
-from quantkit.evaluate.scoring import Request, Scorer
+from quantkit.evaluate.lm_eval_model import LmEvalAdapter, lm_eval_model, rolling, sampling_of
+from quantkit.evaluate.scoring import Scorer, ScoringRequest
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime.generate import generate
@@ -55,39 +55,39 @@ def test_it_is_an_lm(loaded):
 
 
 def test_special_tokens(loaded, qwen):
-    adapter = Adapter(loaded)
+    adapter = LmEvalAdapter(loaded)
     assert (adapter.prefix_token_id, adapter.eot_token_id) == (1, 3)
     assert adapter.tok_encode("the")[0] == 1 and adapter.tok_encode("the", add_special_tokens=False)[0] != 1
     assert adapter.tok_encode("<s>the") == adapter.tok_encode("the")
-    assert Adapter(qwen).prefix_token_id == Adapter(qwen).eot_token_id == 3
+    assert LmEvalAdapter(qwen).prefix_token_id == LmEvalAdapter(qwen).eot_token_id == 3
     qwen = SimpleNamespace(**vars(qwen) | {"tokenizer": SimpleNamespace(eos_id=None, bos_id=None)})
     with pytest.raises(UsageError, match="no end-of-sequence"):
-        _ = Adapter.eot_token_id.fget(SimpleNamespace(loaded=qwen))
+        _ = LmEvalAdapter.eot_token_id.fget(SimpleNamespace(loaded=qwen))
 
 
 def test_pairs_are_cut_where_the_context_ends(loaded, qwen):
     for model in (loaded, qwen):
-        adapter = Adapter(model)
+        adapter = LmEvalAdapter(model)
         decode = model.tokenizer.decode
         for context, answer in (("the cat", " sat"), ("the cat ", "sat"), ("a\n \n", "x"), ("one two", "")):
             pair = adapter.encode_pair(context, answer)
             assert pair.context == tuple(adapter.tok_encode(context.rstrip()))
             assert decode(pair.continuation) == context[len(context.rstrip()):] + answer
         ids = adapter.tok_encode("word", add_special_tokens=False)
-        assert adapter.encode_pair("", "word") == Request((adapter.prefix_token_id,), tuple(ids))
+        assert adapter.encode_pair("", "word") == ScoringRequest((adapter.prefix_token_id,), tuple(ids))
         assert decode(adapter.encode_pair("  ", "word").continuation) == "  word"
-    assert Adapter(loaded).encode_pair("", "<s>word") == Adapter(loaded).encode_pair("", "word")
+    assert LmEvalAdapter(loaded).encode_pair("", "<s>word") == LmEvalAdapter(loaded).encode_pair("", "word")
 
 
 def test_an_answer_without_a_token_of_its_own(loaded):
     # "i" and "n" are one token
     with pytest.raises(UsageError, match="no token of its own"):
-        Adapter(loaded).loglikelihood(asks(("the ca i", "n")))
+        LmEvalAdapter(loaded).loglikelihood(asks(("the ca i", "n")))
 
 
 def test_the_scorer_is_given_the_pairs(loaded):
     for kv in ("none", "int8"):
-        adapter = Adapter(loaded, kv=parse_kv(kv), batch=2)
+        adapter = LmEvalAdapter(loaded, kv=parse_kv(kv), batch=2)
         pairs = [("the cat", " sat"), ("", "on the"), ("it is ", "so")]
         expected = Scorer(loaded, parse_kv(kv)).score([adapter.encode_pair(*pair) for pair in pairs])
         found = adapter.loglikelihood(asks(*pairs))
@@ -97,8 +97,8 @@ def test_the_scorer_is_given_the_pairs(loaded):
 def test_it_runs_as_the_checkpoint_says(tmp_path):
     quantize(str(tiny_model(tmp_path / "tiny")), "int8-kv8", tmp_path / "OUT")
     model = load(str(tmp_path / "OUT"))
-    assert Adapter(model).kv == parse_kv("int8") == Adapter(model).scorer.kv
-    assert Adapter(model, kv=parse_kv("none")).kv == parse_kv("none")
+    assert LmEvalAdapter(model).kv == parse_kv("int8") == LmEvalAdapter(model).scorer.kv
+    assert LmEvalAdapter(model, kv=parse_kv("none")).kv == parse_kv("none")
 
 
 def test_rolling_scores_each_token_once():
@@ -126,7 +126,7 @@ def test_rolling_as_lm_eval_cuts():
 
 def test_rolling_likelihoods(loaded):
     told = []
-    adapter = Adapter(loaded, progress=told.append)
+    adapter = LmEvalAdapter(loaded, progress=told.append)
     text = "the cat and the dog " * 80
     found = adapter.loglikelihood_rolling(asks((text,), ("on it",)))
     short = adapter.loglikelihood(asks(("<s>", "on it")))  # what stands before it is BOS
@@ -140,7 +140,7 @@ def test_rolling_likelihoods(loaded):
 
 def test_generation(loaded):
     told = []
-    adapter = Adapter(loaded, progress=told.append, batch=2)
+    adapter = LmEvalAdapter(loaded, progress=told.append, batch=2)
     contexts = ["the cat", "a", "it is in the", ""]
     found = adapter.generate_until(asks(*((context, {"max_gen_toks": 12}) for context in contexts)))
     prompts = [adapter.tok_encode(context) for context in contexts]
@@ -155,14 +155,14 @@ def test_generation(loaded):
 def test_generation_through_a_compressed_cache(loaded):
     kv = parse_kv("window(4, sinks=0)")
     asked = asks(("the cat and the dog and the man", {"max_gen_toks": 16}))
-    (found,) = Adapter(loaded, kv=kv).generate_until(asked)
+    (found,) = LmEvalAdapter(loaded, kv=kv).generate_until(asked)
     assert found == generate(loaded, [loaded.tokenizer.encode(asked[0].args[0])], Sampling(max_tokens=16),
                              kv=kv)[0].text
-    assert found != Adapter(loaded).generate_until(asked)[0]
+    assert found != LmEvalAdapter(loaded).generate_until(asked)[0]
 
 
 def test_long_prompts_lose_their_beginning(loaded):
-    adapter = Adapter(loaded)
+    adapter = LmEvalAdapter(loaded)
     text = "the cat and the dog " * 80
     with pytest.warns(UserWarning, match="1 of 1 contexts"):
         (found,) = adapter.generate_until(asks((text, {"max_gen_toks": 8})))
@@ -192,7 +192,7 @@ def test_settings_that_cannot_be(options):
 
 
 def test_chat(loaded):
-    adapter = Adapter(loaded)
+    adapter = LmEvalAdapter(loaded)
     text = adapter.apply_chat_template(CHAT)
     assert text == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert adapter.tok_encode(text) == loaded.tokenizer.chat(CHAT)

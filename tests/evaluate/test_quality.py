@@ -11,7 +11,7 @@ from quantkit.evaluate import quality
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
 from quantkit.ops.cpu_linear import pack_plain
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -71,7 +71,7 @@ def plain(loaded):
 
 def perturbed(loaded, by):
     other = copy.copy(loaded)
-    other.model = FusedModel(copy.deepcopy(loaded.model._model))
+    other.model = CpuModel(copy.deepcopy(loaded.model._model))
     random = torch.Generator().manual_seed(0)
     for linear in other.model.linears().values():
         noise = torch.randn(linear.shape, generator=random) * by

@@ -7,16 +7,16 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.metrics import Interval
-from quantkit.evaluate.run import Settings, evaluate, per_word
+from quantkit.evaluate.run import EvalSettings, evaluate, per_word
 from quantkit.testing import tiny_model
 
 KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
         "prefill_tok_s", "decode_tok_s"}
-QUALITY = Settings(window=32, windows=4, speed=False)
+QUALITY = EvalSettings(window=32, windows=4, speed=False)
 
 
 def test_rows_have_the_promised_keys_and_sensible_values(tiny, int8, int4):
-    settings = Settings(window=32, windows=4, prefill=40, decode=3, repeats=2, noise_floor=True)
+    settings = EvalSettings(window=32, windows=4, prefill=40, decode=3, repeats=2, noise_floor=True)
     events = []
     result = evaluate([str(tiny), str(int8), str(int4)], settings, events.append)
     found = json.loads(json.dumps(result.to_dict(), allow_nan=False))
@@ -48,7 +48,7 @@ def test_quality_is_the_same_twice_and_speed_can_be_left_out(tiny, int4):
 
 def test_the_text_decides_the_fingerprint(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("the other text " * 200)
-    mine = evaluate([str(tiny)], Settings(text=str(tmp_path / "a.txt"), window=32, windows=4, speed=False))
+    mine = evaluate([str(tiny)], EvalSettings(text=str(tmp_path / "a.txt"), window=32, windows=4, speed=False))
     assert mine.protocol.text == "a.txt"
     assert mine.protocol.fingerprint != evaluate([str(tiny)], QUALITY).protocol.fingerprint
 
@@ -57,7 +57,7 @@ def test_the_text_decides_the_fingerprint(tiny, tmp_path):
                                  {"repeats": 0}])
 def test_settings_that_make_no_sense(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):
-        Settings(**bad)
+        EvalSettings(**bad)
 
 
 def test_models_that_cannot_be_compared(tiny, tmp_path):
@@ -78,7 +78,7 @@ def test_models_that_cannot_be_compared(tiny, tmp_path):
 def test_a_speed_test_longer_than_the_context_is_refused_before_any_work(tiny):
     events = []
     with pytest.raises(UsageError) as caught:
-        evaluate([str(tiny)], Settings(window=32, windows=2, prefill=500, decode=20), events.append)
+        evaluate([str(tiny)], EvalSettings(window=32, windows=2, prefill=500, decode=20), events.append)
     assert "--prefill" in caught.value.next and not events
 
 

@@ -11,10 +11,10 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate import scoring
 from quantkit.evaluate.feed import prefill
-from quantkit.evaluate.scoring import Request, Scorer
+from quantkit.evaluate.scoring import Scorer, ScoringRequest
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -34,10 +34,10 @@ def some_requests(count=12, seed=0):
     def ids(most):
         return tuple(draw.randrange(4, 300) for _ in range(draw.randint(1, most)))
 
-    found = [Request(ids(60), ids(9)) for _ in range(count)]
+    found = [ScoringRequest(ids(60), ids(9)) for _ in range(count)]
     context = ids(40)
     # a question with several answers, some of one token, one the beginning of another
-    return [*found, *(Request(context, answer) for answer in ((5,), (6,), (7, 8), (7, 9), (7, 8, 9)))]
+    return [*found, *(ScoringRequest(context, answer) for answer in ((5,), (6,), (7, 8), (7, 9), (7, 8, 9)))]
 
 
 @torch.inference_mode()
@@ -56,7 +56,7 @@ def greedy_request(loaded, context):
     with torch.inference_mode():
         for _ in range(3):
             ids.append(int(loaded.model(torch.tensor([ids]))[0, -1].argmax()))
-    return Request(context, tuple(ids[len(context):]))
+    return ScoringRequest(context, tuple(ids[len(context):]))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
@@ -73,7 +73,7 @@ def test_requests_that_differ_in_the_last_token_share_a_pass(exact, monkeypatch)
     scorer = Scorer(exact)
     plain = scorer._hidden
     monkeypatch.setattr(scorer, "_hidden", lambda inputs: seen.extend(inputs) or plain(inputs))
-    requests = [Request((5, 6, 7), (token,)) for token in range(10, 20)] + [Request((5, 6), (7, 11))]
+    requests = [ScoringRequest((5, 6, 7), (token,)) for token in range(10, 20)] + [ScoringRequest((5, 6), (7, 11))]
     found = scorer.score(requests)
     assert seen == [(5, 6, 7)]
     for request, got in zip(requests, found, strict=True):
@@ -97,12 +97,12 @@ def test_a_pass_stays_bounded(exact, monkeypatch):
 
 def test_a_context_that_is_too_long_loses_its_beginning(exact):
     ids = tuple(4 + i % 290 for i in range(600))
-    long, short = Request(ids, (7, 8)), Request((5, 6), (7,))
+    long, short = ScoringRequest(ids, (7, 8)), ScoringRequest((5, 6), (7,))
     for kv in ("none", "bf16"):
         with pytest.warns(UserWarning, match="1 of 2 requests are longer than the 512 tokens"):
             found = Scorer(exact, parse_kv(kv)).score([long, short])
         # 513 tokens: the last is predicted and never read
-        kept = Request(ids[-511:], (7, 8))
+        kept = ScoringRequest(ids[-511:], (7, 8))
         assert found[0].logprob == pytest.approx(alone(exact, kept)[0], abs=1e-4 if kv == "none" else 0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -111,8 +111,8 @@ def test_a_context_that_is_too_long_loses_its_beginning(exact):
 
 def test_what_cannot_be_scored(exact):
     with pytest.raises(UsageError, match="513 tokens"):
-        Scorer(exact).score([Request((5,), (6,) * 513)])
-    for request in (Request((), (5,)), Request((5,), ())):
+        Scorer(exact).score([ScoringRequest((5,), (6,) * 513)])
+    for request in (ScoringRequest((), (5,)), ScoringRequest((5,), ())):
         with pytest.raises(UsageError, match="empty"):
             Scorer(exact).score([request])
     with pytest.raises(UsageError, match="batch"):
@@ -125,9 +125,9 @@ def test_a_broken_model_is_an_error(exact, kv):
     model = copy.copy(exact.model._model)
     model.norm = copy.copy(model.norm)
     model.norm.weight = torch.full_like(model.norm.weight, torch.nan)
-    broken = dataclasses.replace(exact, model=FusedModel(model))
+    broken = dataclasses.replace(exact, model=CpuModel(model))
     with pytest.raises(QuantkitError, match="not finite"):
-        Scorer(broken, parse_kv(kv)).score([Request((5, 6), (7,))])
+        Scorer(broken, parse_kv(kv)).score([ScoringRequest((5, 6), (7,))])
 
 
 @torch.inference_mode()
@@ -154,11 +154,11 @@ def test_through_a_cache_it_is_what_decoding_reads(exact, kv):
     long = tuple(draw.randrange(4, 300) for _ in range(150))
     # bf16 pages in a float32 model: a single query attends in bf16, several in float32
     bound = 0.1 if kv == "bf16" else 2e-4
-    requests = [*some_requests(4), Request(long[:70], long[70:]), Request(long[:70], long[70:90]),
-                Request(long[:70], (9,))]
+    requests = [*some_requests(4), ScoringRequest(long[:70], long[70:]), ScoringRequest(long[:70], long[70:90]),
+                ScoringRequest(long[:70], (9,))]
     # and what the model itself writes after that context
-    _, _, likeliest = decoded(exact, kv, Request(long[:70], ()))
-    requests.append(Request(long[:70], likeliest))
+    _, _, likeliest = decoded(exact, kv, ScoringRequest(long[:70], ()))
+    requests.append(ScoringRequest(long[:70], likeliest))
     for request, found in zip(requests, Scorer(exact, parse_kv(kv)).score(requests), strict=True):
         logprob, greedy, _ = decoded(exact, kv, request)
         assert found.logprob == pytest.approx(logprob, abs=bound) and found.greedy == greedy
@@ -167,7 +167,7 @@ def test_through_a_cache_it_is_what_decoding_reads(exact, kv):
 
 def test_compression_is_really_there(exact):
     request = some_requests(1)[0]
-    request = Request(tuple(range(4, 124)), request.continuation)
+    request = ScoringRequest(tuple(range(4, 124)), request.continuation)
     plain = Scorer(exact).score([request])[0].logprob
     assert abs(Scorer(exact, parse_kv("bf16")).score([request])[0].logprob - plain) < 0.2
     assert abs(Scorer(exact, parse_kv("window(8)")).score([request])[0].logprob - plain) > 0.2
@@ -184,5 +184,5 @@ def test_a_context_is_read_once(exact, monkeypatch):
     scorer, read = Scorer(exact, parse_kv("int8")), []
     monkeypatch.setattr(scoring, "prefill",
                         lambda loaded, cache, row, ids: read.append(ids) or prefill(loaded, cache, row, ids))
-    scorer.score([Request((5, 6, 7), (token, 9)) for token in range(10, 50)] + [Request((5, 6), (4,))])
+    scorer.score([ScoringRequest((5, 6, 7), (token, 9)) for token in range(10, 50)] + [ScoringRequest((5, 6), (4,))])
     assert read == [(5, 6, 7), (5, 6)]

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import RecipeError, UsageError
 from quantkit.fit.candidates import candidates
-from quantkit.fit.combinations import Asked, combine, front
+from quantkit.fit.combinations import Requirements, combine, front
 from quantkit.recipe import list_recipes
 from quantkit.testing import tiny_model
 
@@ -30,7 +30,7 @@ def test_every_recipe_and_every_measured_codec_is_there(big):
 
 @pytest.mark.parametrize("memory", [5, 6, 8, 10, 12, 15, 18, 20, 25])
 def test_the_least_expected_loss_of_what_fits_is_chosen(big, memory):
-    found = combine(big, Asked(8192, 4, memory * 10**9))
+    found = combine(big, Requirements(8192, 4, memory * 10**9))
     fitting = [one for one in found if one.total <= memory * 10**9]
     assert [one.left >= 0 for one in found] == [one in fitting for one in found]
     if not fitting:
@@ -42,13 +42,13 @@ def test_the_least_expected_loss_of_what_fits_is_chosen(big, memory):
 
 
 def test_more_memory_never_costs_quality(big):
-    best = [next(one.kl for one in combine(big, Asked(4096, 4, size * 10**9)) if one.left >= 0)
+    best = [next(one.kl for one in combine(big, Requirements(4096, 4, size * 10**9)) if one.left >= 0)
             for size in (6, 7, 9, 11, 14, 20, 40)]
     assert best == sorted(best, reverse=True) and best[-1] == 0
 
 
 def test_the_sum_is_of_its_parts(big):
-    for one in combine(big, Asked(2048, 3, 10**10))[::17]:
+    for one in combine(big, Requirements(2048, 3, 10**10))[::17]:
         said = one.to_dict()
         assert said["total_bytes"] == said["weight_bytes"] + said["kv_bytes"] + said["kv_spare_bytes"] + sum(
             said["other_bytes"].values())
@@ -58,30 +58,30 @@ def test_the_sum_is_of_its_parts(big):
 
 
 def test_what_was_never_measured_comes_last(big):
-    ranked = combine(big, Asked(2048, 1, 10**11))
+    ranked = combine(big, Requirements(2048, 1, 10**11))
     unknown = [one.kl is None for one in ranked]
     assert unknown == sorted(unknown) and any(unknown)
     (windowed,) = combine(candidates("synthetic:llama-8b", settings=["window(512)"], recipes=["int8"]).pairs,
-                          Asked(2048, 1, 10**11))
+                          Requirements(2048, 1, 10**11))
     assert windowed.kl is None and windowed.weights_kl is not None
 
 
 @pytest.mark.parametrize("kv", ["none", "int4", "window(200)"])
 def test_room_is_all_there_is(tiny, kv):
     pairs = candidates(str(tiny), settings=[kv], recipes=["int8"]).pairs
-    (one,) = combine(pairs, Asked(300, 7, 512 * 10**6))
+    (one,) = combine(pairs, Requirements(300, 7, 512 * 10**6))
     sequences, longest = one.most_sequences(), one.most_context()
     assert one.at(concurrency=sequences).left >= 0 > one.at(concurrency=sequences + 1).left
     assert longest == 512, "the model's own limit"
-    (tight,) = combine(pairs, Asked(300, 7, one.total + 1000))
+    (tight,) = combine(pairs, Requirements(300, 7, one.total + 1000))
     assert 300 <= tight.most_context() < 512
     assert tight.at(context=tight.most_context()).left >= 0 > tight.at(context=tight.most_context() + 1).left
-    (none,) = combine(pairs, Asked(300, 7, 10**6))
+    (none,) = combine(pairs, Requirements(300, 7, 10**6))
     assert none.most_sequences() == none.most_context() == 0
 
 
 def test_the_front_needs_less_for_every_loss_more(big):
-    ranked = combine(big, Asked(8192, 4, 10**10))
+    ranked = combine(big, Requirements(8192, 4, 10**10))
     kept = front(ranked)
     assert kept[0] is ranked[0]
     for one, other in itertools.pairwise(kept):
@@ -104,7 +104,7 @@ def test_what_does_not_fit_the_model_is_left_out_with_its_reason(tmp_path):
     assert {str(kv) for _, kv in there.pairs} == {"none", "int8", "fp8"}
     assert "16" in there.left_out["int4"]
     with pytest.raises(UsageError, match="head dimension"):
-        combine(candidates(small, settings=["int4"], recipes=["int8"]).pairs, Asked(100, 1, 10**9))
+        combine(candidates(small, settings=["int4"], recipes=["int8"]).pairs, Requirements(100, 1, 10**9))
 
 
 def test_what_is_named_must_exist_and_say_what_it_makes(tiny):
@@ -115,9 +115,9 @@ def test_what_is_named_must_exist_and_say_what_it_makes(tiny):
     with pytest.raises(UsageError, match="no KV policy or codec"):
         candidates(str(tiny), settings=["int9"])
     with pytest.raises(UsageError, match="the model was made for 512"):
-        combine(candidates(str(tiny), recipes=["none"]).pairs, Asked(513, 1, 10**9))
+        combine(candidates(str(tiny), recipes=["none"]).pairs, Requirements(513, 1, 10**9))
 
 
 def test_half_of_a_sequence_is_its_prompt_unless_said():
-    assert Asked(100, 1, 1).prompt_tokens == 50 and Asked(1, 1, 1).prompt_tokens == 1
-    assert Asked(100, 1, 1, 70).prompt_tokens == 70 and Asked(60, 1, 1, 70).prompt_tokens == 60
+    assert Requirements(100, 1, 1).prompt_tokens == 50 and Requirements(1, 1, 1).prompt_tokens == 1
+    assert Requirements(100, 1, 1, 70).prompt_tokens == 70 and Requirements(60, 1, 1, 70).prompt_tokens == 60

@@ -11,11 +11,11 @@ from quantkit.checkpoint.open import open_checkpoint
 from quantkit.fit.scratch import scratch_bytes
 from quantkit.fit.weights import by_recipe, kept, of_checkpoint
 from quantkit.kv.footprint import footprint
-from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.cpu_linear import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.quantize import quantize
 from quantkit.runtime.cpu.buffers import MOST_ROWS
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.sources.base import open_source
 from quantkit.spec import KVSpec
@@ -48,7 +48,7 @@ def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_pa
     counted = by_recipe(name, open_source(str(source)))
     result = quantize(str(source), name, tmp_path / "out")
     loaded = load(str(tmp_path / "out"))
-    assert isinstance(loaded.model, FusedModel) and counted.unfused is None
+    assert isinstance(loaded.model, CpuModel) and counted.unfused is None
     assert counted.file_bytes == result.plan.disk_bytes
     small = counted.bytes - held_by(loaded.model)  # norms
     assert 0 < small < 4096 and small == sum(
@@ -83,7 +83,7 @@ def test_a_model_that_is_no_program_holds_packed_weights_alone(tmp_path):
     loaded = load(str(tmp_path / "out"))
     loaded.model.hidden(torch.tensor([[5, 6, 7]]))
     for one in loaded.model.linears().values():
-        assert isinstance(one.weight, Packed)
+        assert isinstance(one.weight, CpuWeight)
         (counting,) = [held for held in counted.layers if held.name == one.name]
         assert counting.bytes == one.weight.nbytes
 

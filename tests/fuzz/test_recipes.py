@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.budget.amount import parse_budget, parse_bytes
 from quantkit.errors import UsageError
-from quantkit.kv.build import build_codings, build_policy
+from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kvspec import parse_kv
 from quantkit.patterns import compiled
 from quantkit.planning.plan import candidate_rows, make_plan, with_own_head
@@ -69,7 +69,7 @@ def test_kv_settings(fuzz):
     def parse(text):
         spec = parse_kv(text)
         build_policy(spec)
-        build_codings(spec)
+        build_kv_codecs(spec)
         assert parse_kv(str(spec)) == spec
 
     fuzz(parse, KV, edited)

@@ -8,23 +8,23 @@ import math
 import torch
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.codecs.fp8 import Floats
-from quantkit.kv.codecs.int8 import Integers
-from quantkit.kv.codecs.kivi import Grid
-from quantkit.kv.codecs.plain import Vectors
-from quantkit.kv.codecs.rotation import Turned
-from quantkit_kernels.triton.cache import Coding, Pages, Side, Step, Tables
+from quantkit.kv.codecs.fp8 import Float8Vectors
+from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.kivi import GroupedGrid
+from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.rotation import HadamardVectors
+from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, SideLayout, StepTokens
 
-KINDS = {"plain": lambda bits, keys: Vectors(None), "int8": lambda bits, keys: Integers(),
-         "fp8": lambda bits, keys: Floats(), "channel": lambda bits, keys: Grid(bits, True),
-         "token": lambda bits, keys: Grid(bits, False), "turned": lambda bits, keys: Turned(bits, keys)}
+KINDS = {"plain": lambda bits, keys: PlainVectors(None), "int8": lambda bits, keys: Int8Vectors(),
+         "fp8": lambda bits, keys: Float8Vectors(), "channel": lambda bits, keys: GroupedGrid(bits, True),
+         "token": lambda bits, keys: GroupedGrid(bits, False), "turned": lambda bits, keys: HadamardVectors(bits, keys)}
 
 
 def parsed(name, keys):
     """``channel4`` and the like."""
     kind = name.rstrip("234") if name[0] in "ct" else name
     bits = int(name[len(kind):] or {"plain": 16}.get(kind, 8))
-    return KINDS[kind](bits, keys), Coding(kind, bits, kind == "turned" and keys)
+    return KINDS[kind](bits, keys), SideLayout(kind, bits, kind == "turned" and keys)
 
 
 class _Side:
@@ -144,16 +144,16 @@ class PagedCache:
                     wat[page, :stop - start] = places[start:stop]
                     for one, side in zip(x, (coded, other)):
                         side.wait(page, one[start:stop])
-        self.pages = Pages(coded.side(), other.side(), at.to(device) if placed else None,
+        self.pages = LayerPages(coded.side(), other.side(), at.to(device) if placed else None,
                            wat.to(device) if placed and self.waits else None)
         self.seen = seen
-        self.tables = Tables(table.to(device), before.to(device), seen.to(device),
+        self.tables = SequenceTables(table.to(device), before.to(device), seen.to(device),
                              wtable.to(device) if self.waits else None,
                              starts.to(device) if self.waits else None, self.recent, self.first)
         rows = [(s, p) for s in range(r) for p in range(counts[s])]
         self.rows = rows
         whose = torch.tensor(rows, dtype=torch.int32).view(-1, 2)
-        self.step = Step(whose.to(device), int(self.lengths.max()))
+        self.step = StepTokens(whose.to(device), int(self.lengths.max()))
 
     def border(self, n):
         return max(self.first, (n - self.recent) & -PAGE)

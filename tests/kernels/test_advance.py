@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit_kernels.triton.advance import advance
-from quantkit_kernels.triton.cache import Step, Tables
+from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 
 
 def test_a_step_is_counted(on):
@@ -14,8 +14,8 @@ def test_a_step_is_counted(on):
     seen = torch.tensor([5, 6, 7, 8], dtype=torch.int32, device=on[0])
     rows = torch.tensor([[2, 0], [-1, 0], [0, 0]], dtype=torch.int32, device=on[0])
     before = lengths.clone()
-    advance(Tables(lengths, lengths, seen), Step(rows, 9))
+    advance(SequenceTables(lengths, lengths, seen), StepTokens(rows, 9))
     more = torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=on[0])
     assert torch.equal(lengths, before + more[:, None, None]) and seen.tolist() == [6, 6, 8, 8]
     with pytest.raises(ValueError, match="contiguous"):
-        advance(Tables(lengths, lengths.transpose(1, 2), seen), Step(rows, 9))
+        advance(SequenceTables(lengths, lengths.transpose(1, 2), seen), StepTokens(rows, 9))

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit_kernels.triton.attention_weights import attention_weights
-from quantkit_kernels.triton.cache import Step, Tables
-from quantkit_kernels.triton.decode_attention import PIECE, Pieces, decode_attention
+from quantkit_kernels.triton.cache import SequenceTables, StepTokens
+from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, decode_attention
 
 # fixtures here hold no state that one example could leave to the next; a failure is the same everywhere
 DRAWN = settings(max_examples=10, derandomize=True,
@@ -70,7 +70,7 @@ def test_what_a_decode_step_left(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[PIECE * 64 + 9, 90]], [1], 32, on)
     q = randn(1, 4, 32, seed=5, on=on)
     given = (q, cache.pages, cache.tables, cache.step, cache.layer)
-    pieces = Pieces.of(q, 2, cache.step.longest)
+    pieces = SplitResults.of(q, 2, cache.step.longest)
     decode_attention(*given, scale=0.1, pieces=pieces)
     got = attention_weights(*given, scale=0.1, pieces=pieces)
     assert torch.equal(got, attention_weights(*given, scale=0.1))
@@ -83,13 +83,13 @@ def test_queries_of_an_earlier_step(on, randn, paged_cache):
     q, tables = randn(4, 4, 32, seed=5, on=on), cache.tables
     how = {"scale": 0.1, "window": 50}
     want = attention_weights(q, cache.pages, tables, cache.step, cache.layer, **how)
-    after = Tables(tables.pages, tables.lengths + 4, tables.seen + 4)
-    step = Step(cache.step.rows - torch.tensor([0, 4], dtype=torch.int32, device=on[0]), 90)
+    after = SequenceTables(tables.pages, tables.lengths + 4, tables.seen + 4)
+    step = StepTokens(cache.step.rows - torch.tensor([0, 4], dtype=torch.int32, device=on[0]), 90)
     assert torch.equal(attention_weights(q, cache.pages, after, step, cache.layer, **how), want)
 
 
 def test_nobody_gets_zeros(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[9, 9]], [1], 32, on)
-    step = Step(torch.tensor([[-1, 0]], dtype=torch.int32, device=on[0]), 9)
+    step = StepTokens(torch.tensor([[-1, 0]], dtype=torch.int32, device=on[0]), 9)
     got = attention_weights(randn(1, 4, 32, on=on), cache.pages, cache.tables, step, cache.layer, scale=1.0)
     assert got.shape == (1, 2, 9) and (got == 0).all()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from quantkit_kernels import bench
-from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, Shapes, cases
-from quantkit_kernels.bench_peers import PEERS, Peer, Peers, Weight
+from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, ModelShapes, cases
+from quantkit_kernels.bench_peers import PEERS, PeerKernel, Peers, PeerWeight
 
-TINY = Shapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32, flush=40000)
+TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32, flush=40000)
 
 
 ABOUT = {"gpu": "none", "date": "2030-01-01T00", "torch": "2", "triton": "3", "copy_bytes_per_second": 1e12}
@@ -69,7 +69,7 @@ def test_a_wrong_or_failing_kernel_is_said_and_the_others_go_on(small, tmp_path,
 
     every = [replace(first, ours=lambda at: first.ours(at) * 1.1), replace(second, ours=fails), third]
     file = tmp_path / "found.json"
-    rows = bench.bench(every, fixed(1e-6), 1e12, 3, bench.Report(ABOUT, file, tmp_path / "found.md"))
+    rows = bench.bench(every, fixed(1e-6), 1e12, 3, bench.BenchReport(ABOUT, file, tmp_path / "found.md"))
     assert [row.fault is None for row in rows] == [False, False, True]
     assert "differs from torch's by 0.1" in rows[0].fault and rows[1].fault == "RuntimeError: out of memory"
     text = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_a_case_that_cannot_be_made_ends_it_with_a_fault(small):
         yield next(case for case in small() if case.kernel == "rms_norm add")
         raise torch.OutOfMemoryError("no memory")
 
-    rows = bench.bench(every(), fixed(1), 1, 1, bench.Report(ABOUT))
+    rows = bench.bench(every(), fixed(1), 1, 1, bench.BenchReport(ABOUT))
     assert [row.fault for row in rows] == [None, "not measured: OutOfMemoryError: no memory"]
     assert rows[0].of_copy is None and "cached" in bench.line(rows[0])
 
@@ -112,7 +112,7 @@ def test_each_row_is_kept_as_soon_as_it_is_measured(small, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench.bench(stopped(), fixed(1), 1, 1, bench.Report(ABOUT, file))
+        bench.bench(stopped(), fixed(1), 1, 1, bench.BenchReport(ABOUT, file))
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
@@ -124,7 +124,7 @@ def test_the_most_important_rows_are_first(on):
 
 
 def test_it_stops_in_time(small, tmp_path, capsys):
-    report = bench.Report(ABOUT, tmp_path / "found.json")
+    report = bench.BenchReport(ABOUT, tmp_path / "found.json")
     assert bench.bench(small(), fixed(1), 1, 1, report, deadline=0) == []
     assert "out of time: w16a16 o m1" in json.loads(report.file.read_text())["notes"][0]
 
@@ -133,15 +133,15 @@ def peers_of(on, weight=None, **change):
     """One that is there, and whose weights are torch's; one that isn't."""
     def dense(n, k, device, dtype):
         made = torch.randn(n, k, device=device, dtype=dtype)
-        return Weight(made.clone, made, 4000, torch.nn.functional.linear)
+        return PeerWeight(made.clone, made, 4000, torch.nn.functional.linear)
 
-    there = Peer("there", "w8a16", (1, 20), "torch", weight or dense)
-    return Peers(TINY, *on, (replace(there, **change), Peer("gone", "w8a16", (1,), "no_such_module", dense)))
+    there = PeerKernel("there", "w8a16", (1, 20), "torch", weight or dense)
+    return Peers(TINY, *on, (replace(there, **change), PeerKernel("gone", "w8a16", (1,), "no_such_module", dense)))
 
 
 def test_peers_take_turns_too(small, on, tmp_path):
     peers = peers_of(on)
-    report = bench.Report(ABOUT, tmp_path / "found.json", tmp_path / "found.md", peers)
+    report = bench.BenchReport(ABOUT, tmp_path / "found.json", tmp_path / "found.md", peers)
     rows = bench.bench((case for case in small() if case.kernel == "w8a16"), fixed(1e-6), 1e12, 3, report)
     assert {row.shape: set(row.peers) for row in rows} == {
         "o m1": {"there"}, "o m20": {"there"}, "o m65": set(), "head m1": {"there"}, "head m20": {"there"}}
@@ -156,7 +156,7 @@ def test_a_peer_that_fails_is_no_fault(small, on):
 
     def wrong(n, k, device, dtype):
         made = torch.randn(n, k, device=device, dtype=dtype)
-        return Weight(made.clone, made + 1, 4000, torch.nn.functional.linear)
+        return PeerWeight(made.clone, made + 1, 4000, torch.nn.functional.linear)
 
     for weight, why in ((broken, "o m1: RuntimeError: not on this GPU"), (wrong, "differs from torch's")):
         peers = peers_of(on, weight)
@@ -194,7 +194,7 @@ def test_it_needs_torch_and_triton_only():
 
 
 def test_the_table_is_narrow():
-    widest = bench.Row("attention int8", "gate up m2048", "matmul", 9e4, 9e4, (99.99, 1, 1), 1.0, 1, 1,
+    widest = bench.BenchRow("attention int8", "gate up m2048", "matmul", 9e4, 9e4, (99.99, 1, 1), 1.0, 1, 1,
                        peers=dict.fromkeys((peer.name for peer in PEERS), (9e4, 99.99)))
     assert max(map(len, [*bench.HEADER.splitlines(), bench.line(widest)])) <= 80
 

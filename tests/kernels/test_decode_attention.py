@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit_kernels.triton.cache import Step
-from quantkit_kernels.triton.decode_attention import PIECE, Pieces, decode_attention
+from quantkit_kernels.triton.cache import StepTokens
+from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, decode_attention
 
 WAITING = [("channel4", "token4"), ("channel3", "token3"), ("channel2", "token2"), ("turned4", "turned4"),
            ("turned3", "turned3"), ("turned2", "turned2"), ("int8", "token4")]
@@ -101,7 +101,7 @@ def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, 
     whole = attend(cache, q)
     for row, longest in ((0, 130), (2, 9)):
         alone = decode_attention(q[row:row + 1], cache.pages, cache.tables,
-                                 Step(cache.step.rows[row:row + 1], longest), cache.layer, scale=32**-0.5)
+                                 StepTokens(cache.step.rows[row:row + 1], longest), cache.layer, scale=32**-0.5)
         assert torch.equal(alone[0], whole[row])
     order = torch.tensor([2, 0, 1])
     turned = decode_attention(q[order], cache.pages, cache.tables,
@@ -112,7 +112,7 @@ def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, 
 
 def test_nobodys_tokens_and_empty_heads_get_zeros(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[70, 70], [0, 5]], [1, 1], 32, on)
-    step = Step(torch.tensor([[0, 0], [-1, 0], [1, 0]], dtype=torch.int32, device=on[0]), 600)
+    step = StepTokens(torch.tensor([[0, 0], [-1, 0], [1, 0]], dtype=torch.int32, device=on[0]), 600)
     q = randn(3, 4, 32, seed=5, on=on)
     out = decode_attention(q, cache.pages, cache.tables, step, cache.layer, scale=1.0)
     assert (out[1] == 0).all() and (out[2, :2] == 0).all() and (out[0] != 0).all() and (out[2, 2:] != 0).all()
@@ -121,7 +121,7 @@ def test_nobodys_tokens_and_empty_heads_get_zeros(on, randn, paged_cache):
 def test_tokens_that_are_apart(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[70, 70], [3, 5]], [1, 1], 32, on)
     wide = randn(2, 8, 32, seed=5, on=on)
-    out, pieces = torch.zeros_like(wide), Pieces.of(wide[:, :4], 2, cache.step.longest)
+    out, pieces = torch.zeros_like(wide), SplitResults.of(wide[:, :4], 2, cache.step.longest)
     got = attend(cache, wide[:, :4], out=out[:, 2:6], pieces=pieces)
     assert torch.equal(got, attend(cache, wide[:, :4].contiguous())) and torch.equal(out[:, 2:6], got)
     assert (out[:, :2] == 0).all() and (out[:, 6:] == 0).all() and torch.isfinite(pieces.m).all()

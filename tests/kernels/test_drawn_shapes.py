@@ -13,7 +13,7 @@ from quantkit_kernels.triton import fp8, nf4, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.argmax import argmax
 from quantkit_kernels.triton.decode_attention import decode_attention
 from quantkit_kernels.triton.embedding import embed
-from quantkit_kernels.triton.hadamard import rotate
+from quantkit_kernels.triton.hadamard import apply_hadamard
 from quantkit_kernels.triton.levels import quantize
 from quantkit_kernels.triton.matmul import multiply
 from quantkit_kernels.triton.prefill_attention import prefill_attention, tiles_of
@@ -95,7 +95,7 @@ def test_rows(on, randn, obeys_the_rule, m, n, seed):
 def test_rotations(on, randn, obeys_the_rule, n, m, seed):
     x = randn(m, n, seed=seed, on=on)
     signs, mix, dense = reference.rotation(n, on[0])
-    obeys_the_rule(rotate(x, signs, mix), (x.float() @ dense.float()).to(on[1]), x.double() @ dense)
+    obeys_the_rule(apply_hadamard(x, signs, mix), (x.float() @ dense.float()).to(on[1]), x.double() @ dense)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(9, 300), st.integers(9, 300)), min_size=1, max_size=2)

@@ -8,7 +8,7 @@ from quantkit.ops import gpu
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
-from quantkit.runtime.sampler import Drawn, Sampling
+from quantkit.runtime.sampler import PendingTokens, Sampling
 from quantkit.testing import tiny_model
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -132,7 +132,7 @@ def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     def broken(drawn):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(Drawn, "tokens", broken)
+    monkeypatch.setattr(PendingTokens, "tokens", broken)
     engine.step()
     assert ticket.done and [str(one) for one in errors] == ["an illegal memory access"]
     assert engine._flight is None and not engine.step() and engine.cache.used_bytes == 0

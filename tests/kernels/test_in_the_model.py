@@ -10,7 +10,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv import reservation
-from quantkit.kv.build import build_codings
+from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.kvspec import parse_kv
@@ -223,7 +223,7 @@ def test_output_that_is_not_finite_ends_one_request(folder, simulated):
 
 def test_without_a_gpu_they_decline(folder):
     model = load(str(folder), dtype="float32", device="cpu")
-    codings = build_codings(parse_kv("none"))
+    codings = build_kv_codecs(parse_kv("none"))
     assert gpu.norm_declines("cpu", model.dtype, 64) == "runs on cuda, not cpu"
     found = list(kv_gpu.choices(codings, model.dtype, 64, 32, 2, "cpu"))
     assert [one.kernel for one in found] == ["torch"] * 4 and {one.reason for one in found} == {
@@ -235,7 +235,7 @@ def test_without_a_gpu_they_decline(folder):
     ({"group": 32}, "16 query heads"), ({"kv": "bf16", "dtype": torch.float16}, "model's dtype")])
 def test_what_the_cache_kernels_decline_on_a_gpu(change, words):
     query = {"kv": "int4", "dtype": torch.bfloat16, "dim": 128, "group": 4, "device": "cuda"} | change
-    codings = build_codings(parse_kv(query.pop("kv")))
+    codings = build_kv_codecs(parse_kv(query.pop("kv")))
     assert (kv_gpu.declines(codings, **query) or "") and words in kv_gpu.declines(codings, **query)
 
 

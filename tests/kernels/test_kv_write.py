@@ -10,22 +10,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from quantkit.kv.base import Codings
+from quantkit.kv.base import KVCodecs
 from quantkit.kv.batch import _turned
-from quantkit.kv.codecs.fp8 import Floats
-from quantkit.kv.codecs.int8 import Integers
-from quantkit.kv.codecs.kivi import Grid
-from quantkit.kv.codecs.plain import Vectors
-from quantkit.kv.codecs.rotation import Turned
-from quantkit.kv.page_pool import Moves
-from quantkit.kv.sequence import HeldSequence
+from quantkit.kv.codecs.fp8 import Float8Vectors
+from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.kivi import GroupedGrid
+from quantkit.kv.codecs.plain import PlainVectors
+from quantkit.kv.codecs.rotation import HadamardVectors
+from quantkit.kv.page_pool import MoveCounter
+from quantkit.kv.sequence import SequenceState
 from quantkit.kv.store import Store
 from quantkit.ops import hadamard
 from quantkit_kernels import reference
 from quantkit_kernels.triton import close_pages as close
 from quantkit_kernels.triton import rope_store as rope
 from quantkit_kernels.triton.advance import advance
-from quantkit_kernels.triton.cache import Coding, Pages, Side, Step, Tables
+from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, SideLayout, StepTokens
 from quantkit_kernels.triton.close_pages import close_pages
 from quantkit_kernels.triton.rope_store import rope_store
 
@@ -33,18 +33,18 @@ from quantkit_kernels.triton.rope_store import rope_store
 DRAWN = settings(max_examples=5, derandomize=True,
                  suppress_health_check=[HealthCheck.function_scoped_fixture])
 H, HKV, EPS = 2, 2, 1e-6
-CODINGS = {"none": Vectors(None), "bf16": Vectors(torch.bfloat16), "int8": Integers(), "fp8": Floats(),
-           **{f"token{bits}": Grid(bits, False) for bits in (2, 3, 4)},
-           **{f"channel{bits}": Grid(bits, True) for bits in (2, 3, 4)},
-           **{f"turned{bits}": Turned(bits, False) for bits in (2, 3, 4)},
-           **{f"turned{bits}c": Turned(bits, True) for bits in (2, 3, 4)}}
+CODINGS = {"none": PlainVectors(None), "bf16": PlainVectors(torch.bfloat16), "int8": Int8Vectors(), "fp8": Float8Vectors(),
+           **{f"token{bits}": GroupedGrid(bits, False) for bits in (2, 3, 4)},
+           **{f"channel{bits}": GroupedGrid(bits, True) for bits in (2, 3, 4)},
+           **{f"turned{bits}": HadamardVectors(bits, False) for bits in (2, 3, 4)},
+           **{f"turned{bits}c": HadamardVectors(bits, True) for bits in (2, 3, 4)}}
 
 
 def kernel_coding(name):
     """As kernels know it."""
     if name in ("none", "bf16", "int8", "fp8"):
-        return Coding(name, 8) if name.endswith("8") else Coding("plain", 16)
-    return Coding(name.rstrip("c").rstrip("234"), int(name.rstrip("c")[-1]), name.endswith("c"))
+        return SideLayout(name, 8) if name.endswith("8") else SideLayout("plain", 16)
+    return SideLayout(name.rstrip("c").rstrip("234"), int(name.rstrip("c")[-1]), name.endswith("c"))
 
 
 class Cache:
@@ -53,11 +53,11 @@ class Cache:
 
     def __init__(self, on, keys, values, dim, recent=0, first=0, numbered=False, sequences=2):
         self.on, self.dim, self.names = on, dim, (keys, values)
-        self.codings = Codings(CODINGS[keys], CODINGS[values], recent, first)
-        self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, Moves())
+        self.codings = KVCodecs(CODINGS[keys], CODINGS[values], recent, first)
+        self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, MoveCounter())
                                      for device in (torch.device("cpu"), on[0]))
-        self.held = [[HeldSequence(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
-        self.turn = tuple(part.to(on[0]) for part in hadamard.factors(dim))
+        self.held = [[SequenceState(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
+        self.turn = tuple(part.to(on[0]) for part in hadamard.hadamard_factors(dim))
 
     def tables(self):
         """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
@@ -79,7 +79,7 @@ class Cache:
 
         waits = self.store.waiting is not None
         seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
-        return Tables(joined("table"), numbers("lengths"), seen, joined("waiting") if waits else None,
+        return SequenceTables(joined("table"), numbers("lengths"), seen, joined("waiting") if waits else None,
                       numbers("starts") if waits else None, self.codings.recent, self.codings.first)
 
     def pages(self):
@@ -91,7 +91,7 @@ class Cache:
             sides.append(Side(kernel_coding(name), own.get("codes", own.get("values")), own.get("scale"),
                               own.get("low", own.get("mean")),
                               None if waits is None else waits.parts[f"{side}.values"]))
-        return Pages(*sides, parts.get("positions"), None if waits is None else waits.parts.get("positions"))
+        return LayerPages(*sides, parts.get("positions"), None if waits is None else waits.parts.get("positions"))
 
     def step(self, counts, qkv, angles, rows=None, run=True, **about):
         """Tokens of each sequence: the torch path into one store, the kernels into the other → both q."""
@@ -107,7 +107,7 @@ class Cache:
             q, k = (normed(x, about[f"{name}_norm"]) for name, x in (("q", q), ("k", k)))
         q, k = (reference.rotate(x.float(), cos, sin).to(self.on[1]) for x in (q, k))
         if turned[0]:
-            q, k = hadamard.rotate(q), _turned(k)
+            q, k = hadamard.apply_hadamard(q), _turned(k)
         if turned[1]:
             v = _turned(v)
         at = 0
@@ -128,7 +128,7 @@ class Cache:
         seen = torch.tensor(starts, dtype=torch.int32, device=self.on[0])
         tables = replace(tables, lengths=lengths.to(self.on[0]), seen=seen)
         where = torch.tensor([placed[at] for at in order], dtype=torch.int32, device=self.on[0]).view(-1, 2)
-        step, given = Step(where, 1 << 20), qkv[list(order)]
+        step, given = StepTokens(where, 1 << 20), qkv[list(order)]
         out = rope_store(given, *angles, self.pages(), tables, step, 1, heads=H, kv_heads=HKV, dim=self.dim,
                          eps=EPS, rotation=self.turn, **about)
         if self.store.waiting is not None:
@@ -276,7 +276,7 @@ def write(cache, qkv, turns, rows, **about):
     for one in cache.held[1]:
         cache.store.reserve(one.layers[0], 64)
     where = torch.tensor(rows, dtype=torch.int32, device=cache.on[0]).view(-1, 2)
-    return rope_store(qkv, *turns, cache.pages(), cache.tables(), Step(where, 64), 1, heads=H, kv_heads=HKV,
+    return rope_store(qkv, *turns, cache.pages(), cache.tables(), StepTokens(where, 64), 1, heads=H, kv_heads=HKV,
                       dim=cache.dim, rotation=cache.turn, **about)
 
 
@@ -349,7 +349,7 @@ def test_decoding_needs_nothing_from_the_host(on, randn):
     cache.store.reserve(cache.held[1][0].layers[0], steps)
     tables, pages = cache.tables(), cache.pages()
     tokens, given = fused(randn, steps, dim, on), fused(randn, 1, dim, on)
-    step = Step(torch.zeros(1, 2, dtype=torch.int32, device=on[0]), 80)
+    step = StepTokens(torch.zeros(1, 2, dtype=torch.int32, device=on[0]), 80)
 
     def decode():
         rope_store(given, *turns, pages, tables, step, 1, heads=H, kv_heads=HKV, dim=dim)
@@ -388,12 +388,12 @@ def test_what_it_refuses(randn):
         with pytest.raises((ValueError, RuntimeError), match=message):
             write(**{"cache": cache, "qkv": qkv, "turns": turns, "rows": rows} | given)
     waits = Cache(on, "channel4", "token4", 32)
-    step, tables, pages = Step(torch.tensor(rows, dtype=torch.int32), 64), waits.tables(), waits.pages()
+    step, tables, pages = StepTokens(torch.tensor(rows, dtype=torch.int32), 64), waits.tables(), waits.pages()
     about = {"heads": H, "kv_heads": HKV, "dim": 32}
     with pytest.raises(ValueError, match="tables"):
         rope_store(qkv, *turns, pages, replace(tables, starts=None), step, 1, **about)
     with pytest.raises(ValueError, match="wait for each other"):
-        rope_store(qkv, *turns, Pages(replace(pages.k, waiting=None), replace(pages.v, waiting=None)), tables,
+        rope_store(qkv, *turns, LayerPages(replace(pages.k, waiting=None), replace(pages.v, waiting=None)), tables,
                    step, 1, **about)
     with pytest.raises(ValueError, match="only vectors that wait"):
         close_pages(cache.pages(), cache.tables(), step, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit_kernels.triton.cache import Coding, Pages, Side, Step, Tables
+from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, SideLayout, StepTokens
 from quantkit_kernels.triton.close_pages import close_pages
 from quantkit_kernels.triton.rope_store import rope_store
 
@@ -19,10 +19,10 @@ def test_pages_beyond_two_to_the_31():
     k, v, wk, wv = (torch.zeros(count, 64, dim, dtype=torch.bfloat16, device=on) for _ in range(4))
     number = {"dtype": torch.int32, "device": on}
     table = torch.full((1, 1, 1, 2), count - 1, **number)
-    tables = Tables(table, torch.full((1, 1, 1), 63, **number), torch.zeros(1, **number), table,
+    tables = SequenceTables(table, torch.full((1, 1, 1), 63, **number), torch.zeros(1, **number), table,
                     torch.zeros(1, 1, 1, **number))
-    plain = Coding("plain", 16)
-    pages, step = Pages(Side(plain, k, waiting=wk), Side(plain, v, waiting=wv)), Step(
+    plain = SideLayout("plain", 16)
+    pages, step = LayerPages(Side(plain, k, waiting=wk), Side(plain, v, waiting=wv)), StepTokens(
         torch.zeros(1, 2, **number), 64)
     qkv = torch.ones(1, 3 * dim, dtype=torch.bfloat16, device=on)
     turns = torch.ones(1, dim // 2, device=on), torch.zeros(1, dim // 2, device=on)

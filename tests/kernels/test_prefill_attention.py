@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit_kernels.triton.cache import Step, Tables
+from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 from quantkit_kernels.triton.prefill_attention import ROWS, prefill_attention, tiles_of, tokens
 
 
@@ -65,10 +65,10 @@ def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys,
     assert torch.equal(cut, whole)
     # the rest of the prompt as a step of its own: what the first 45 left is before it
     tables = cache.tables
-    later = Tables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.waiting, tables.starts,
+    later = SequenceTables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.waiting, tables.starts,
                    tables.recent, tables.first)
     rows = torch.tensor([[0, at] for at in range(95)], dtype=torch.int32).to(on[0])
-    rest = prefill_attention(q[45:], cache.pages, later, Step(rows, 150), cache.layer,
+    rest = prefill_attention(q[45:], cache.pages, later, StepTokens(rows, 150), cache.layer,
                              torch.tensor(tiles_of([0], [95], 2), dtype=torch.int32).to(on[0]), **how)
     assert torch.equal(rest, whole[45:])
 
@@ -76,7 +76,7 @@ def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys,
 def test_nobodys_tiles_get_zeros_and_empty_ones_nothing(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[70, 70]], [3], 32, on)
     q = randn(6, 4, 32, seed=5, on=on)
-    step = Step(torch.tensor([[0, 0], [0, 1], [0, 2], [-1, 0], [-1, 0], [-1, 0]], dtype=torch.int32,
+    step = StepTokens(torch.tensor([[0, 0], [0, 1], [0, 2], [-1, 0], [-1, 0], [-1, 0]], dtype=torch.int32,
                              device=on[0]), 70)
     out = torch.full_like(q, 7)
     prefill_attention(q, cache.pages, cache.tables, step, cache.layer,

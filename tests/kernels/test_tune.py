@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from quantkit_kernels import tune, tuned
-from quantkit_kernels.bench_cases import REHEARSAL, Case
-from quantkit_kernels.tuned import Entry, Key
+from quantkit_kernels.bench_cases import REHEARSAL, BenchCase
+from quantkit_kernels.tuned import ProductKey, TunedEntry
 
-KEY = Key("int4 symmetric", 4096, 4096, 128)
+KEY = ProductKey("int4 symmetric", 4096, 4096, 128)
 GPU = "NVIDIA H200"
 CUDA = torch.device("cuda", 0)
 
@@ -32,8 +32,8 @@ def folder(monkeypatch, tmp_path):
 def test_what_is_written_is_found(folder):
     assert tuned.lookup(CUDA, *vars(KEY).values(), 1) is None
     tuned._load.cache_clear()
-    table = {KEY: Entry(4, {16: {"bm": 16, "warps": 4, "stages": 5}, 64: {"stages": 2}}),
-             Key("int8 row", 128, 64, 0): Entry(None, {16: {}})}
+    table = {KEY: TunedEntry(4, {16: {"bm": 16, "warps": 4, "stages": 5}, 64: {"stages": 2}}),
+             ProductKey("int8 row", 128, 64, 0): TunedEntry(None, {16: {}})}
     tuned.write(folder / "h200.json", GPU, {"torch": "2"}, table)
     assert tuned.read(folder / "h200.json", GPU) == table and len(list(folder.iterdir())) == 1
 
@@ -43,7 +43,7 @@ def test_what_is_written_is_found(folder):
     assert found(1) == found(16) == {"segments": 4, "bm": 16, "warps": 4, "stages": 5}
     assert found(33) == found(64) == {"segments": 4, "stages": 2}
     assert found(17) == found(9999) == {"segments": 4}
-    assert found(1, Key("int8 row", 128, 64, 0)) == {} and found(1, Key("int8 row", 128, 65, 0)) is None
+    assert found(1, ProductKey("int8 row", 128, 64, 0)) == {} and found(1, ProductKey("int8 row", 128, 65, 0)) is None
     assert tuned.lookup(torch.device("cpu"), *vars(KEY).values(), 1) is None
 
 
@@ -112,7 +112,7 @@ class Kernel:
             wrong = 1.0 * (self.now.get("bm") == 32) + 1e-3 * self.now.get("segments", 1)
             return torch.ones(3) + wrong
 
-        return Case(**{"kernel": "w4a16", "shape": f"o m{m}", "ours": ours, "theirs": ours, "baseline": "",
+        return BenchCase(**{"kernel": "w4a16", "shape": f"o m{m}", "ours": ours, "theirs": ours, "baseline": "",
                        "bytes": 1, "their_bytes": 1, "flops": 1, "copies": 2, "their_copies": 2,
                        "tolerance": 0.02} | about)
 
@@ -142,7 +142,7 @@ def test_only_what_is_faster_equal_and_without_spills_counts():
     kernel, table = Kernel(), {}
     lines = list(tune.tune([kernel.case(1), kernel.case(64)], table, kernel.timer, kernel.spills,
                            time.monotonic() + 60))
-    assert table == {KEY: Entry(4, {16: {"stages": 3}, 64: {"bm": 64, "warps": 4, "stages": 3}})}
+    assert table == {KEY: TunedEntry(4, {16: {"stages": 3}, 64: {"bm": 64, "warps": 4, "stages": 3}})}
     assert len(lines) == 2 and "segments 4" in lines[0] and lines[0].endswith(" x")
     assert list(tune.tune([kernel.case(1)], table, kernel.timer, kernel.spills, time.monotonic() + 60)) == []
 
@@ -203,7 +203,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(monkeypatch, capsys, tmp_p
     monkeypatch.setattr(tune, "spills_of", lambda kernels: kernel.spills)
     monkeypatch.setattr(products, "cases", cases)
     assert tune.main(["--folder", str(tmp_path)]) == 130
-    assert tuned.read(tmp_path / "h200.json", GPU) == {KEY: Entry(4, {16: {"stages": 3}})}
+    assert tuned.read(tmp_path / "h200.json", GPU) == {KEY: TunedEntry(4, {16: {"stages": 3}})}
     assert "Stopped" in (said := capsys.readouterr()).err and "segments 4" in said.out
 
 
@@ -217,10 +217,10 @@ def test_one_row_of_every_product_comes_first():
 
 def test_segments_are_kept_of_a_product_that_time_runs_out_on(monkeypatch, tmp_path, capsys):
     def late(cases, table, *rest):
-        table[KEY] = Entry(4)
+        table[KEY] = TunedEntry(4)
         yield from ()
 
     monkeypatch.setattr(tune, "tune", late)
     assert tune.main(["--rehearse", "--folder", str(tmp_path)]) == 0
     assert "1 products in" in capsys.readouterr().out
-    assert tuned.read(tmp_path / "no_gpu.json", "no GPU") == {KEY: Entry(4)}
+    assert tuned.read(tmp_path / "no_gpu.json", "no GPU") == {KEY: TunedEntry(4)}

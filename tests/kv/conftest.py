@@ -8,7 +8,7 @@ import torch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.models.layers import Step
+from quantkit.models.layers import ForwardContext
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 
@@ -39,7 +39,7 @@ class Feeder:
         positions = batch.next_positions(max(counts))
         for row, count in enumerate(counts):
             positions[row, count:] = -1
-        step = Step(self.config, positions, self.dtype, batch)
+        step = ForwardContext(self.config, positions, self.dtype, batch)
         done = []
         for layer in range(LAYERS):
             q, k, v = drawn[layer] if drawn else self.draw(len(ids), max(counts))

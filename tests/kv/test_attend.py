@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.models.layers import Step
-from quantkit.ops.rope import rotate
+from quantkit.models.layers import ForwardContext
+from quantkit.ops.rope import apply_rope
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -44,7 +44,7 @@ class Masked:
         pass
 
     def attend(self, layer, q, k, v, step, window):
-        q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
+        q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
         at = step.positions[0]
         key, query = at[None], at[:, None]
         sees = (key <= query) & ((key > query - self._limit) | (key < self._sinks))
@@ -120,7 +120,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
         batch = cache.batch([number], phase)
         positions = batch.next_positions(stop - start)
         held = [cache.positions(number, layer).clone() for layer in range(2)]
-        step = Step(sliding.config, positions, torch.float32)
+        step = ForwardContext(sliding.config, positions, torch.float32)
         for layer in range(2):
             random = torch.Generator().manual_seed(1000 * layer + start)
             q, k, v = (torch.randn(1, h, stop - start, 32, generator=random) for h in (4, 2, 2))
@@ -129,7 +129,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
             out = batch.attend(layer, q, k, v, step, 40)
             if phase != "decode":
                 continue
-            q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
+            q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
             for head in range(4):
                 keys, values = (torch.cat((o[head // 2], n[0, head // 2])) for o, n in zip(old, (k, v)))
                 key = torch.cat((held[layer][head // 2].long(), positions[0]))

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kv import attention_scores
-from quantkit.models.layers import Step
+from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
-from quantkit.ops.rope import rotate
+from quantkit.ops.rope import apply_rope
 
 CUTS = st.lists(st.integers(1, 150), min_size=1, max_size=4)
 
@@ -26,7 +26,7 @@ YARN = {"max_position_embeddings": 1024, "rope_scaling": {
 def rotation_of(one, number, positions, dtype=torch.float32):
     """Of a sequence's positions, as long as it was announced to get."""
     held = one.cache._sequences[number].layers[0]
-    return Step(one.config, positions, dtype, held).rotation(None)
+    return ForwardContext(one.config, positions, dtype, held).rotation(None)
 
 
 def fed(one, number, cuts, answers=()):
@@ -36,14 +36,14 @@ def fed(one, number, cuts, answers=()):
     for count, phase in [*steps, *((count, "decode") for count in answers)]:
         for layer, (q, k, _, positions, _) in enumerate(one.feed([number], [count], phase)):
             cos, sin = rotation_of(one, number, positions, q.dtype)
-            new = rotate(q, cos, sin)[0], rotate(k, cos, sin)[0], q[0]
+            new = apply_rope(q, cos, sin)[0], apply_rope(k, cos, sin)[0], q[0]
             found[layer] = [torch.cat((old, x), 1) for old, x in zip(found[layer], new)]
     return found
 
 
 def views(one, number):
     held = one.cache._sequences[number].layers
-    return [attention_scores.view(one.cache, layer, held[layer]) for layer in range(one.layers)]
+    return [attention_scores.policy_view(one.cache, layer, held[layer]) for layer in range(one.layers)]
 
 
 def attention(q, k):
@@ -100,12 +100,12 @@ def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, 
         some = plain[:, 4:].double() / one.dim**0.5  # without the first, which are like no other
         at = torch.arange(total, total + 20)[None]
         cos, sin = (wave.double() for wave in rotation_of(one, number, at))
-        turn = torch.stack([rotate(torch.eye(one.dim, dtype=torch.float64)[None, None, [i]].expand(
+        turn = torch.stack([apply_rope(torch.eye(one.dim, dtype=torch.float64)[None, None, [i]].expand(
             1, 1, 20, -1), cos, sin)[0, 0].mean(0) for i in range(one.dim)])  # row i: what e_i becomes
         centered = some - some.mean(1, keepdim=True)
         wanted = some.mean(1) @ turn, turn.mT @ (centered.mT @ centered / some.shape[1]) @ turn
         if codec != "none":
-            mixed = hadamard.rotate(torch.eye(one.dim)).double()
+            mixed = hadamard.apply_hadamard(torch.eye(one.dim)).double()
             wanted = wanted[0] @ mixed, mixed.mT @ wanted[1] @ mixed
         assert torch.allclose(mean.double(), wanted[0], atol=1e-5)
         assert torch.allclose(covariance.double(), wanted[1], atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv.base import KVCodec, KVPolicy
-from quantkit.kv.build import build_codec, build_codings, build_policy
+from quantkit.kv.build import build_codec, build_kv_codecs, build_policy
 from quantkit.kvspec import parse_kv
 from quantkit.plugins import registry
 from quantkit.spec import KVSpec
@@ -41,7 +41,7 @@ def test_bad_options_are_named(text, said):
 def test_unknown_names(spec):
     with pytest.raises(QuantkitError):
         build_policy(spec)
-        build_codings(spec)
+        build_kv_codecs(spec)
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -51,12 +51,12 @@ def test_unknown_names(spec):
     ("int8/int4(recent=x)", "recent")])
 def test_bad_options_of_codecs_are_named(text, said):
     with pytest.raises(UsageError) as caught:
-        build_codings(parse_kv(text))
+        build_kv_codecs(parse_kv(text))
     assert said in str(caught.value).lower()
 
 
 def test_two_codecs_wait_as_long_as_the_longer_asks():
-    codings = build_codings(parse_kv("int4(recent=10, sinks=70)/rotation(2, recent=40, sinks=0)"))
+    codings = build_kv_codecs(parse_kv("int4(recent=10, sinks=70)/rotation(2, recent=40, sinks=0)"))
     assert (codings.keys.name, codings.values.name) == ("channel4", "turned2")
     assert (codings.recent, codings.first) == (40, 128)
 
@@ -83,6 +83,6 @@ def test_a_plugin_made_for_another_version_is_named(monkeypatch, kind, said):
 
     monkeypatch.setattr("quantkit.kv.build.registry", lambda table: Table())
     with pytest.raises(UsageError) as caught:
-        build_codings(KVSpec(codec="int8"))
+        build_kv_codecs(KVSpec(codec="int8"))
     assert "'int8'" in caught.value.what and said in str(caught.value.why)
     assert "plugins.md" in str(caught.value.next)

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
-from quantkit.kv.build import build_codings
+from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.page_pool import PAGE
-from quantkit.models.layers import Step
-from quantkit.ops.rope import rotate
+from quantkit.models.layers import ForwardContext
+from quantkit.ops.rope import apply_rope
 
 POLICIES = ("all", "window(8)", "window(5, sinks=0)", "window(1, sinks=0)", "window(70, sinks=3)",
             "snapkv(0.5, window=6)", "snapkv(10, window=4, kernel=3)", "snapkv(3, window=8)",
@@ -25,7 +25,7 @@ class Plain:
     """One sequence in one layer; every vector went through the codec by itself. float64."""
 
     def __init__(self, spec):
-        self.spec, self.codec = spec, build_codings(spec).keys
+        self.spec, self.codec = spec, build_kv_codecs(spec).keys
         self.positions = torch.zeros(2, 0, dtype=torch.int64)
         self.k = self.v = torch.zeros(2, 0, 32, dtype=torch.float64)
         self.queries = torch.zeros(4, 0, 32, dtype=torch.float64)
@@ -131,8 +131,8 @@ class Pair:
     def feed(self, ids, counts, phase):
         done = self.feeder.feed(ids, counts, phase, window=self.window)
         for layer, (q, k, v, positions, out) in enumerate(done):
-            step = Step(self.feeder.config, positions, q.dtype)
-            q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
+            step = ForwardContext(self.feeder.config, positions, q.dtype)
+            q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
             assert torch.isfinite(out).all()
             for row, (number, count) in enumerate(zip(ids, counts)):
                 one = self.plain[number][layer]
@@ -202,10 +202,10 @@ def test_sequences_come_and_go_under_any_policy(feeder, codec, window):
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_move_under_other_sequences(feeder, codec, policy, monkeypatch):
     """One long sequence is dropped from below three others, which read the same as before."""
-    from quantkit.kv.page_pool import Pages
+    from quantkit.kv.page_pool import PagePool
 
-    moves, shrink = [], Pages.shrink
-    monkeypatch.setattr(Pages, "shrink", lambda self: (moves.append(moved := shrink(self)), moved)[1])
+    moves, shrink = [], PagePool.shrink
+    monkeypatch.setattr(PagePool, "shrink", lambda self: (moves.append(moved := shrink(self)), moved)[1])
     pair = Pair(feeder(f"{policy}+{codec}"), codec)
     first, *others = [pair.add() for _ in range(4)]
     pair.feed([first], [400], "prefill")
@@ -282,7 +282,7 @@ def test_positions_must_follow(feeder):
         positions = torch.tensor(positions)
         q, k, v = one.draw(*positions.shape)
         with pytest.raises(ValueError, match=said):
-            one.cache.batch([number]).attend(0, q, k, v, Step(one.config, positions, one.dtype), None)
+            one.cache.batch([number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype), None)
     assert one.cache.seen(number) == 3
 
 
@@ -341,10 +341,10 @@ def test_values_that_were_dropped_are_not_read(feeder):
 
 def test_the_plain_cache_can_tell_a_wrong_one(feeder, monkeypatch):
     """If a policy kept one position too few, these tests would say so."""
-    from quantkit.kv.policies.window import Window
+    from quantkit.kv.policies.window import WindowPolicy
 
-    keep = Window.keep
-    monkeypatch.setattr(Window, "keep",
+    keep = WindowPolicy.keep
+    monkeypatch.setattr(WindowPolicy, "keep",
                         lambda self, held: kept[:, 1:] if (kept := keep(self, held)) is not None else None)
     pair = Pair(feeder("window(8)"), "none")
     number = pair.add()

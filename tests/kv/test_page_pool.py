@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.page_pool import PAGE, Pages, slots_of
+from quantkit.kv.page_pool import PAGE, PagePool, slots_of
 
 LAYOUT = {"codes": ((4,), torch.int8), "scale": ((), torch.bfloat16), "pair": ((2, 3), torch.float32)}
 PAGE_BYTES = PAGE * (4 + 2 + 24)
@@ -31,7 +31,7 @@ def content(pages, page):
                           st.tuples(st.just("give"), st.integers(0, 12)),
                           st.tuples(st.just("shrink"), st.just(0))), max_size=40), st.randoms())
 def test_random_taking_giving_and_shrinking(steps, random):
-    pages, owned, name = Pages(LAYOUT), {}, 0  # page → what was written there
+    pages, owned, name = PagePool(LAYOUT), {}, 0  # page → what was written there
     for what, count in steps:
         total = pages.allocated_bytes // PAGE_BYTES
         if what == "take":
@@ -68,14 +68,14 @@ def test_random_taking_giving_and_shrinking(steps, random):
 
 
 def test_the_lowest_pages_are_taken_first():
-    pages = Pages(LAYOUT)
+    pages = PagePool(LAYOUT)
     assert pages.take(5) == [0, 1, 2, 3, 4]
     pages.give([3, 1])
     assert pages.take(2) == [1, 3]
 
 
 def test_bytes_are_those_of_the_tensors():
-    pages = Pages(LAYOUT)
+    pages = PagePool(LAYOUT)
     assert (pages.allocated_bytes, pages.used, pages.page_bytes) == (0, 0, PAGE_BYTES)
     pages.take(3)
     assert pages.allocated_bytes == 3 * PAGE_BYTES == sum(p.nbytes for p in pages.parts.values())
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_tensors():
 
 
 def test_growth_is_an_eighth_and_shrinking_waits_for_a_quarter():
-    pages = Pages(LAYOUT)
+    pages = PagePool(LAYOUT)
     pages.take(80)
     pages.take(1)
     assert pages.allocated_bytes == 90 * PAGE_BYTES
@@ -101,7 +101,7 @@ def test_growth_is_an_eighth_and_shrinking_waits_for_a_quarter():
 @pytest.mark.parametrize("lacking", [1, 2])
 def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacking):
     """The allocator keeps its parts in step: all of them grow or shrink, or none."""
-    pages = Pages(LAYOUT)
+    pages = PagePool(LAYOUT)
     for page in pages.take(8):
         write(pages, page, page + 1)
     pages.give([0, 1, 2])
@@ -125,7 +125,7 @@ def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacki
 @pytest.mark.parametrize("inside", [True, False])
 def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside):
     with torch.inference_mode():
-        pages = Pages(LAYOUT)
+        pages = PagePool(LAYOUT)
         for page in pages.take(8):
             write(pages, page, page + 1)
         pages.give([0, 1, 2])
@@ -140,7 +140,7 @@ def test_slots_of_pages():
 
 
 def test_pages_in_a_row():
-    pages = Pages({"x": ((1,), torch.float32)})
+    pages = PagePool({"x": ((1,), torch.float32)})
     pages.take(3)
     pages.write(torch.arange(3 * PAGE), {"x": torch.arange(3.0 * PAGE)[:, None]})
     got = pages.read("x", torch.tensor([[2, 0], [1, 1]]))
@@ -151,7 +151,7 @@ def test_pages_in_a_row():
 
 
 def test_what_a_page_holds_beside_its_slots_moves_with_it():
-    pages = Pages({"x": ((), torch.float32)}, shared={"scale": ((3,), torch.bfloat16)})
+    pages = PagePool({"x": ((), torch.float32)}, shared={"scale": ((3,), torch.bfloat16)})
     assert pages.take(6) == list(range(6)) and pages.page_bytes == PAGE * 4 + 3 * 2
     values = {name: torch.arange(6.0)[:, None].expand(6, size) for name, size in (("x", PAGE), ("scale", 3))}
     pages.fill(torch.arange(6), values)

@@ -8,8 +8,8 @@ import torch
 from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.models.layers import Step
-from quantkit.ops.rope import rotate
+from quantkit.models.layers import ForwardContext
+from quantkit.ops.rope import apply_rope
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 
@@ -40,9 +40,9 @@ class Watcher:
     def __init__(self, config):
         self.config, self.weights, self.seen, self.keys, self.values = config, {}, 0, {}, {}
 
-    def attend(self, layer, q, k, v, step: Step, window):
+    def attend(self, layer, q, k, v, step: ForwardContext, window):
         cos, sin = step.rotation(window)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         scores = q[0].double() @ k[0].double().repeat_interleave(q.shape[1] // k.shape[1], 0).mT
         scores = scores / q.shape[-1]**0.5
         later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
@@ -130,7 +130,7 @@ def test_a_failure_leaves_nothing_behind(loaded, monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr("quantkit.kv.attention_scores.absorb", fail)
+    monkeypatch.setattr("quantkit.kv.attention_scores.accumulate", fail)
     cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
     number = cache.add()
     batch = cache.batch([number], "prefill_end")

@@ -10,7 +10,7 @@ import torch
 from quantkit.errors import UsageError
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
-from quantkit.kv.reservation import Room
+from quantkit.kv.reservation import PageReservation
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 
@@ -40,7 +40,7 @@ def test_what_fits_never_moves_a_page(config, kv):
     one = KVCache(config, parse_kv(kv), torch.float32)
     grow(one, one.add(), 300, 1000)
     size = (6 if kv == "int4" else 2) * one.allocated_bytes  # there most are vectors that wait
-    room = Room(cache, size, 4, 1024, CHUNK)
+    room = PageReservation(cache, size, 4, 1024, CHUNK)
     before, moves, rows = cache.allocated_bytes, cache.moves.count, []
     assert before <= size
     while len(rows) < 4 and room.fits(500):
@@ -58,7 +58,7 @@ def test_what_fits_never_moves_a_page(config, kv):
 def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
     """And what its answer takes."""
     cache = KVCache(config, parse_kv("snapkv(64)"), torch.float32)
-    room = Room(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
+    room = PageReservation(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
     rows = []
     while len(rows) < 4 and room.fits(960):
         rows.append(cache.add(960))
@@ -82,7 +82,7 @@ def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
 def test_what_is_encoded_again_never_waits_in_between(config, kv):
     """Pages of vectors are few: what stays of a long text has no room there."""
     cache = KVCache(config, parse_kv(kv), torch.float32)
-    Room(cache, 10**8, 1, 1024, CHUNK)
+    PageReservation(cache, 10**8, 1, 1024, CHUNK)
     moves, row = cache.moves.count, cache.add(1024)
     grow(cache, row, 960, 960)
     for store, layer in zip(cache.stores, cache.sequence(row).layers):
@@ -94,7 +94,7 @@ def test_what_is_encoded_again_never_waits_in_between(config, kv):
 def test_no_prompt_needs_more_than_was_looked_at(config, kv):
     config = dataclasses.replace(config, max_position_embeddings=2048)
     cache = KVCache(config, parse_kv(kv), torch.float32)
-    room = Room(cache, 10**8, 1, 2048, CHUNK)
+    room = PageReservation(cache, 10**8, 1, 2048, CHUNK)
     for prompt in range(64, 2048, 128):
         found = footprint(config, parse_kv(kv), torch.float32, 2048, prompt, CHUNK).kinds[0]
         filling, decoding = room._whole[0]
@@ -103,7 +103,7 @@ def test_no_prompt_needs_more_than_was_looked_at(config, kv):
 
 def test_all_that_can_ever_be_needed_is_enough(config):
     cache = KVCache(config, parse_kv("none"), torch.float32)
-    Room(cache, 10**12, 2, 1024, CHUNK)
+    PageReservation(cache, 10**12, 2, 1024, CHUNK)
     assert cache.allocated_bytes == 2 * 1024 * cache.bytes_per_token
 
 
@@ -111,7 +111,7 @@ def test_layers_with_a_window_have_theirs_whole(config):
     config = dataclasses.replace(config, num_layers=2, sliding_windows=(None, 64))
     cache = KVCache(config, parse_kv("none"), torch.float32)
     size = 900 * cache.bytes_per_token
-    room = Room(cache, size, 2, 1024, CHUNK)
+    room = PageReservation(cache, size, 2, 1024, CHUNK)
     full, window = (store.pages for store in cache.stores)
     assert full.allocated_bytes + window.allocated_bytes <= size
     tokens = full.allocated_bytes // (full.page_bytes * cache.heads) * 64
@@ -121,11 +121,11 @@ def test_layers_with_a_window_have_theirs_whole(config):
 
 def test_what_does_not_fit_says_how_much_would(config):
     cache = KVCache(config, parse_kv("none"), torch.float32)
-    room = Room(cache, 512 * cache.bytes_per_token, 4, 1024, CHUNK)
+    room = PageReservation(cache, 512 * cache.bytes_per_token, 4, 1024, CHUNK)
     assert room.tokens == 512
     room.check(512)
     with pytest.raises(UsageError, match="513 tokens don't fit") as caught:
         room.check(513)
     assert "512" in caught.value.why
     with pytest.raises(UsageError, match="too few"):
-        Room(KVCache(config, parse_kv("int4"), torch.float32), 1000, 4, 1024, CHUNK)
+        PageReservation(KVCache(config, parse_kv("int4"), torch.float32), 1000, 4, 1024, CHUNK)

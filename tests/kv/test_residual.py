@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kv.page_pool import PAGE
-from quantkit.models.layers import Step
+from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
-from quantkit.ops.rope import rotate
+from quantkit.ops.rope import apply_rope
 
 CODECS = ("int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)", "int8(recent=64)", "int8/int4",
           "rotation", "rotation(2.5, recent=10)", "int4(recent=5)/rotation(2, sinks=0)", "fp8(sinks=1)")
@@ -50,8 +50,8 @@ class Lists:
         """Rotated ``[H, n, D]``, one query at a time."""
         turned = {"k": k, "v": v}
         for side, coding in self.sides.items():
-            turned[side] = hadamard.rotate(turned[side]) if coding.turned else turned[side]
-        q = hadamard.rotate(q) if self.sides["k"].turned else q
+            turned[side] = hadamard.apply_hadamard(turned[side]) if coding.turned else turned[side]
+        q = hadamard.apply_hadamard(q) if self.sides["k"].turned else q
         outs = []
         for i in range(q.shape[1]):
             for head in range(2):
@@ -73,7 +73,7 @@ class Lists:
             outs.append(torch.stack(out))
             self.seen += 1
         out = torch.stack(outs, 1)
-        return hadamard.unrotate(out) if self.sides["v"].turned else out
+        return hadamard.undo_hadamard(out) if self.sides["v"].turned else out
 
     def keep(self, kept, whole):
         """Only these positions stay, by head. Codes of pages before the first that is missing stay, and where
@@ -116,8 +116,8 @@ def test_each_query_reads_codes_and_vectors_as_the_rule_says(feeder, codec):
         steps += [(data.draw(st.integers(1, 20)), "decode") for _ in range(data.draw(st.integers(0, 5)))]
         for count, phase in steps:
             for layer, (q, k, v, positions, out) in enumerate(one.feed([number], [count], phase)):
-                step = Step(one.config, positions, q.dtype)
-                q, k = (rotate(x, *step.rotation(None)) for x in (q, k))
+                step = ForwardContext(one.config, positions, q.dtype)
+                q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
                 want = lists[layer].feed(q[0], k[0], v[0], window)
                 assert torch.allclose(out[0].double(), want.double(), atol=3e-5), (layer, phase)
                 lists[layer].keep([row[row >= 0] for row in one.cache.positions(number, layer)],

@@ -7,7 +7,7 @@ import torch
 from quantkit.errors import SpecError
 from quantkit.formats.bnb_nf4 import FORMAT
 from quantkit.formats.nf4_table import CODEBOOK
-from quantkit.methods.base import Options
+from quantkit.methods.base import MethodOptions
 from quantkit.methods.nf4 import METHOD
 from quantkit.spec import Granularity, QuantSpec
 
@@ -32,7 +32,7 @@ def weights() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", list(weights()))
 def test_nearest_entry_in_numpy(name: str) -> None:
     weight = weights()[name]
-    codes = METHOD.run(weight, None, spec_of(), Options())
+    codes = METHOD.run(weight, None, spec_of(), MethodOptions())
     table = np.array(CODEBOOK, dtype=np.float32)
     flat = weight.numpy().reshape(-1)
     for start in range(0, flat.size, 64):
@@ -45,7 +45,7 @@ def test_nearest_entry_in_numpy(name: str) -> None:
 
 
 def test_zeros_stay_zero() -> None:
-    packed = FORMAT.pack(METHOD.run(torch.zeros(4, 64), None, spec_of(), Options()), torch.float32)
+    packed = FORMAT.pack(METHOD.run(torch.zeros(4, 64), None, spec_of(), MethodOptions()), torch.float32)
     assert bool((FORMAT.dequantize(packed) == 0).all())
 
 
@@ -54,7 +54,7 @@ def test_refuses_int_and_a_damaged_weight() -> None:
     weight = torch.ones(2, 64)
     weight[1, 1] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):
-        METHOD.run(weight, None, spec_of(), Options())
+        METHOD.run(weight, None, spec_of(), MethodOptions())
 
 
 @pytest.mark.oracle
@@ -67,7 +67,7 @@ def test_equals_bitsandbytes(name: str, nested: bool, dtype: torch.dtype) -> Non
     for size in (32, 64, 256):
         theirs, state = functional.quantize_4bit(weight, blocksize=size, quant_type="nf4",
                                                  compress_statistics=nested)
-        packed = FORMAT.pack(METHOD.run(weight.float(), None, spec_of(nested, size), Options()), dtype)
+        packed = FORMAT.pack(METHOD.run(weight.float(), None, spec_of(nested, size), MethodOptions()), dtype)
         assert torch.equal(packed.tensors["weight"], theirs)
         assert torch.equal(packed.tensors["weight.absmax"], state.absmax)
         # as one row: where CPUs have AVX-512, 0.50 mistakes the scales of blocks that go over a row's end

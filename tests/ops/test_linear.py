@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.ops import linear as module
-from quantkit.ops.cpu_linear import Packed
+from quantkit.ops.cpu_linear import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear import dense, linear, pack
 
@@ -34,11 +34,11 @@ def test_leading_dimensions_and_bias_survive(make_weight):
 
 
 def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, monkeypatch):
-    from quantkit.ops.cpu_linear import Int4
+    from quantkit.ops.cpu_linear import CpuInt4
 
     calls = []
-    prepare = Int4.prepare
-    monkeypatch.setattr(Int4, "prepare", lambda self, w: calls.append(1) or prepare(self, w))
+    prepare = CpuInt4.prepare
+    monkeypatch.setattr(CpuInt4, "prepare", lambda self, w: calls.append(1) or prepare(self, w))
     weight = make_weight(16, 64, 4, 32)
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16):
@@ -54,7 +54,7 @@ def test_a_row_of_a_plain_product_does_not_depend_on_the_others(multiply, dtype,
     x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((40, k), (n, k), (n,)))
     if multiply == "packed":
         weight = pack(weight, dtype)
-        assert isinstance(weight, Packed)
+        assert isinstance(weight, CpuWeight)
     alone = torch.cat([linear(row, weight, bias) for row in x.split(1)])
     for count in (*range(1, DECODE_ROWS + 1), *((17, 31, 40) if multiply == "packed" else ())):
         first = int(torch.randint(0, 40 - count + 1, (), generator=random))

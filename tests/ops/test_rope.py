@@ -14,7 +14,7 @@ def test_each_pair_turns_by_its_angle():
     dim, positions = 8, torch.tensor([[0, 1, 5], [3, 100, 7]])
     inverse = rope.frequencies(10000.0, dim)
     x = torch.randn(2, 3, 3, dim, generator=torch.Generator().manual_seed(0))
-    got = rope.rotate(x, *rope.tables(positions, inverse, 1.0, torch.float32))
+    got = rope.apply_rope(x, *rope.tables(positions, inverse, 1.0, torch.float32))
     for b in range(2):
         for t in range(3):
             for i in range(dim // 2):
@@ -28,9 +28,9 @@ def test_each_pair_turns_by_its_angle():
 def test_narrow_tables_leave_the_rest_of_a_head_alone():
     x = torch.randn(2, 3, 4, 10, generator=torch.Generator().manual_seed(0))
     tables = rope.tables(torch.arange(4).expand(2, 4), rope.frequencies(100.0, 6), 1.0, torch.float32)
-    got = rope.rotate(x, *tables)
+    got = rope.apply_rope(x, *tables)
     assert torch.equal(got[..., 6:], x[..., 6:])
-    assert torch.equal(got[..., :6], rope.rotate(x[..., :6], *tables))
+    assert torch.equal(got[..., :6], rope.apply_rope(x[..., :6], *tables))
 
 
 def test_longrope_stretches_every_pair_by_its_own_factor():
@@ -43,7 +43,7 @@ def test_only_distances_matter():
     q, k = torch.randn(1, 1, 1, 16, generator=random), torch.randn(1, 1, 1, 16, generator=random)
 
     def product(p_q, p_k):
-        turned = [rope.rotate(x, *rope.tables(torch.tensor([[p]]), inverse, 1.0, torch.float32))
+        turned = [rope.apply_rope(x, *rope.tables(torch.tensor([[p]]), inverse, 1.0, torch.float32))
                   for x, p in ((q, p_q), (k, p_k))]
         return (turned[0] * turned[1]).sum().item()
 
@@ -72,6 +72,6 @@ def test_yarn_is_a_ramp_between_plain_and_stretched():
 
 def test_the_scale_multiplies_the_result():
     x, positions = torch.ones(1, 1, 2, 4), torch.tensor([[0, 3]])
-    once, twice = (rope.rotate(x, *rope.tables(positions, rope.frequencies(10.0, 4), s, torch.float32))
+    once, twice = (rope.apply_rope(x, *rope.tables(positions, rope.frequencies(10.0, 4), s, torch.float32))
                    for s in (1.0, 2.0))
     assert torch.allclose(twice, 2 * once)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import RecipeError, SourceError, UnsupportedModelError, UsageError
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.planning.peak_memory import RUNTIME_BYTES, STATES_IN_MEMORY
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
@@ -359,7 +359,7 @@ def test_hidden_states_need_disk_where_memory_has_no_room_or_another_attempt_tak
 
 
 def test_a_strangers_method_plans_like_our_own(monkeypatch):
-    class Knob(Options):
+    class Knob(MethodOptions):
         knob: int = 3
 
     def quantize(weight, stats: LayerStats | None, spec, options):

@@ -9,11 +9,11 @@ import pytest
 
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol
-from quantkit.evaluate.result import EvalResult, Row
+from quantkit.evaluate.result import EvalResult, ModelResult
 
 
 @pytest.fixture
-def make_row() -> Callable[..., Row]:
+def make_row() -> Callable[..., ModelResult]:
     """``make_row("name", mb=…, ppl=…, kl=…, decode=…)``."""
 
     def around(value: float, top: float = float("inf")) -> Interval:
@@ -21,21 +21,21 @@ def make_row() -> Callable[..., Row]:
 
     def make(model: str, method: str = "rtn int8 channel sym", *, mb: float = 163, ppl: float = 28.8,
              kl: float = 0.004, top1: float = 0.975, prefill: float | None = 410,
-             decode: float | None = 45, bits: float = 8.02, answer: str | None = None) -> Row:
+             decode: float | None = 45, bits: float = 8.02, answer: str | None = None) -> ModelResult:
         metrics = {"perplexity": around(ppl), "kl_mean": around(kl), "top1": around(top1, 1.0)}
         if prefill is not None and decode is not None:
             metrics |= {"prefill_tok_s": around(prefill), "decode_tok_s": around(decode)}
-        return Row(model, method, bits, int(mb * 1e6), peak_bytes=int(7e8), load_s=0.3, metrics=metrics,
+        return ModelResult(model, method, bits, int(mb * 1e6), peak_bytes=int(7e8), load_s=0.3, metrics=metrics,
                    kernels={"prefill": {"torch": 210}, "decode": {"reference": 210}}, answer=answer)
 
     return make
 
 
 @pytest.fixture
-def make_result(make_row: Callable[..., Row]) -> Callable[..., EvalResult]:
+def make_result(make_row: Callable[..., ModelResult]) -> Callable[..., EvalResult]:
     """``make_result(rows)``; by default a typical four. ``exact``: KL from float32 arithmetic of each."""
 
-    def make(rows: list[Row] | None = None, exact: Sequence[Interval] = (), **extra: Any) -> EvalResult:
+    def make(rows: list[ModelResult] | None = None, exact: Sequence[Interval] = (), **extra: Any) -> EvalResult:
         protocol = Protocol(
             text="pydoc-topics-3.11", text_sha256="ab" * 32, tokens_sha256="cd" * 32, window=512, windows=8,
             words=3000, dtype="bfloat16", prefill=256, decode=24, repeats=3, quantkit="0.1.0",

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from quantkit.evaluate.long.generated import Drift
-from quantkit.evaluate.long.positions import Bucket
-from quantkit.evaluate.long.result import LongProtocol, LongResult, Reply, Variant
+from quantkit.evaluate.long.positions import PositionBucket
+from quantkit.evaluate.long.result import LongProtocol, LongResult, RecordedAnswer, SettingVariant
 from quantkit.evaluate.metrics import Interval
 from quantkit.report.long import as_json, markdown, table
 
@@ -17,7 +17,7 @@ LENGTHS = tuple(1024 * 2 ** power for power in range(8))
 
 def bucket(kv, low, high, perplexity=12.0):
     values = {"perplexity": perplexity, "kl_mean": 0.012, "top1": 0.9}
-    return Bucket(kv, low, high, {name: Interval(value, value, value) for name, value in values.items()},
+    return PositionBucket(kv, low, high, {name: Interval(value, value, value) for name, value in values.items()},
                   (0.012,))
 
 
@@ -27,8 +27,8 @@ def result():
                             LENGTHS, 2, 1, 0, False, ("known", "later"), 512, 64, "bfloat16", "0.1", "2.0",
                             "CPU", 1, 1)
     policy = "snapkv(0.5, window=32, kernel=5)+int4(recent=128, sinks=64)"
-    variants = [Variant("none", None, 23040), Variant("int8", None, 12000), Variant(policy, "known", 8000),
-                Variant(policy, "later", 8000)]
+    variants = [SettingVariant("none", None, 23040), SettingVariant("int8", None, 12000), SettingVariant(policy, "known", 8000),
+                SettingVariant(policy, "later", 8000)]
     replies = []
     for variant in variants:
         variant.bytes = {length: length * variant.bytes_per_token for length in LENGTHS}
@@ -37,9 +37,9 @@ def result():
                 # the full cache fails at the last length; the setting whose question comes later at depth 0
                 right = length < LENGTHS[-1] and not (variant.when == "later" and depth == 0)
                 logprob = -1.0 - 2 * (not right)
-                replies.append(Reply("needle", length, 0, depth, 0, number, question, variant.kv,
+                replies.append(RecordedAnswer("needle", length, 0, depth, 0, number, question, variant.kv,
                                      variant.when or "known", right, logprob, "text", "word", 2))
-            replies.append(Reply("variables", length, 0, None, 1, 100 + number, 0, variant.kv,
+            replies.append(RecordedAnswer("variables", length, 0, None, 1, 100 + number, 0, variant.kv,
                                  variant.when or "known", False, -4.0, "text", "word", 2))
     settings = ("none", "int8", policy)
     buckets = [bucket(kv, low, high) for kv in settings for low, high in itertools.pairwise(LENGTHS)]

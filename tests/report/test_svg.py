@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.evaluate.metrics import Interval
 from quantkit.report.svg import HEIGHT, WIDTH, render
-from quantkit.report.svg_labels import LINE, Box, place, reach
+from quantkit.report.svg_labels import LINE, LabelBox, place, reach
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,7 +20,7 @@ def texts(root):
 def box(node):
     x, y, wide = float(node.get("x")), float(node.get("y")) - 5, reach(node.text)
     left = {"start": x, "end": x - wide, "middle": x - wide / 2}[node.get("text-anchor", "start")]
-    return Box(left, y - LINE / 2, left + wide, y + LINE / 2)
+    return LabelBox(left, y - LINE / 2, left + wide, y + LINE / 2)
 
 
 def check(svg):
@@ -125,7 +125,7 @@ def test_all_zero(make_result, make_row):
 
 
 def test_places_are_near_their_marks():
-    inside = Box(0, 0, 500, 300)
+    inside = LabelBox(0, 0, 500, 300)
     one, = place([(100, 150)], ["alone"], 6, inside)
     assert (one.anchor, one.moved) == ("start", False) and 100 < one.x < 120 and 145 < one.y < 160
     right, = place([(495, 150)], ["edge"], 6, inside)

@@ -13,7 +13,7 @@ import pytest
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.chunk_size import CHUNKS, LEAST, SLOWDOWN, ChunkSizer
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
@@ -146,7 +146,7 @@ def test_without_a_limit_chunks_are_the_largest():
 # -- in the engine
 
 
-class Timed(FusedModel):
+class Timed(CpuModel):
     """A model that takes the time of another machine."""
 
     @classmethod

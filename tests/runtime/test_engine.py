@@ -10,7 +10,7 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kvspec import parse_kv
-from quantkit.runtime.cpu.program import StepProgram
+from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
 from quantkit.runtime.request import ContextLengthError, TokenInfo
@@ -184,7 +184,7 @@ def test_output_that_is_not_finite_ends_one_request(small, monkeypatch, prompt_o
     good, _ = submit(engine, 7, sampling, seed=2)
     for _ in range(3):
         engine.step()
-    logits = StepProgram.step
+    logits = CpuProgram.step
 
     def damaged(self, *args):
         out = logits(self, *args)
@@ -192,7 +192,7 @@ def test_output_that_is_not_finite_ends_one_request(small, monkeypatch, prompt_o
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepProgram, "step", damaged)
+        patch.setattr(CpuProgram, "step", damaged)
         engine.step()
     assert bad.done and "not finite" in str(errors[0]) and not good.done
     while engine.step():
@@ -210,7 +210,7 @@ def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch, sub
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepProgram, "step", fails)
+        patch.setattr(CpuProgram, "step", fails)
         engine.step()
     assert all(ticket.done for ticket in running) and len(errors) == 2
     assert engine.cache.allocated_bytes == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.runtime.request import ROWS, ContextLengthError, Ticket, TokenInfo, check_request
-from quantkit.runtime.sampler import Sampling, choose
+from quantkit.runtime.request import ROWS, ContextLengthError, Request, TokenInfo, check_request
+from quantkit.runtime.sampler import Sampling, sample_tokens
 
 
 def logits_for(token, size=300):
@@ -24,7 +24,7 @@ def feed(loaded, ids, **options):
     """A ticket through which these ids go; and all that was heard."""
     heard = []
     options = {"ignore_eos": True, "max_tokens": len(ids) + 5} | options
-    ticket = Ticket(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
+    ticket = Request(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
                     on_done=lambda ticket: heard.append(ticket.result.finish_reason))
     for token in ids:
         if not ticket.done:
@@ -92,7 +92,7 @@ def test_what_may_be_a_stop_string_is_held_until_it_is_none(loaded):
 def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     heard = []
     row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ticket = Ticket(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
+    ticket = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
                                              repetition_penalty=2.0), logprobs, on_token=heard.append)
     ticket.push(ticket.sampler(row, ticket.history), row)
     (info,) = heard
@@ -111,7 +111,7 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     prompt = torch.randint(0, 300, (200,), generator=random).tolist()
     logits = torch.randn(200, 300, generator=random)
     want = logits.log_softmax(-1)
-    ticket = Ticket(0, loaded, prompt, Sampling(), 2, echo=True)
+    ticket = Request(0, loaded, prompt, Sampling(), 2, echo=True)
     assert ticket.wants_prompt_logprobs
     for count in chunks:
         ticket.fed += count
@@ -124,17 +124,17 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
 
 
 def test_without_echo_there_is_nothing_to_score(loaded):
-    ticket = Ticket(0, loaded, [5], Sampling())
+    ticket = Request(0, loaded, [5], Sampling())
     assert not ticket.wants_prompt_logprobs and ticket.result.prompt_logprobs is None
     assert (ticket.prompt_tokens, ticket.result.prompt_tokens) == (1, 1)
 
 
 def test_an_error_is_told_or_raised(loaded):
     errors, ends = [], []
-    told = Ticket(0, loaded, [5], Sampling(), on_error=errors.append, on_done=ends.append)
+    told = Request(0, loaded, [5], Sampling(), on_error=errors.append, on_done=ends.append)
     told.fail(ValueError("x"))
     assert told.done and [str(error) for error in errors] == ["x"] and not ends
-    alone = Ticket(0, loaded, [5], Sampling(), on_done=ends.append)
+    alone = Request(0, loaded, [5], Sampling(), on_done=ends.append)
     with pytest.raises(ValueError, match="x"):
         alone.fail(ValueError("x"))
     assert alone.done and not ends
@@ -143,8 +143,8 @@ def test_an_error_is_told_or_raised(loaded):
 def test_output_that_is_not_finite(loaded):
     row = logits_for(7)
     row[3] = float("inf")
-    good, bad = (Ticket(number, loaded, [5], Sampling()) for number in range(2))
-    chosen = choose(torch.stack((logits_for(7), row)), [good.sampler, bad.sampler], [[], []])
+    good, bad = (Request(number, loaded, [5], Sampling()) for number in range(2))
+    chosen = sample_tokens(torch.stack((logits_for(7), row)), [good.sampler, bad.sampler], [[], []])
     assert chosen[0] == 7
     assert isinstance(chosen[1], QuantkitError) and "not finite" in chosen[1].what
 
@@ -162,9 +162,9 @@ def test_the_prompt_counts_for_the_repetition_penalty(loaded):
     for penalty, chosen in ((1.0, 7), (1.5, 8)):
         row = torch.zeros(300)
         row[7], row[8] = 6.0, 5.0
-        ticket = Ticket(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
+        ticket = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
         assert ticket.sampler.on_host == (penalty != 1)
-        assert choose(row[None], [ticket.sampler], [ticket.history]) == [chosen]
+        assert sample_tokens(row[None], [ticket.sampler], [ticket.history]) == [chosen]
 
 
 def test_check_request(loaded):

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Route
 
 from quantkit.serve import guard
-from quantkit.serve.guard import Guard
+from quantkit.serve.guard import GuardMiddleware
 
 KEY = "sesame-1234"
 
@@ -184,7 +184,7 @@ def test_no_web_socket_is_opened():
     async def never(*_):
         raise AssertionError("the application was asked")
 
-    asyncio.run(Guard(never)({"type": "websocket", "headers": [], "path": "/"}, never, send))
+    asyncio.run(GuardMiddleware(never)({"type": "websocket", "headers": [], "path": "/"}, never, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
@@ -200,7 +200,7 @@ def test_a_route_that_fails_before_its_answer_is_an_error_of_the_servers():
     async def send(message):
         sent.append(message)
 
-    one = Guard(breaks, on_error=told.append)
+    one = GuardMiddleware(breaks, on_error=told.append)
     scope = {"type": "http", "headers": [(b"host", b"localhost")], "path": "/", "method": "GET"}
     asyncio.run(one(scope, nothing, send))
     assert sent[0]["status"] == 500 and b"secret" not in sent[1]["body"] and one.active == 0

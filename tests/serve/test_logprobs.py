@@ -5,7 +5,7 @@ import math
 import pytest
 
 from quantkit.runtime.request import TokenInfo
-from quantkit.serve.logprobs import Offsets, TokenTexts, chat_logprobs, text_logprobs
+from quantkit.serve.logprobs import TextOffsets, TokenTexts, chat_logprobs, text_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,14 @@ def test_a_prompts_first_token_has_none(texts, loaded):
 
 
 def nowhere(loaded):
-    return Offsets(loaded.tokenizer)
+    return TextOffsets(loaded.tokenizer)
 
 
 def offsets_of(loaded, text, shown=None):
     tokenizer = loaded.tokenizer
     ids, answer = tokenizer.encode(text), tokenizer.encode(" on", special=False)
     assert ids[0] == tokenizer.bos_id
-    offsets = Offsets(tokenizer, ids, text if shown is None else shown)
+    offsets = TextOffsets(tokenizer, ids, text if shown is None else shown)
     return ids, [offsets.push(token) for token in [*ids, *answer]]
 
 

@@ -12,7 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit.sources.base import open_source
-from quantkit.sources.untied import EMBEDDING, HEAD, Untied
+from quantkit.sources.untied import EMBEDDING, HEAD, UntiedSource
 from quantkit.testing import tiny_model
 
 RECIPE = """name: head8
@@ -32,7 +32,7 @@ def tied(tmp_path):
 
 
 def test_the_head_is_the_embedding_by_another_name(tied):
-    source = Untied(open_source(str(tied)))
+    source = UntiedSource(open_source(str(tied)))
     infos = source.tensors()
     assert source.config()["tie_word_embeddings"] is False and infos[HEAD].name == HEAD
     assert infos[HEAD].shape == infos[EMBEDDING].shape

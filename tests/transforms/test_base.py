@@ -11,7 +11,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.models.scale_groups import Seam, seams
+from quantkit.models.scale_groups import ScaleGroup, scale_groups
 from quantkit.sources.base import open_source
 from quantkit.testing import FAMILIES, tiny_model
 from quantkit.transforms.base import LayerTensors
@@ -30,7 +30,7 @@ def tensors_of(source, stats=None):
     return LayerTensors(source.tensor, source.tensors().__contains__, {}, stats or {}, config.offset_norms)
 
 
-def channels(config, seam: Seam) -> int:
+def channels(config, seam: ScaleGroup) -> int:
     return seam.rows[1] - seam.rows[0] if seam.rows else config.hidden_size
 
 
@@ -43,7 +43,7 @@ def test_every_seam_of_every_family_keeps_the_function(tmp_path, family, extra):
     before, changed = logits(source), {}
     for index in range(config.num_layers):
         layer = tensors_of(source)
-        found = list(seams(config, index))
+        found = list(scale_groups(config, index))
         for seam in found:
             layer.scale(seam, torch.rand(channels(config, seam), generator=random) * 4 + 0.25)
         read = {name for seam in found for name in seam.readers}
@@ -58,7 +58,7 @@ def test_a_norm_of_few_bits_loses_nothing_by_it(tmp_path):
     """bfloat16 rounds what is left of the norm; the readers take the exact rest. A weight of 0 stays."""
     source = open_source(str(tiny_model(tmp_path / "tiny", dtype="bfloat16")))
     config = parse_config(source.config())
-    layer, seam = tensors_of(source), next(seams(config, 0))
+    layer, seam = tensors_of(source), next(scale_groups(config, 0))
     name = f"{seam.writer}.weight"
     layer.changed[name] = source.tensor(name).clone()
     layer.changed[name][3] = 0
@@ -76,7 +76,7 @@ def test_a_norm_of_few_bits_loses_nothing_by_it(tmp_path):
 def test_statistics_are_those_of_the_new_inputs(tmp_path):
     source = open_source(str(tiny_model(tmp_path / "tiny", dtype="float32")))
     config = parse_config(source.config())
-    seam = list(seams(config, 0))[1]  # v → o, where one channel is read by the heads of a group
+    seam = list(scale_groups(config, 0))[1]  # v → o, where one channel is read by the heads of a group
     x = torch.randn(100, config.num_heads * config.head_dim, dtype=torch.float64)
     name, by = seam.readers[0], torch.rand(channels(config, seam)) + 0.5
     layer = tensors_of(source, {name: LayerStats(100, (x.T @ x / 100).float(), x.abs().amax(0).float())})
@@ -89,7 +89,7 @@ def test_statistics_are_those_of_the_new_inputs(tmp_path):
 
 
 def test_channels_and_columns():
-    seam = Seam("v", (0, 4), ("o",), heads=(2, 3, 2))
+    seam = ScaleGroup("v", (0, 4), ("o",), heads=(2, 3, 2))
     columns = seam.spread(torch.tensor([1.0, 2, 3, 4]))
     assert columns.tolist() == [1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]
     assert seam.gather(torch.arange(12.0)).tolist() == [4, 5, 10, 11]

@@ -10,7 +10,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.models.architecture import parse_config
-from quantkit.models.scale_groups import seams
+from quantkit.models.scale_groups import scale_groups
 from quantkit.sources.base import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
@@ -34,7 +34,7 @@ def layer_of(source, spec, outliers=(3, 40), size=30.0):
     """A layer whose inputs have a few large channels, and these inputs."""
     config, random = parse_config(source.config()), torch.Generator().manual_seed(0)
     inputs, stats = {}, {}
-    for seam in seams(config, 0):
+    for seam in scale_groups(config, 0):
         for name in seam.readers:
             x = torch.randn(200, source.tensor(f"{name}.weight").shape[1], generator=random)
             x[:, list(outliers)] *= size
@@ -64,7 +64,7 @@ def test_awq_lowers_the_error_of_what_comes_out(source):
 
     layer.scale = watched
     AWQ.layer(config, 0, layer, AwqOptions())
-    for seam in seams(config, 0):
+    for seam in scale_groups(config, 0):
         errors = []
         for exact in (False, True):
             total = 0.0
@@ -83,7 +83,7 @@ def test_awq_lowers_the_error_of_what_comes_out(source):
 def test_awq_leaves_alone_what_it_can_t_improve(source):
     """Nothing to gain where channels are alike; nothing to measure without inputs or a grid."""
     config = parse_config(source.config())
-    silent = {name: LayerStats(0, torch.zeros(w, w), torch.zeros(w)) for seam in seams(config, 0)
+    silent = {name: LayerStats(0, torch.zeros(w, w), torch.zeros(w)) for seam in scale_groups(config, 0)
               for name in seam.readers for w in [source.tensor(f"{name}.weight").shape[1]]}
     for specs, stats in ((dict.fromkeys(silent, INT4), silent), ({}, silent),
                          (dict.fromkeys(silent, INT4), {})):
@@ -95,7 +95,7 @@ def test_awq_leaves_alone_what_it_can_t_improve(source):
 @pytest.mark.parametrize("strength", [0.0, 0.5, 0.8, 1.0])
 def test_smoothquant_s_scales(source, strength):
     config, _, layer = layer_of(source, W8A8)
-    seam = next(seams(config, 0))
+    seam = next(scale_groups(config, 0))
     weights = [source.tensor(f"{name}.weight").numpy() for name in seam.readers]
     largest = np.max([layer.stats[name].largest.numpy() for name in seam.readers], axis=0)
     expected = largest**strength / np.max([np.abs(w).max(0) for w in weights], axis=0) ** (1 - strength)

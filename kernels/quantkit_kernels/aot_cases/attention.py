@@ -7,18 +7,18 @@ from typing import Any
 
 import triton
 
-from quantkit_kernels.aot_cases.case import Case, made, threads
+from quantkit_kernels.aot_cases.case import AotCase, made, threads
 from quantkit_kernels.triton import attention_weights, decode_attention, dependent, prefill_attention
 from quantkit_kernels.triton.attention_arguments import constants, declines
-from quantkit_kernels.triton.cache import CHANNEL, FP8, INT8, PLAIN, TOKEN, TURNED, Coding
+from quantkit_kernels.triton.cache import CHANNEL, FP8, HADAMARD, INT8, PLAIN, TOKEN, SideLayout
 
 HEADS, KV_HEADS = 32, 8
 CODINGS = {
-    "bf16": (Coding(PLAIN, 16), Coding(PLAIN, 16)), "int8": (Coding(INT8, 8), Coding(INT8, 8)),
-    "fp8": (Coding(FP8, 8), Coding(FP8, 8)),
-    **{f"int{bits}": (Coding(CHANNEL, bits), Coding(TOKEN, bits)) for bits in (4, 3, 2)},
-    **{f"turned{bits}": (Coding(TURNED, bits, True), Coding(TURNED, bits)) for bits in (4, 3, 2)},
-    "int8/int4": (Coding(INT8, 8), Coding(TOKEN, 4))}
+    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
+    "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)),
+    **{f"int{bits}": (SideLayout(CHANNEL, bits), SideLayout(TOKEN, bits)) for bits in (4, 3, 2)},
+    **{f"turned{bits}": (SideLayout(HADAMARD, bits, True), SideLayout(HADAMARD, bits)) for bits in (4, 3, 2)},
+    "int8/int4": (SideLayout(INT8, 8), SideLayout(TOKEN, 4))}
 """Keys and values."""
 MAIN = ("bf16", "int8", "fp8", "int4", "turned4")
 POINTERS = {"q_ptr": "*bf16", "k_wait_ptr": "*bf16", "v_wait_ptr": "*bf16",
@@ -30,7 +30,7 @@ NUMBERS = {**dict.fromkeys(("factor", "cap"), "fp32"),
                             "waits", "q_step"), "i32")}
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """Head dimensions, codings, windows."""
     for coding in CODINGS:
         for dim in (64, 96, 128, 256) if coding in MAIN else (128,):
@@ -44,7 +44,7 @@ def cases(family: str) -> Iterator[Case]:
     for one in (_decode, _prefill):
         yield one(128, "int8", family, limited=True, placed=True)
         yield one(256, "bf16", family, capped=True)
-    yield made("join d128", decode_attention.join_kernel,
+    yield made("join d128", decode_attention.reduce_kernel,
                {**dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
                 **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
                 **dict.fromkeys(("layer", "layers", "y_step", "pieces"), "i32")},
@@ -63,12 +63,12 @@ def _common(d: int, coding: str, family: str, limited: bool, placed: bool,
 
 
 def _decode(d: int, coding: str, family: str, limited: bool = False, placed: bool = False,
-            capped: bool = False) -> Case:
+            capped: bool = False) -> AotCase:
     name, signature, common = _common(d, coding, family, limited, placed, capped)
     k, v = CODINGS[coding]
     options = decode_attention.options(family, k, v, d)
     each = threads(options, family)
-    return made(f"decode {name}", decode_attention.piece_kernel,
+    return made(f"decode {name}", decode_attention.split_kv_kernel,
                 {**signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"), "pieces": "i32"},
                 {**common, "VALUES": True, "COUNT": decode_attention.PIECE, **options},
                 multiples=("q_step"), matrix=True, wide_loads=1,
@@ -76,7 +76,7 @@ def _decode(d: int, coding: str, family: str, limited: bool = False, placed: boo
 
 
 def _prefill(d: int, coding: str, family: str, limited: bool = False, placed: bool = False,
-             capped: bool = False) -> Case:
+             capped: bool = False) -> AotCase:
     name, signature, common = _common(d, coding, family, limited, placed, capped)
     k, v = CODINGS[coding]
     options = prefill_attention.options(family, k, v, d)
@@ -89,7 +89,7 @@ def _prefill(d: int, coding: str, family: str, limited: bool = False, placed: bo
                 multiples=("q_step", "y_step"), matrix=True, wide_loads=wide)
 
 
-def _weights(d: int, coding: str, family: str) -> Case:
+def _weights(d: int, coding: str, family: str) -> AotCase:
     name, signature, common = _common(d, coding, family, False, False, False)
     return made(f"weights {name}", attention_weights.weights_kernel,
                 {**signature, **dict.fromkeys(("m_ptr", "l_ptr", "w_ptr"), "*fp32"),

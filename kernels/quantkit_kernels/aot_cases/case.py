@@ -17,7 +17,7 @@ OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion", "matrix_instr_nonkdim", "
 
 
 @dataclass(frozen=True)
-class Case:
+class AotCase:
     """A kernel, its arguments and what is expected of it.
 
     Attributes:
@@ -45,11 +45,11 @@ class Case:
     most: float | None = None
 
 
-def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **about: Any) -> Case:
+def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **about: Any) -> AotCase:
     """Splits launch options from compile-time arguments."""
     options = {key: constants[key] for key in OPTIONS if key in constants}
     rest = {key: value for key, value in constants.items() if key not in options}
-    return Case(name, kernel, signature, rest, options, **about)
+    return AotCase(name, kernel, signature, rest, options, **about)
 
 
 def threads(options: dict[str, int], family: str) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases.case import Case, made
+from quantkit_kernels.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import gptq
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """The blocks of columns that solvers ask for."""
     floats = ("work_ptr", "corner_ptr", "scale_ptr", "zero_ptr", "level_ptr", "error_ptr")
     numbers = ("n", "out", "groups", "work_step", "level_step", "error_step")

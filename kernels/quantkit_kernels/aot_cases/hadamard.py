@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases.case import Case, made
+from quantkit_kernels.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import hadamard
 
 FACTORS = {"signs_ptr": "*fp32", "mix_ptr": "*fp32"}
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """Heads and hidden states, whole and in parts; there and back."""
     for n in (64, 96, 128, 256, 4096, 14336, hadamard.WHOLE):
         for back in (False, True) if n <= 256 else (False,):

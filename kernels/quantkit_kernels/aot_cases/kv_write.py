@@ -6,20 +6,30 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.aot_cases.case import Case, made
+from quantkit_kernels.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import advance, close_pages, rope_store
-from quantkit_kernels.triton.cache import CHANNEL, FP8, INT8, PLAIN, TOKEN, TURNED, Coding, Pages, Side
+from quantkit_kernels.triton.cache import (
+    CHANNEL,
+    FP8,
+    HADAMARD,
+    INT8,
+    PLAIN,
+    TOKEN,
+    LayerPages,
+    Side,
+    SideLayout,
+)
 
-PLAINS = Coding(PLAIN, 16), Coding(PLAIN, 16)
-EIGHT = Coding(INT8, 8), Coding(INT8, 8)
+PLAINS = SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)
+EIGHT = SideLayout(INT8, 8), SideLayout(INT8, 8)
 TABLES = dict.fromkeys(("rows_ptr", "table_ptr", "length_ptr", "start_ptr"), "*i32")
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """One token and many; head dimensions; codings written vector by vector, or 64 together."""
-    fp8 = Coding(FP8, 8), Coding(FP8, 8)
-    grid, turned = ({bits: (Coding(kind, bits, kind == TURNED), Coding(other, bits)) for bits in (2, 3, 4)}
-                    for kind, other in ((CHANNEL, TOKEN), (TURNED, TURNED)))
+    fp8 = SideLayout(FP8, 8), SideLayout(FP8, 8)
+    grid, turned = ({bits: (SideLayout(kind, bits, kind == HADAMARD), SideLayout(other, bits)) for bits in (2, 3, 4)}
+                    for kind, other in ((CHANNEL, TOKEN), (HADAMARD, HADAMARD)))
     for n in (1, 2048):
         for name, codings in (("", PLAINS), (" int8", EIGHT), (" fp8", fp8)):
             yield _rope(name, codings, n)
@@ -46,21 +56,21 @@ def cases(family: str) -> Iterator[Case]:
                dict.fromkeys(("rows_ptr", "length_ptr", "seen_ptr"), "*i32"), advance.constants(32, 8))
 
 
-def _pages(codings: tuple[Coding, Coding], waits: bool) -> Pages:
+def _pages(codings: tuple[SideLayout, SideLayout], waits: bool) -> LayerPages:
     number = torch.empty(0, dtype=torch.int32, device="meta")
     keys, values = (Side(coding, number, waiting=number if waits else None) for coding in codings)
-    return Pages(keys, values, number, number if waits else None)
+    return LayerPages(keys, values, number, number if waits else None)
 
 
-def _side(name: str, coding: Coding, waits: bool) -> dict[str, str]:
+def _side(name: str, coding: SideLayout, waits: bool) -> dict[str, str]:
     """Types of a side's pointers: see :func:`~quantkit_kernels.triton.kv_encode.pointers`."""
     codes = "*bf16" if waits or coding.kind == PLAIN else "*i8" if coding.bits == 8 else "*i32"
     rest = codes if codes == "*bf16" else "*i16"
     return {f"{name}c_ptr": codes, f"{name}s_ptr": rest, f"{name}l_ptr": rest}
 
 
-def _rope(name: str, codings: tuple[Coding, Coding], n: int, dim: int = 128, *, waits: bool = False,
-          norm: bool = False) -> Case:
+def _rope(name: str, codings: tuple[SideLayout, SideLayout], n: int, dim: int = 128, *, waits: bool = False,
+          norm: bool = False) -> AotCase:
     names = ("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "out_ptr")
     return made(f"rope{name} d{dim} n{n}", rope_store.rope_store_kernel,
                 {**dict.fromkeys(names, "*bf16"),
@@ -73,7 +83,7 @@ def _rope(name: str, codings: tuple[Coding, Coding], n: int, dim: int = 128, *, 
                 multiples=("q_step", "k_step", "v_step"))
 
 
-def _close(name: str, codings: tuple[Coding, Coding], n: int, dim: int = 128) -> Case:
+def _close(name: str, codings: tuple[SideLayout, SideLayout], n: int, dim: int = 128) -> AotCase:
     return made(f"close{name} d{dim} n{n}", close_pages.close_pages_kernel,
                 {**_side("k", codings[0], False), **_side("v", codings[1], False), "kw_ptr": "*bf16",
                  "vw_ptr": "*bf16", "waiting_ptr": "*i32", "at_ptr": "*i32", "atw_ptr": "*i32", **TABLES,

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from quantkit_kernels import tuned
-from quantkit_kernels.aot_cases.case import POINTERS, Case, made, threads
+from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made, threads
 from quantkit_kernels.triton import dependent, embedding, fp8, matmul, nf4, w4a16, w8a8, w8a16, w16a16
 from quantkit_kernels.triton.fragment import MAGIC, ROWS
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 BF16, FP16, INT8, E4M3 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 FLOAT32, WORD = torch.float32, torch.int32
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductFormat:
     """A format: what its ``pack`` makes, for a weight of any shape.
 
     ``bits``: of a number; ``words``: dtype that they are loaded as; ``scale``: dtype of scales; ``x``: of
@@ -28,7 +28,7 @@ class Kind:
     """
 
     name: str
-    decoder: Decoder
+    decoder: TritonDecoder
     bits: int
     bk: int
     group: int = 0
@@ -38,35 +38,35 @@ class Kind:
     x: torch.dtype = BF16
     most: float | None = None
 
-    def packed(self, n: int, k: int, family: str, gated: bool = False) -> Packed:
+    def packed(self, n: int, k: int, family: str, gated: bool = False) -> TritonWeight:
         """Without memory."""
         each = ROWS * self.bk * self.bits // 8 // self.words.itemsize
         words = torch.empty(-(-n // ROWS), -(-k // self.bk), each, dtype=self.words, device="meta")
         scale = None if self.scale is None else torch.empty(0, dtype=self.scale, device="meta")
-        return Packed(words, scale, n, k, self.bk, self.group, self.mode, family, self.decoder, gated)
+        return TritonWeight(words, scale, n, k, self.bk, self.group, self.mode, family, self.decoder, gated)
 
 
-def kinds(family: str) -> dict[str, Kind]:
+def kinds(family: str) -> dict[str, ProductFormat]:
     """By name."""
     select = "select" if family == "cdna" else "prmt"
     native = family in ("hopper", "blackwell")
-    every = [Kind("w16a16", w16a16.PLAIN, 16, w16a16.BK, mode="plain", words=BF16, scale=None),
-             Kind("w8a16", w8a16.INT8, 8, w8a16.BK, mode="row", most=3.8),
-             Kind("fp8", fp8.E4M3, 8, fp8.BK, mode="row", most=3.8),
-             Kind("nf4", nf4.NF4, 4, 64, 64, select, most=3.5),
-             Kind("w8a8", w8a8.INT8, 8, w8a8.BK, mode="int8", words=INT8, x=INT8),
-             Kind("fp8a8", w8a8.NATIVE, 8, w8a8.BK, mode="e4m3", words=E4M3, x=E4M3) if native else
-             Kind("fp8a8", w8a8.HALF, 8, fp8.BK, mode="row", x=FP16)]
+    every = [ProductFormat("w16a16", w16a16.PLAIN, 16, w16a16.BK, mode="plain", words=BF16, scale=None),
+             ProductFormat("w8a16", w8a16.INT8, 8, w8a16.BK, mode="row", most=3.8),
+             ProductFormat("fp8", fp8.E4M3, 8, fp8.BK, mode="row", most=3.8),
+             ProductFormat("nf4", nf4.NF4, 4, 64, 64, select, most=3.5),
+             ProductFormat("w8a8", w8a8.INT8, 8, w8a8.BK, mode="int8", words=INT8, x=INT8),
+             ProductFormat("fp8a8", w8a8.NATIVE, 8, w8a8.BK, mode="e4m3", words=E4M3, x=E4M3) if native else
+             ProductFormat("fp8a8", w8a8.HALF, 8, fp8.BK, mode="row", x=FP16)]
     for group in w4a16.GROUPS:
         # 3.9 is what a 4-bit weight may take where bytes are time; scales and zero points of few columns more
         limits = {128: (2.6, 3.1), 64: (2.6, 3.3), 32: (3.4, 4.4)}[group]
-        every += [Kind(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
-                  Kind(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
+        every += [ProductFormat(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
+                  ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
                        most=limits[1])]
     return {kind.name: kind for kind in every}
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """Few rows and many; groups; both dtypes; a head; every epilogue."""
     known = kinds(family)
     for kind in known.values():
@@ -96,7 +96,7 @@ def cases(family: str) -> Iterator[Case]:
         yield _lookup(kind, family)
 
 
-def _lookup(kind: Kind, family: str) -> Case:
+def _lookup(kind: ProductFormat, family: str) -> AotCase:
     scale: dict[str, Any] = {"s_ptr": kind.scale and POINTERS[kind.scale]}
     return made(f"embed {kind.name}", embedding.embed_kernel,
                 {"ids_ptr": "*i64", "w_ptr": POINTERS[kind.words], "y_ptr": "*bf16", "y_row": "i32",
@@ -105,7 +105,7 @@ def _lookup(kind: Kind, family: str) -> Case:
                  **embedding.constants(kind.packed(128256, 4096, family))}, multiples=("y_row",))
 
 
-def _epilogue(kind: Kind, full: bool, scale: bool) -> tuple[dict[str, str], dict[str, None]]:
+def _epilogue(kind: ProductFormat, full: bool, scale: bool) -> tuple[dict[str, str], dict[str, None]]:
     """Types of the arguments that are given, and the others."""
     given = {}
     if kind.decoder.levels:
@@ -117,7 +117,7 @@ def _epilogue(kind: Kind, full: bool, scale: bool) -> tuple[dict[str, str], dict
     return given, {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in given}
 
 
-def _segments(kind: Kind, gated: str | None, full: bool, early: bool = False) -> Case:
+def _segments(kind: ProductFormat, gated: str | None, full: bool, early: bool = False) -> AotCase:
     given, absent = _epilogue(kind, full, not kind.group)
     label = " rows" * (not kind.group) + " gated" * bool(gated) + " all" * full + " early" * early
     return made(f"add segments{label}", matmul.add_segments_kernel,
@@ -128,8 +128,8 @@ def _segments(kind: Kind, gated: str | None, full: bool, early: bool = False) ->
                 multiples=("n", "r_row", "y_row"))
 
 
-def _product(kind: Kind, m: int, family: str, dtype: torch.dtype | None = None, n: int = 4096,
-             k: int = 4096, gated: str | None = None, full: bool = False, early: bool = False) -> Case:
+def _product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | None = None, n: int = 4096,
+             k: int = 4096, gated: str | None = None, full: bool = False, early: bool = False) -> AotCase:
     """``full``: with bias and residual."""
     x = dtype or kind.x
     words = x if kind.words == BF16 else kind.words

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit_kernels.aot_cases.case import Case, made
+from quantkit_kernels.aot_cases.case import AotCase, made
 from quantkit_kernels.triton import dependent, levels, rms_norm
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """Norms and levels."""
     kinds = {"int8": "*i8", "e4m3": "*fp8e4nv" if family in ("hopper", "blackwell") else "*fp16"}
     for n in (4096, levels.LONGEST):

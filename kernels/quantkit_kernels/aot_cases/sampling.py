@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.aot_cases.case import POINTERS, Case, made
+from quantkit_kernels.aot_cases.case import POINTERS, AotCase, made
 from quantkit_kernels.triton import argmax, bounds, sampling
 
 VOCABULARY = 128256
 
 
-def cases(family: str) -> Iterator[Case]:
+def cases(family: str) -> Iterator[AotCase]:
     """Everything in bfloat16, and what reads logits in other dtypes too."""
     cut = argmax.cut(VOCABULARY)
     size = {"PARTS": cut.parts, "PAD": cut.pad}

@@ -12,16 +12,16 @@ from dataclasses import replace
 import torch
 
 from quantkit_kernels.bench_cases import attention, gptq, hadamard, kv_write, products, rows, sampling
-from quantkit_kernels.bench_cases.case import LLAMA_8B, QUICK, REHEARSAL, Case, Run, Shapes
+from quantkit_kernels.bench_cases.case import LLAMA_8B, QUICK, REHEARSAL, BenchCase, ModelShapes, Run
 
-__all__ = ["LLAMA_8B", "QUICK", "REHEARSAL", "Case", "Run", "Shapes", "cases"]
+__all__ = ["LLAMA_8B", "QUICK", "REHEARSAL", "BenchCase", "ModelShapes", "Run", "cases"]
 
 
 FIRST = (1, 16, 64, 4, 256)
 """Rows of activations by importance: one sequence, then batches."""
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Every kernel, the most important first: products of one row, decoding attention, products of more rows,
     what is between, prompts. What a case needs is made when its turn comes."""
     by_rank = sorted(shapes.rows, key=lambda m: (FIRST.index(m) if m in FIRST else len(FIRST), m))

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import Case, Shapes, copies, size
+from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, copies, size
 from quantkit_kernels.bench_cases.pages import CODINGS, cloned, paged, slot_bytes
 from quantkit_kernels.triton.decode_attention import decode_attention
 from quantkit_kernels.triton.prefill_attention import prefill_attention, tiles_of
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Codings by contexts; a prompt."""
     for coding in CODINGS:
         for batch, length in shapes.contexts:
@@ -26,8 +26,8 @@ def _named(kernel: str, coding: str) -> str:
     return kernel if coding == "bf16" else f"{kernel} {coding}"
 
 
-def _decode(shapes: Shapes, batch: int, length: int, coding: str, device: torch.device,
-            dtype: torch.dtype) -> Case:
+def _decode(shapes: ModelShapes, batch: int, length: int, coding: str, device: torch.device,
+            dtype: torch.dtype) -> BenchCase:
     h, hkv, d = shapes.heads, shapes.kv_heads, shapes.dim
     q = torch.randn(batch, h, d, dtype=dtype, device=device)
     k, v = (torch.randn(batch, hkv, length, d, dtype=dtype, device=device) for _ in range(2))
@@ -39,13 +39,13 @@ def _decode(shapes: Shapes, batch: int, length: int, coding: str, device: torch.
     def sdpa(at: int) -> torch.Tensor:
         return F.scaled_dot_product_attention(q[:, :, None], *theirs[at], enable_gqa=True)[:, :, 0]
 
-    return Case(_named("attention", coding), f"b{batch} {length}",
+    return BenchCase(_named("attention", coding), f"b{batch} {length}",
                 lambda at: decode_attention(q, held[at], tables, step, 0, scale=d**-0.5), sdpa, "sdpa",
                 held_bytes + 2 * size(q), size(k, v) + 2 * size(q), 4 * batch * h * length * d,
                 len(held), len(theirs), 0.05)
 
 
-def _prefill(shapes: Shapes, length: int, coding: str, device: torch.device, dtype: torch.dtype) -> Case:
+def _prefill(shapes: ModelShapes, length: int, coding: str, device: torch.device, dtype: torch.dtype) -> BenchCase:
     h, hkv, d = shapes.heads, shapes.kv_heads, shapes.dim
     q = torch.randn(length, h, d, dtype=dtype, device=device)
     k, v = (torch.randn(1, hkv, length, d, dtype=dtype, device=device) for _ in range(2))
@@ -57,6 +57,6 @@ def _prefill(shapes: Shapes, length: int, coding: str, device: torch.device, dty
                                               enable_gqa=True)[0].transpose(0, 1)
 
     moved = int(hkv * length * slot_bytes(pages)) + 2 * size(q)
-    return Case(_named("prefill", coding), f"m{length}",
+    return BenchCase(_named("prefill", coding), f"m{length}",
                 lambda at: prefill_attention(q, pages, tables, step, 0, tiles, scale=d**-0.5), sdpa, "sdpa",
                 moved, size(k, v) + 2 * size(q), 2 * h * length * (length + 1) * d, 1, 1, 0.05, cold=False)

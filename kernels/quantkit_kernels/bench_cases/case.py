@@ -13,7 +13,7 @@ FLUSH = 256 << 20
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelShapes:
     """Sizes of a model, and how much of it is run at once.
 
     Attributes:
@@ -33,18 +33,18 @@ class Shapes:
     flush: int = FLUSH
 
 
-LLAMA_8B = Shapes((("qkv", 6144, 4096), ("o", 4096, 4096), ("gate up", 28672, 4096), ("down", 4096, 14336),
+LLAMA_8B = ModelShapes((("qkv", 6144, 4096), ("o", 4096, 4096), ("gate up", 28672, 4096), ("down", 4096, 14336),
                    ("head", 128256, 4096)),
                   (1, 4, 16, 64, 256, 2048), ((1, 8192), (1, 32768), (16, 8192)), 32, 8, 128)
 QUICK = replace(LLAMA_8B, linears=LLAMA_8B.linears[1:3], rows=(1, 16, 2048), contexts=((1, 32768),))
-REHEARSAL = Shapes((("o", 200, 128),), (1, 20), ((1, 70),), 4, 2, 32, flush=40000)
+REHEARSAL = ModelShapes((("o", 200, 128),), (1, 20), ((1, 70),), 4, 2, 32, flush=40000)
 """Shapes for Triton's interpreter: to try a script before there is a GPU."""
 HEAD_ROWS = 64
 """A head is only asked for the last token of each sequence."""
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One kernel on one shape, and what torch does instead.
 
     Attributes:
@@ -80,6 +80,6 @@ def size(*tensors: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def copies(shapes: Shapes, one: int) -> int:
+def copies(shapes: ModelShapes, one: int) -> int:
     """Of something that has so many bytes."""
     return max(1, -(-shapes.flush // one))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.bench_cases.case import Case, Shapes, size
+from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, size
 from quantkit_kernels.triton.gptq import LONGEST, solve_block
 
 GROUP, TOP = 128, 15
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """The attention's output, in float32 as it is solved; one block of columns."""
     _, out, columns = min(shapes.linears, key=lambda linear: linear[1])
     n = min(LONGEST, columns // 8)
@@ -41,4 +41,4 @@ def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[
 
     moved = size(work, levels, errors, upper)
     # where a number lies within rounding of the middle of two levels, either is right
-    yield Case("gptq", f"{n}x{out}", ours, theirs, "loop", moved, moved, n * n * out, 1, 1, 0.01, cold=False)
+    yield BenchCase("gptq", f"{n}x{out}", ours, theirs, "loop", moved, moved, n * n * out, 1, 1, 0.01, cold=False)

@@ -7,13 +7,24 @@ from collections.abc import Iterator
 import torch
 
 from quantkit_kernels import reference
-from quantkit_kernels.bench_cases.case import Case, Shapes, size
-from quantkit_kernels.triton.cache import CHANNEL, INT8, PAGE, PLAIN, TOKEN, Coding, Pages, Side, Step, Tables
+from quantkit_kernels.bench_cases.case import BenchCase, ModelShapes, size
+from quantkit_kernels.triton.cache import (
+    CHANNEL,
+    INT8,
+    PAGE,
+    PLAIN,
+    TOKEN,
+    LayerPages,
+    SequenceTables,
+    Side,
+    SideLayout,
+    StepTokens,
+)
 from quantkit_kernels.triton.close_pages import close_pages
 from quantkit_kernels.triton.rope_store import rope_store
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Codecs by rows."""
     for coded in (False, True):
         for n in shapes.rows:
@@ -22,14 +33,14 @@ def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[
         yield _close(shapes, n, device, dtype)
 
 
-def _rope(shapes: Shapes, n: int, coded: bool, device: torch.device, dtype: torch.dtype) -> Case:
+def _rope(shapes: ModelShapes, n: int, coded: bool, device: torch.device, dtype: torch.dtype) -> BenchCase:
     """n tokens of a prompt: rotated, and stored as they are or as int8."""
     h, hkv, d = shapes.heads, shapes.kv_heads, shapes.dim
     qkv = torch.randn(n, (h + 2 * hkv) * d, dtype=dtype, device=device)
     cos, sin = _angles(n, d, device)
-    coding = Coding(INT8, 8) if coded else Coding(PLAIN, 16)
+    coding = SideLayout(INT8, 8) if coded else SideLayout(PLAIN, 16)
     sides = [_empty(coding, hkv * -(-n // PAGE), d, dtype, device) for _ in range(2)]
-    pages, (tables, step) = Pages(sides[0], sides[1]), _sequence(n, 0, hkv, device)
+    pages, (tables, step) = LayerPages(sides[0], sides[1]), _sequence(n, 0, hkv, device)
     slots = _slots(tables, n)
     keys, values = torch.zeros(2, hkv * -(-n // PAGE) * PAGE, d, dtype=dtype, device=device)
 
@@ -56,12 +67,12 @@ def _rope(shapes: Shapes, n: int, coded: bool, device: torch.device, dtype: torc
 
     read = size(qkv, cos, sin) + n * h * d * qkv.element_size()
     plain = 2 * n * hkv * d * qkv.element_size()
-    return Case(f"rope{' int8' * coded}", f"m{n}", ours, theirs, "rotate, index_put",
+    return BenchCase(f"rope{' int8' * coded}", f"m{n}", ours, theirs, "rotate, index_put",
                 read + (2 * n * hkv * (d + 2) if coded else plain), read + plain, 0, 1, 1, 0.02, cold=False,
                 check=check)
 
 
-def _close(shapes: Shapes, n: int, device: torch.device, dtype: torch.dtype) -> Case:
+def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype) -> BenchCase:
     """Pages of which n tokens are the last: 4-bit keys by channel and values by token."""
     hkv, d, each = shapes.kv_heads, shapes.dim, -(-n // PAGE)
     count = hkv * each
@@ -70,8 +81,8 @@ def _close(shapes: Shapes, n: int, device: torch.device, dtype: torch.dtype) -> 
     for kind, grid, x in ((CHANNEL, (PAGE // 32, d), waiting[0]), (TOKEN, (PAGE, d // 32), waiting[1])):
         codes = torch.zeros(count, PAGE, d // 2, dtype=torch.uint8, device=device)
         scale, low = torch.zeros(2, count, *grid, dtype=torch.bfloat16, device=device)
-        sides.append(Side(Coding(kind, 4), codes, scale, low, x))
-    pages, (tables, step) = Pages(sides[0], sides[1]), _sequence(n, -n % PAGE, hkv, device)
+        sides.append(Side(SideLayout(kind, 4), codes, scale, low, x))
+    pages, (tables, step) = LayerPages(sides[0], sides[1]), _sequence(n, -n % PAGE, hkv, device)
 
     def ours(at: int) -> torch.Tensor:
         close_pages(pages, tables, step, 0)
@@ -92,7 +103,7 @@ def _close(shapes: Shapes, n: int, device: torch.device, dtype: torch.dtype) -> 
         return torch.cat(parts), theirs(0)
 
     moved = size(waiting) + sum(size(side.codes) for side in sides) + 8 * count * PAGE * d // 32
-    return Case("close int4", f"m{n}", ours, theirs, "encode", moved, moved, 0, 1, 1, 0.05, cold=False,
+    return BenchCase("close int4", f"m{n}", ours, theirs, "encode", moved, moved, 0, 1, 1, 0.05, cold=False,
                 check=check)
 
 
@@ -101,24 +112,24 @@ def _decoded(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, at: in
     return (groups * scale.float().unsqueeze(at) + low.float().unsqueeze(at)).flatten(at - 1, at)
 
 
-def _empty(coding: Coding, count: int, d: int, dtype: torch.dtype, device: torch.device) -> Side:
+def _empty(coding: SideLayout, count: int, d: int, dtype: torch.dtype, device: torch.device) -> Side:
     if coding.kind == PLAIN:
         return Side(coding, torch.zeros(count, PAGE, d, dtype=dtype, device=device))
     scale = torch.zeros(count, PAGE, dtype=torch.bfloat16, device=device)
     return Side(coding, torch.zeros(count, PAGE, d, dtype=torch.int8, device=device), scale)
 
 
-def _sequence(n: int, before: int, hkv: int, device: torch.device) -> tuple[Tables, Step]:
+def _sequence(n: int, before: int, hkv: int, device: torch.device) -> tuple[SequenceTables, StepTokens]:
     """n more tokens of a sequence in one layer; its pages are shuffled, and those that wait alike."""
     each = -(-(n + before) // PAGE)
     table = torch.randperm(hkv * each, device=device).to(torch.int32).view(1, 1, hkv, each)
     lengths, starts = (torch.full((1, 1, hkv), at, dtype=torch.int32, device=device) for at in (before, 0))
     seen = torch.full((1,), before, dtype=torch.int32, device=device)
     rows = torch.stack((torch.zeros(n), torch.arange(n)), 1).to(torch.int32).to(device)
-    return Tables(table, lengths, seen, table, starts), Step(rows, before + n)
+    return SequenceTables(table, lengths, seen, table, starts), StepTokens(rows, before + n)
 
 
-def _slots(tables: Tables, n: int) -> torch.Tensor:
+def _slots(tables: SequenceTables, n: int) -> torch.Tensor:
     """Where n tokens of :func:`_sequence` lie, int64 ``[n, Hkv]``."""
     at = torch.arange(n, device=tables.pages.device)
     return (tables.pages[0, 0].long()[:, at // PAGE] * PAGE + at % PAGE).T.contiguous()

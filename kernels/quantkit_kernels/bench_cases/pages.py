@@ -9,29 +9,29 @@ from quantkit_kernels import reference
 from quantkit_kernels.triton.cache import (
     CHANNEL,
     FP8,
+    HADAMARD,
     INT8,
     PAGE,
     PLAIN,
     TOKEN,
-    TURNED,
-    Coding,
-    Pages,
+    LayerPages,
+    SequenceTables,
     Side,
-    Step,
-    Tables,
+    SideLayout,
+    StepTokens,
 )
 
 CODINGS = {
-    "bf16": (Coding(PLAIN, 16), Coding(PLAIN, 16)), "int8": (Coding(INT8, 8), Coding(INT8, 8)),
-    "fp8": (Coding(FP8, 8), Coding(FP8, 8)), "int4": (Coding(CHANNEL, 4), Coding(TOKEN, 4)),
-    "turned4": (Coding(TURNED, 4, True), Coding(TURNED, 4))}
+    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
+    "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)), "int4": (SideLayout(CHANNEL, 4), SideLayout(TOKEN, 4)),
+    "turned4": (SideLayout(HADAMARD, 4, True), SideLayout(HADAMARD, 4))}
 """Of keys and of values."""
 FIRST, THIRD = 0.240464, 0.00209768
 """Level c of rotated vectors' 4-bit codes is ``u (FIRST + THIRD u²)``, u = c − 7.5."""
 Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 
 
-def encoded(x: torch.Tensor, coding: Coding) -> Encoded:
+def encoded(x: torch.Tensor, coding: SideLayout) -> Encoded:
     """``x [P, 64, D]`` → codes, scale and shift as in :class:`~quantkit_kernels.triton.cache.Side`, and what
     they stand for in float32."""
     wide = x.float()
@@ -44,7 +44,7 @@ def encoded(x: torch.Tensor, coding: Coding) -> Encoded:
         scale = (wide.abs().amax(-1) / 440).clamp(min=1e-30).to(torch.bfloat16)
         floats = (wide / scale.float()[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         return floats.view(torch.uint8), scale, None, floats.float() * scale.float()[..., None]
-    if coding.kind == TURNED:
+    if coding.kind == HADAMARD:
         return _turned(wide, coding.centered)
     at = -2 if coding.kind == CHANNEL else -1
     groups = wide.unflatten(at, (-1, 32))
@@ -73,8 +73,8 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
     return low | high << 4
 
 
-def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[Coding, Coding],
-          new: int = 1) -> tuple[Pages, Tables, Step, torch.Tensor, torch.Tensor]:
+def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[SideLayout, SideLayout],
+          new: int = 1) -> tuple[LayerPages, SequenceTables, StepTokens, torch.Tensor, torch.Tensor]:
     """``k, v [B, Hkv, S, D]`` in shuffled pages; of each sequence the last ``new`` tokens are the step's.
 
     Where codings go by whole pages, the vectors of the last page wait if it isn't full. Returns what
@@ -101,11 +101,11 @@ def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[Coding, Coding],
         read.append(found)
     # vectors of all slots wait here, those before the last page beside their codes: they aren't read
     before = torch.full((batch, 1, heads), length - new, dtype=torch.int32, device=device)
-    tables = Tables(table, before, before[:, 0, 0].clone(), table if waits else None,
+    tables = SequenceTables(table, before, before[:, 0, 0].clone(), table if waits else None,
                     torch.zeros_like(before) if waits else None)
     whose = [[row, place] for row in range(batch) for place in range(new)]
-    step = Step(torch.tensor(whose, dtype=torch.int32, device=device), length)
-    return Pages(sides[0], sides[1]), tables, step, read[0], read[1]
+    step = StepTokens(torch.tensor(whose, dtype=torch.int32, device=device), length)
+    return LayerPages(sides[0], sides[1]), tables, step, read[0], read[1]
 
 
 def _placed(part: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -115,17 +115,17 @@ def _placed(part: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def cloned(pages: Pages) -> Pages:
+def cloned(pages: LayerPages) -> LayerPages:
     """The same elsewhere in memory."""
     def side(of: Side) -> Side:
         scale, shift, waiting = (None if part is None else part.clone()
                                  for part in (of.scale, of.shift, of.waiting))
         return Side(of.coding, of.codes.clone(), scale, shift, waiting)
 
-    return Pages(side(pages.k), side(pages.v))
+    return LayerPages(side(pages.k), side(pages.v))
 
 
-def slot_bytes(pages: Pages) -> float:
+def slot_bytes(pages: LayerPages) -> float:
     """Of a slot of one head: codes, and its share of what a page has beside them."""
     parts = [part for side in (pages.k, pages.v) for part in (side.codes, side.scale, side.shift)]
     return sum(part[0].numel() * part.element_size() for part in parts if part is not None) / PAGE

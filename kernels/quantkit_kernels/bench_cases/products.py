@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from quantkit_kernels.bench_cases.case import HEAD_ROWS, Case, Shapes, copies, size
+from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, copies, size
 from quantkit_kernels.triton import fp8, nf4, w4a16, w8a8, w8a16, w16a16
-from quantkit_kernels.triton.levels import Levels, quantize
+from quantkit_kernels.triton.levels import QuantizedActivations, quantize
 from quantkit_kernels.triton.matmul import multiply
-from quantkit_kernels.triton.packed import Packed
+from quantkit_kernels.triton.packed import TritonWeight
 
-Weight = tuple[str, Packed, torch.Tensor]
+Weight = tuple[str, TritonWeight, torch.Tensor]
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """Every Linear of a layer, and the head."""
     for linear in shapes.linears:
         for make in (_plain, _int4, _int4_zeros, _int8, _fp8, _nf4, _w8a8, _fp8a8):
@@ -80,8 +80,8 @@ def _nf4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> Weight:
     return "nf4 b64", nf4.pack(codes, absmax.view(-1)), dense
 
 
-def _products(shapes: Shapes, linear: tuple[str, int, int], make: Callable[..., Weight],
-              device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def _products(shapes: ModelShapes, linear: tuple[str, int, int], make: Callable[..., Weight],
+              device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     name, n, k = linear
     kernel, packed, dense = make(n, k, device, dtype)
     again = (replace(packed, words=packed.words.clone(), scale=None if packed.scale is None else
@@ -92,18 +92,18 @@ def _products(shapes: Shapes, linear: tuple[str, int, int], make: Callable[..., 
         if name == "head" and m > HEAD_ROWS:
             continue
         x = torch.randn(m, k, dtype=dtype, device=device)
-        operand: torch.Tensor | Levels = x
+        operand: torch.Tensor | QuantizedActivations = x
         if packed.decoder.levels:  # torch is given what the levels say
             operand = quantize(x, packed.decoder.takes[0])
             x = (operand.values.float() * operand.scale[:, None]).to(dtype)
-        moved = size(operand.values if isinstance(operand, Levels) else x) + m * n * x.element_size()
+        moved = size(operand.values if isinstance(operand, QuantizedActivations) else x) + m * n * x.element_size()
 
-        def ours(at: int, x: torch.Tensor | Levels = operand) -> torch.Tensor:
+        def ours(at: int, x: torch.Tensor | QuantizedActivations = operand) -> torch.Tensor:
             return multiply(x, packs[at])
 
         def theirs(at: int, x: torch.Tensor = x) -> torch.Tensor:
             return F.linear(x, denses[at])
 
-        yield Case(kernel, f"{name} m{m}", ours, theirs, "matmul", packed.nbytes + moved,
+        yield BenchCase(kernel, f"{name} m{m}", ours, theirs, "matmul", packed.nbytes + moved,
                    size(dense) + size(x) + m * n * x.element_size(), 2 * m * n * k, len(packs), len(denses),
                    0.02)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from quantkit_kernels.bench_cases.case import HEAD_ROWS, Case, Shapes, size
+from quantkit_kernels.bench_cases.case import HEAD_ROWS, BenchCase, ModelShapes, size
 from quantkit_kernels.triton.argmax import argmax
 from quantkit_kernels.triton.sampling import choose
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 50, 0.95, 0.01
 
 
-def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[BenchCase]:
     """The most likely token, and one drawn, of as many rows as a head is asked for."""
     vocabulary = shapes.linears[-1][1]
     for rows in (rows for rows in shapes.rows if rows <= HEAD_ROWS):
@@ -22,17 +22,17 @@ def cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator[
         yield _choose(logits)
 
 
-def _argmax(logits: torch.Tensor) -> Case:
+def _argmax(logits: torch.Tensor) -> BenchCase:
     def check() -> tuple[torch.Tensor, torch.Tensor]:
         most = logits == logits.amax(-1, keepdim=True)
         return argmax(logits)[0] + 1, torch.stack([row.nonzero()[0, 0] for row in most]) + 1  # none is 0
 
-    return Case("argmax", f"m{len(logits)}", lambda at: argmax(logits)[0],
+    return BenchCase("argmax", f"m{len(logits)}", lambda at: argmax(logits)[0],
                 lambda at: logits.argmax(-1), "argmax", size(logits), size(logits), 0, 1, 1, 0.0, cold=False,
                 check=check)
 
 
-def _choose(logits: torch.Tensor) -> Case:
+def _choose(logits: torch.Tensor) -> BenchCase:
     rows, device = len(logits), logits.device
     temperature, top_p, min_p = (torch.full((rows,), one, device=device)
                                  for one in (TEMPERATURE, TOP_P, MIN_P))
@@ -58,5 +58,5 @@ def _choose(logits: torch.Tensor) -> Case:
         drawn = (each > 0) & (ids == ours(0)[:, None])
         return drawn.any(-1), torch.ones(rows, device=device)
 
-    return Case("sample", f"m{rows}", ours, theirs, "sort, multinomial", size(logits), size(logits), 0, 1, 1,
+    return BenchCase("sample", f"m{rows}", ours, theirs, "sort, multinomial", size(logits), size(logits), 0, 1, 1,
                 0.0, cold=False, check=check)

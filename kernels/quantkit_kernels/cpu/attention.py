@@ -17,7 +17,7 @@ from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.exp import exp
 from quantkit_kernels.cpu.kv_codecs import PAGE, lanes
-from quantkit_kernels.cpu.kv_pages import CACHE, Codecs, Held
+from quantkit_kernels.cpu.kv_pages import CACHE, HeadPages, PageCodecs
 from quantkit_kernels.cpu.values import F32, I32, I64, Value, vec
 
 SPLIT = 256
@@ -46,7 +46,7 @@ def scratch_bytes(dim: int, queries: int) -> int:
 class Attend:
     """A tile of a sequence's rows over its pages; a unit is a key head (or one split of it) of a tile."""
 
-    codecs: Codecs
+    codecs: PageCodecs
     dim: int
 
     @property
@@ -61,7 +61,7 @@ class Attend:
 
 
 class _Attend:
-    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: Codecs, dim: int) -> None:
+    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int) -> None:
         self.e, self.a, self.codecs, self.dim, self.width = e, a, codecs, dim, lanes(dim)
 
     def write(self, unit: Value, thread: Value) -> None:
@@ -70,7 +70,7 @@ class _Attend:
         self.head = pair % a.heads
         tile = a.tiles + pair // a.heads * 24
         first, count, sequence = (e.load(tile, I64, 8 * i) for i in range(3))
-        self.held = Held(e, a, self.codecs, self.dim, sequence, self.head)
+        self.held = HeadPages(e, a, self.codecs, self.dim, sequence, self.head)
         self.tile = a.scratch + thread * a.scratch_private
         if not self.codecs.waits:
             self._rows(first, count, split)
@@ -303,7 +303,7 @@ class _Attend:
 
 
 @dataclass(frozen=True)
-class Combine:
+class ReduceSplits:
     """Splits that were units of their own become one result; a unit is a query head of a row."""
 
     dim: int

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.isa import Isa
-from quantkit_kernels.cpu.matmul import SUB, Decoder
+from quantkit_kernels.cpu.matmul import SUB, WeightDecoder
 from quantkit_kernels.cpu.values import F32, I8, I16, I32, Value, vec
 
 NF4_LEVELS = 8191
@@ -71,7 +71,7 @@ def _e4m3(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
             yield (bits.bits(real) * 2.0**120,)
 
 
-def nf4(table: tuple[float, ...]) -> Decoder:
+def nf4(table: tuple[float, ...]) -> WeightDecoder:
     """4-bit codes into a table of 16 numbers in [−1, 1].
 
     A run of 16 bytes is a 128-bit quarter or half of a vector: value 2 i and 2 i + 1 of a lane lie where
@@ -94,10 +94,10 @@ def nf4(table: tuple[float, ...]) -> Decoder:
                     yield (least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes)),)
 
     digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
-    return Decoder(f"nf4_{digest}", "words", SUB // 2, unpack)
+    return WeightDecoder(f"nf4_{digest}", "words", SUB // 2, unpack)
 
 
-def trellis(bits: int, window: int, code: tuple[int, int, int]) -> Decoder:
+def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder:
     """Rings of 64 rows of symbols of 2 to 4 bits, of which the last ``window`` bits mean a number.
 
     A word is four symbols of a ring, the first highest; vectors hold the 16 words of two columns each,
@@ -127,7 +127,7 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> Decoder:
                 found += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
             yield found
 
-    return Decoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack, 64)
+    return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack, 64)
 
 
 def _ring_words(e: Emitter, source: Value, bits: int) -> Value:
@@ -147,11 +147,11 @@ def _turned(own: Value, places: int) -> Value:
     return own.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
-INT4 = Decoder("int4", "bytes", SUB // 2, _int4)
-INT8 = Decoder("int8", "words", SUB, _int8)
-W8A8 = Decoder("w8a8", "int8", SUB, _w8a8)
-E4M3 = Decoder("e4m3", "floats", SUB, _e4m3)
-E4M3_TOKENS = Decoder("e4m3_tokens", "e4m3", SUB, _e4m3)
-BF16 = Decoder("bf16", "floats", 2 * SUB, _bf16)
-FP16 = Decoder("f16", "floats", 2 * SUB, _f16)
-FP32 = Decoder("f32", "floats", 4 * SUB, _f32, parts=True)
+INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4)
+INT8 = WeightDecoder("int8", "words", SUB, _int8)
+W8A8 = WeightDecoder("w8a8", "int8", SUB, _w8a8)
+E4M3 = WeightDecoder("e4m3", "floats", SUB, _e4m3)
+E4M3_TOKENS = WeightDecoder("e4m3_tokens", "e4m3", SUB, _e4m3)
+BF16 = WeightDecoder("bf16", "floats", 2 * SUB, _bf16)
+FP16 = WeightDecoder("f16", "floats", 2 * SUB, _f16)
+FP32 = WeightDecoder("f32", "floats", 4 * SUB, _f32, parts=True)

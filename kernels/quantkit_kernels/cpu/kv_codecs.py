@@ -28,7 +28,7 @@ Sizes = Callable[[int], dict[str, int]]
 
 
 @dataclass(frozen=True)
-class KVCodec:
+class PageCodec:
     """A codec of one side.
 
     Attributes:
@@ -58,7 +58,7 @@ def lanes(dim: int) -> int:
     return next(width for width in (16, 8, 4, 2) if dim % width == 0)
 
 
-def _plain(name: str) -> KVCodec:
+def _plain(name: str) -> PageCodec:
     """The vector itself, in one of the dtypes that models compute in."""
     size = 4 if name == "f32" else 2
 
@@ -76,7 +76,7 @@ def _plain(name: str) -> KVCodec:
             return found
         return [e.widened(value) if name == "bf16" else e.half_widened(value) for value in found]
 
-    return KVCodec(name, lambda dim: {"values": size * dim}, store, load)
+    return PageCodec(name, lambda dim: {"values": size * dim}, store, load)
 
 
 def _store_int8(e: Emitter, parts: Parts, values: list[Value]) -> None:
@@ -117,7 +117,7 @@ def _load_fp8(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> li
     return found
 
 
-def _by_token(bits: int) -> KVCodec:
+def _by_token(bits: int) -> PageCodec:
     """``codes · scale + low``, a grid for 32 numbers of a token."""
     top = float(2**bits - 1)
 
@@ -147,11 +147,11 @@ def _by_token(bits: int) -> KVCodec:
             found.append(code.real() * scale + low)
         return found
 
-    return KVCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
+    return PageCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
                                                 "low": dim // GROUP * 2}, store, load)
 
 
-def _by_channel(bits: int) -> KVCodec:
+def _by_channel(bits: int) -> PageCodec:
     """``codes · scale + low``, a grid for 32 slots of a channel."""
     top = float(2**bits - 1)
 
@@ -187,11 +187,11 @@ def _by_channel(bits: int) -> KVCodec:
         return [code.real() * grid[i] + grid[dim // 16 + i]
                 for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits))]
 
-    return KVCodec(f"channel{bits}", lambda dim: {"codes": dim * bits // 8}, store, load,
+    return PageCodec(f"channel{bits}", lambda dim: {"codes": dim * bits // 8}, store, load,
                    lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
 
 
-def _turned(bits: int, centered: bool) -> KVCodec:
+def _turned(bits: int, centered: bool) -> PageCodec:
     """``level(code) · scale + mean``, the mean of 64 slots."""
     first, third = CURVES[bits]
     book = [u * (first + third * u * u) for u in (c - (2**bits - 1) / 2 for c in range(2**bits))]
@@ -239,8 +239,8 @@ def _turned(bits: int, centered: bool) -> KVCodec:
         return {"codes": dim * bits // 8, "scale": 2}
 
     if not centered:
-        return KVCodec(f"turned{bits}", sizes, store, load, turned=True)
-    return KVCodec(f"turned{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
+        return PageCodec(f"turned{bits}", sizes, store, load, turned=True)
+    return PageCodec(f"turned{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
 
 
 def _nearest(e: Emitter, steps: Value, top: float) -> Value:
@@ -255,8 +255,8 @@ def _total(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> Value:
 
 
 BF16, FP16, FP32 = map(_plain, ("bf16", "f16", "f32"))
-INT8 = KVCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _load_int8)
-FP8 = KVCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
+INT8 = PageCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _load_int8)
+FP8 = PageCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
 CODECS = {codec.name: codec for codec in (
     BF16, FP16, FP32, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
     *(_turned(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}

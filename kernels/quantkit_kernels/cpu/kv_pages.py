@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from quantkit_kernels.cpu.emit import Emitter
-from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, KVCodec
+from quantkit_kernels.cpu.kv_codecs import CODECS, PAGE, PARTS, PageCodec
 from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
 SEQUENCE = 8
@@ -23,7 +23,7 @@ the ``first``."""
 
 
 @dataclass(frozen=True)
-class Codecs:
+class PageCodecs:
     """Of keys and of values.
 
     Attributes:
@@ -42,17 +42,17 @@ class Codecs:
         return both + (f"_waits_{self.waits}" if self.waits else "")
 
     @property
-    def vectors(self) -> KVCodec:
+    def vectors(self) -> PageCodec:
         """Of what waits."""
         assert self.waits is not None
         return CODECS[self.waits]
 
-    def side(self, side: str) -> KVCodec:
+    def side(self, side: str) -> PageCodec:
         """``k`` or ``v``."""
         return CODECS[self.keys if side == "k" else self.values]
 
 
-class Held:
+class HeadPages:
     """A head's pages of a sequence.
 
     Args:
@@ -66,7 +66,7 @@ class Held:
         count: the sequence's tokens of this step.
     """
 
-    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: Codecs, dim: int, sequence: Value,
+    def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int, sequence: Value,
                  head: Value) -> None:
         self._e, self._a, self._codecs, self._dim = e, a, codecs, dim
         one, index = a.sequences + sequence * (8 * SEQUENCE), a.layer * a.heads + head

@@ -12,7 +12,7 @@ from quantkit_kernels.cpu import hadamard, kv_bits
 from quantkit_kernels.cpu.driver import begin
 from quantkit_kernels.cpu.emit import Emitter
 from quantkit_kernels.cpu.kv_codecs import GROUP, PAGE, lanes
-from quantkit_kernels.cpu.kv_pages import CACHE, SEQUENCE, Codecs, Held
+from quantkit_kernels.cpu.kv_pages import CACHE, SEQUENCE, HeadPages, PageCodecs
 from quantkit_kernels.cpu.values import F32, I32, I64, PTR, Value, vec
 
 ROPE_ARGUMENTS = (*CACHE, "*q", "*k", "*v", "*cos", "*sin", "*q_norm", "*k_norm", "*signs", "*mix",
@@ -40,7 +40,7 @@ class RopeStore:
     they were computed. https://arxiv.org/abs/2104.09864
     """
 
-    codecs: Codecs
+    codecs: PageCodecs
     dim: int
 
     @property
@@ -65,7 +65,7 @@ class RopeStore:
                 _mixed(e, a, q, room, self.dim)
         k, v = (p + row * a.kv_stride + head * (self.dim * 4) for p in (a.k, a.v))
         self._turn(e, k, angle, a.k_norm, eps, None)
-        held = Held(e, a, self.codecs, self.dim, sequence, head)
+        held = HeadPages(e, a, self.codecs, self.dim, sequence, head)
         at, waits = held.length + place, self.codecs.waits
         slot = held.waiting(at) if waits else held.slot(at)
         width = lanes(self.dim)
@@ -102,10 +102,10 @@ class RopeStore:
 
 
 @dataclass(frozen=True)
-class Close:
+class EncodePages:
     """Encode pages of vectors that have waited long enough; a unit is a page of a head of a sequence."""
 
-    codecs: Codecs
+    codecs: PageCodecs
     dim: int
 
     @property
@@ -117,7 +117,7 @@ class Close:
         """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, CLOSE_ARGUMENTS)
         block, pair = unit % a.blocks, unit // a.blocks
-        held = Held(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
+        held = HeadPages(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
         at = held.start + block * PAGE
         scratch, width = a.scratch + thread * a.scratch_private, lanes(self.dim)
         with e.when(at < held.border(held.length + held.count)):
@@ -172,7 +172,7 @@ class KeepQueries:
 
 
 @dataclass(frozen=True)
-class Unturn:
+class UndoHadamard:
     """Rotate the heads of a row back, in place; a unit is a row."""
 
     dim: int

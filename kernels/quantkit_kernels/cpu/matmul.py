@@ -54,7 +54,7 @@ MOST_COLUMNS = 1 << 17
 
 
 @dataclass(frozen=True)
-class Decoder:
+class WeightDecoder:
     """A format of weights.
 
     Attributes:
@@ -91,7 +91,7 @@ class Matmul:
         zeros: whether each group has a zero point, uint8. Without, codes of the family ``bytes`` have 8.
     """
 
-    decoder: Decoder
+    decoder: WeightDecoder
     group: int | None
     scale: Literal["bf16", "f32"] = "f32"
     zeros: bool = False

@@ -18,13 +18,13 @@ ALIGNMENT = 64
 KNOWN = 128
 """Changes that are remembered, at most."""
 KERNELS: dict[type, Sequence[str]] = {
-    matmul.Matmul: matmul.ARGUMENTS, rows.Rows: rows.ARGUMENTS,
+    matmul.Matmul: matmul.ARGUMENTS, rows.RowKernel: rows.ARGUMENTS,
     rows.NormAdd: rows.ADD_ARGUMENTS, embedding.Embed: embedding.ARGUMENTS,
-    kv_write.RopeStore: kv_write.ROPE_ARGUMENTS, kv_write.Close: kv_write.CLOSE_ARGUMENTS,
+    kv_write.RopeStore: kv_write.ROPE_ARGUMENTS, kv_write.EncodePages: kv_write.CLOSE_ARGUMENTS,
     kv_write.KeepQueries: kv_write.KEEP_ARGUMENTS,
-    kv_write.Unturn: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
-    attention.Combine: attention.COMBINE_ARGUMENTS, read.Read: read.ARGUMENTS,
-    viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.Columns: viterbi.COLUMN_ARGUMENTS}
+    kv_write.UndoHadamard: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
+    attention.ReduceSplits: attention.COMBINE_ARGUMENTS, read.ReadKernel: read.ARGUMENTS,
+    viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.ColumnSearch: viterbi.COLUMN_ARGUMENTS}
 """The kernels that a program may have, and their arguments in a record's order; ``*name`` is a pointer."""
 
 
@@ -32,7 +32,7 @@ Report = Callable[[int, int, str], None]
 """Hears how many kernels are compiled, of how many, and which is next."""
 
 
-class Kernel(Protocol):
+class ProgramKernel(Protocol):
     """What all of them have: the name of their function, which says all that its code depends on."""
 
     @property
@@ -59,7 +59,7 @@ class Program:
         self._log: dict[int, int] | None = None
         self.names: list[str] = []
 
-    def add(self, kernel: Kernel, units: int = 1, *, barrier: bool = True, each: bool = False,
+    def add(self, kernel: ProgramKernel, units: int = 1, *, barrier: bool = True, each: bool = False,
             **values: Any) -> int:
         """Append an operation.
 

@@ -20,7 +20,7 @@ UNIT = 1 << 20
 """Bytes in a unit."""
 
 
-class Read:
+class ReadKernel:
     """The sum of a unit's 32-bit words, lane by lane: 64 bytes of ``sums``."""
 
     name = "read"
@@ -56,7 +56,7 @@ class Bandwidth:
         data = torch.ones(self._size // 4, dtype=torch.int32)
         self._sums = torch.zeros(units, LINE // 4, dtype=torch.int32)
         program = Program(isa)
-        program.add(Read(), units, data=data, sums=self._sums, size=UNIT)
+        program.add(ReadKernel(), units, data=data, sums=self._sums, size=UNIT)
         program.finish()
         self._program = program
 

@@ -39,7 +39,7 @@ Source = Literal["plain", "norm", "silu", "gelu"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowKernel:
     """A row operation.
 
     Attributes:

@@ -73,7 +73,7 @@ class Viterbi:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnSearch:
     """Searches a tile's rings column by column, and tells the columns that are left.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.cache import Step, Tables
+from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 
 BLOCK = 1024
 """Lengths that a program counts up at a time."""
@@ -30,7 +30,7 @@ def constants(layers: int, kv_heads: int) -> dict[str, int]:
     return {"COUNT": count, "BLOCK": min(BLOCK, triton.next_power_of_2(count)), "num_warps": 4}
 
 
-def advance(tables: Tables, step: Step) -> None:
+def advance(tables: SequenceTables, step: StepTokens) -> None:
     """Add 1 to ``lengths`` of all layers and heads, and to ``seen``, of every token's sequence.
 
     Args:

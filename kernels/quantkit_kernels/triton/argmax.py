@@ -61,7 +61,7 @@ def peak_of(value_ptr: tl.tensor, id_ptr: tl.tensor, finite_ptr: tl.tensor, row:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LogitSplits:
     """How rows of logits are cut.
 
     Attributes:
@@ -75,10 +75,10 @@ class Cut:
     size: int
 
 
-def cut(v: int) -> Cut:
+def cut(v: int) -> LogitSplits:
     """A row of v logits."""
     parts = -(-v // PART)
-    return Cut(parts, triton.next_power_of_2(parts), PART)
+    return LogitSplits(parts, triton.next_power_of_2(parts), PART)
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,7 @@ def checked(logits: torch.Tensor,
             torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device))
 
 
-def peaks(logits: torch.Tensor, c: Cut) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def peaks(logits: torch.Tensor, c: LogitSplits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of every part the largest logit, its id, and 1 if all are finite, ``[B, parts]``."""
     b, v = logits.shape
     value = torch.empty(b, c.parts, dtype=torch.float32, device=logits.device)

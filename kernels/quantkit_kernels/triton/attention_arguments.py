@@ -11,22 +11,22 @@ import triton
 from quantkit_kernels.triton.cache import (
     CHANNEL,
     FP8,
+    HADAMARD,
     INT8,
     PLAIN,
     TOKEN,
-    TURNED,
-    Coding,
-    Pages,
+    LayerPages,
+    SequenceTables,
     Side,
-    Step,
-    Tables,
+    SideLayout,
+    StepTokens,
 )
 from quantkit_kernels.triton.fragment import family_of
 
 FARTHEST = 1 << 30
 """Windows and sinks that are larger mean this."""
-KEYS = {PLAIN: (16,), INT8: (8,), FP8: (8,), CHANNEL: (2, 3, 4), TURNED: (2, 3, 4)}
-VALUES = {PLAIN: (16,), INT8: (8,), FP8: (8,), TOKEN: (2, 3, 4), TURNED: (2, 3, 4)}
+KEYS = {PLAIN: (16,), INT8: (8,), FP8: (8,), CHANNEL: (2, 3, 4), HADAMARD: (2, 3, 4)}
+VALUES = {PLAIN: (16,), INT8: (8,), FP8: (8,), TOKEN: (2, 3, 4), HADAMARD: (2, 3, 4)}
 """Kinds and bits that are read; only keys are centered."""
 HEADS = 16
 """At most so many query heads share a key head."""
@@ -34,7 +34,7 @@ CHANGING = ["window", "limit", "sinks", "recent", "first", "layer", "layers", "w
 """Integers for which nothing is compiled anew."""
 
 
-def declines(k: Coding, v: Coding, dim: int, family: str) -> str | None:
+def declines(k: SideLayout, v: SideLayout, dim: int, family: str) -> str | None:
     """Why keys and values of these codings and that head dimension aren't read; ``None`` if they are.
 
     ``family``: see :func:`~quantkit_kernels.triton.fragment.family_of`.
@@ -51,7 +51,7 @@ def declines(k: Coding, v: Coding, dim: int, family: str) -> str | None:
     return "no kernel reads values that are centered" if v.centered else None
 
 
-def check(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int) -> None:
+def check(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int) -> None:
     """Raises ValueError if they don't fit together."""
     if (why := declines(pages.k.coding, pages.v.coding, q.shape[-1], family_of(q.device))) is not None:
         raise ValueError(why)
@@ -82,7 +82,7 @@ def _fits(side: Side, dtype: torch.dtype, d: int) -> bool:
             and (side.shift is not None) == (side.coding.kind in (CHANNEL, TOKEN) or side.coding.centered))
 
 
-def pointers(q: torch.Tensor, pages: Pages, tables: Tables, step: Step) -> dict[str, torch.Tensor]:
+def pointers(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens) -> dict[str, torch.Tensor]:
     """Of pages and tables; where there is nothing, something that isn't read."""
     nothing = tables.lengths
     found = {"q_ptr": q}
@@ -97,7 +97,7 @@ def pointers(q: torch.Tensor, pages: Pages, tables: Tables, step: Step) -> dict[
     return found | {name: nothing if t is None else t for name, t in rest.items()}
 
 
-def numbers(q: torch.Tensor, tables: Tables, layer: int, scale: float, window: int | None, limit: int | None,
+def numbers(q: torch.Tensor, tables: SequenceTables, layer: int, scale: float, window: int | None, limit: int | None,
             sinks: int, softcap: float | None) -> dict[str, int | float]:
     """Runtime arguments."""
     e = math.log2(math.e)
@@ -113,7 +113,7 @@ def _at_most(window: int | None) -> int:
     return FARTHEST if window is None else min(window, FARTHEST)
 
 
-def constants(k: Coding, v: Coding, h: int, hkv: int, d: int, waits: bool, limited: bool, placed: bool,
+def constants(k: SideLayout, v: SideLayout, h: int, hkv: int, d: int, waits: bool, limited: bool, placed: bool,
               capped: bool, asm: bool) -> dict[str, Any]:
     """Compile-time arguments."""
     return {"HKV": hkv, "G": h // hkv, "D": d, "DP": max(16, triton.next_power_of_2(d)),
@@ -121,7 +121,7 @@ def constants(k: Coding, v: Coding, h: int, hkv: int, d: int, waits: bool, limit
             "LIMITED": limited, "PLACED": placed and limited, "CAPPED": capped, "ASM": asm}
 
 
-def constants_of(q: torch.Tensor, pages: Pages, tables: Tables, window: int | None, limit: int | None,
+def constants_of(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, window: int | None, limit: int | None,
                  softcap: float | None) -> dict[str, Any]:
     """The same for these tensors."""
     asm = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import Pages, Step, Tables
-from quantkit_kernels.triton.decode_attention import JOIN, PIECE, Pieces, run_pieces
+from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
+from quantkit_kernels.triton.decode_attention import JOIN, PIECE, SplitResults, run_pieces
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import key_dims, scores, vector_scores
 from quantkit_kernels.triton.softmax import scaled, visible, waiting_page, walk
@@ -42,7 +42,7 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
                    CAPPED: tl.constexpr, ASM: tl.constexpr, PEAKS: tl.constexpr, COUNT: tl.constexpr,
                    JOIN: tl.constexpr, STAGES: tl.constexpr) -> None:
     """One piece of one key head of one token: w float32 ``[N, HKV, slots]``, written where a page is read; m
-    and l as in :func:`~quantkit_kernels.triton.decode_attention.piece_kernel`."""
+    and l as in :func:`~quantkit_kernels.triton.decode_attention.split_kv_kernel`."""
     token, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     sequence, place = tl.load(rows_ptr + 2 * token).to(tl.int64), tl.load(rows_ptr + 2 * token + 1)
     if sequence < 0:
@@ -114,10 +114,10 @@ def options(family: str) -> dict[str, int]:
     return {"STAGES": 5, "num_warps": 4} | ({"maxnreg": 128} if family == "hopper" else {})
 
 
-def attention_weights(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int, *, scale: float,
+def attention_weights(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, scale: float,
                       window: int | None = None, limit: int | None = None, sinks: int = 0,
                       softcap: float | None = None, peaks: bool = False,
-                      pieces: Pieces | None = None) -> torch.Tensor:
+                      pieces: SplitResults | None = None) -> torch.Tensor:
     """Attention of each token's queries to the slots, their mean over the heads that share a key head.
 
     Args:
@@ -139,7 +139,7 @@ def attention_weights(q: torch.Tensor, pages: Pages, tables: Tables, step: Step,
     if out.numel() == 0:
         return out
     if pieces is None:
-        pieces = Pieces.of(q, hkv, step.longest, values=False)
+        pieces = SplitResults.of(q, hkv, step.longest, values=False)
         run_pieces(pieces, q, pages, tables, step, layer, scale, window, limit, sinks, softcap, values=False)
     count = pieces.m.shape[2]
     weights_kernel[(len(q), hkv, count)](

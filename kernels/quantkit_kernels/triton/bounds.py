@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.argmax import INFINITY, Cut
+from quantkit_kernels.triton.argmax import INFINITY, LogitSplits
 
 CHUNK = 512
 """Logits that are sorted into intervals at a time."""
@@ -165,7 +165,7 @@ def passes(dtype: torch.dtype) -> int:
     return -(-(32 - LOW[dtype]) // 4)
 
 
-def bounds(logits: torch.Tensor, c: Cut, value: torch.Tensor, temperature: torch.Tensor,
+def bounds(logits: torch.Tensor, c: LogitSplits, value: torch.Tensor, temperature: torch.Tensor,
            top_k: torch.Tensor | None,
            top_p: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of every row the least score, (logit - largest) / temperature, that is left.

@@ -16,19 +16,19 @@ import triton.language as tl
 
 PAGE = 64
 PLAIN, INT8, FP8 = "plain", "int8", "fp8"
-CHANNEL, TOKEN, TURNED = "channel", "token", "turned"
+CHANNEL, TOKEN, HADAMARD = "channel", "token", "turned"
 
 
 @dataclass(frozen=True)
-class Coding:
+class SideLayout:
     """How the vectors of one side are stored.
 
     Attributes:
         kind: :data:`PLAIN`, the numbers themselves; :data:`INT8` and :data:`FP8` (e4m3), one scale a vector;
             :data:`CHANNEL`, a grid for each channel of 32 tokens; :data:`TOKEN`, a grid for each 32 channels
-            of a token; :data:`TURNED`, levels of a Gaussian codebook times a scale, of rotated vectors.
+            of a token; :data:`HADAMARD`, levels of a Gaussian codebook times a scale, of rotated vectors.
         bits: 2, 3 or 4 of the last three; else those of a number.
-        centered: 64 tokens share a mean; of :data:`TURNED` only.
+        centered: 64 tokens share a mean; of :data:`HADAMARD` only.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Side:
         waiting: ``[Q, 64, D]`` as computed; ``None`` where none wait.
     """
 
-    coding: Coding
+    coding: SideLayout
     codes: torch.Tensor
     scale: torch.Tensor | None = None
     shift: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pages:
+class LayerPages:
     """A layer's.
 
     Attributes:
@@ -80,7 +80,7 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Tables:
+class SequenceTables:
     """All sequences that are on the device, in all layers. They stay there from step to step.
 
     Attributes:
@@ -104,7 +104,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTokens:
     """The tokens that go through the model now.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.cache import PAGE, Pages, Step, Tables
+from quantkit_kernels.triton.cache import PAGE, LayerPages, SequenceTables, StepTokens
 from quantkit_kernels.triton.kv_encode import pointers, store_page
 from quantkit_kernels.triton.rope_store import check_tables
 
@@ -63,7 +63,7 @@ def close_pages_kernel(kc_ptr: tl.tensor, ks_ptr: tl.tensor, kl_ptr: tl.tensor, 
         token = tl.min(tl.where(ends & (rt > token), rt, n))
 
 
-def constants(n: int, kv_heads: int, dim: int, pages: Pages) -> dict[str, Any]:
+def constants(n: int, kv_heads: int, dim: int, pages: LayerPages) -> dict[str, Any]:
     """Compile-time arguments and options for n tokens, but LAYERS."""
     k, v = pages.k.coding, pages.v.coding
     padded = triton.next_power_of_2(dim)
@@ -73,7 +73,7 @@ def constants(n: int, kv_heads: int, dim: int, pages: Pages) -> dict[str, Any]:
             "num_warps": max(1, min(8, PAGE * padded // 1024))}
 
 
-def close_pages(pages: Pages, tables: Tables, step: Step, layer: int) -> None:
+def close_pages(pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int) -> None:
     """After :func:`~.rope_store.rope_store`: encode what the step's last queries read as codes.
 
     Of each sequence and head those are the pages in ``[border(lengths), border(lengths + tokens))``. The

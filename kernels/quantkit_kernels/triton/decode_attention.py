@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import PLAIN, TURNED, Coding, Pages, Step, Tables
+from quantkit_kernels.triton.cache import HADAMARD, PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens
 from quantkit_kernels.triton.dependent import let_next_begin, starts
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
@@ -40,7 +40,7 @@ JOIN = 16
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
+def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
                  k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
                  v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
                  wait_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
@@ -122,11 +122,11 @@ def piece_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_s
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "pieces"])
-def join_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
+def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
                 rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
                 y_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                 DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """One query head of one token: y ``[N, HKV * G, D]``; the rest as in :func:`piece_kernel`."""
+    """One query head of one token: y ``[N, HKV * G, D]``; the rest as in :func:`split_kv_kernel`."""
     if EARLY:
         let_next_begin()
     token, head, g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -157,18 +157,18 @@ def join_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr
     tl.store(y_ptr + token * y_step + (head * G + g) * D + rd, y.to(y_ptr.dtype.element_ty), mask=rd < D)
 
 
-def options(family: str, k: Coding, v: Coding, d: int) -> dict[str, int]:
-    """How :func:`piece_kernel` is launched."""
+def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]:
+    """How :func:`split_kv_kernel` is launched."""
     if family == "cdna":  # a warp has 64 lanes
         return {"STAGES": 1, "num_warps": 2}
     # a page's number is loaded before the page: of 5 stages 2 are loads that are under way, of 7 they are 3
-    wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == TURNED and k.bits < 4)
+    wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == HADAMARD and k.bits < 4)
     return {"STAGES": 7 if k.bits < 8 and v.bits < 8 else 5, "num_warps": 4 if wide else 2}
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What :func:`piece_kernel` leaves of a step: ``o [N, Hkv, pieces, G, D]``, ``m`` and ``l`` without D,
+class SplitResults:
+    """What :func:`split_kv_kernel` leaves of a step: ``o [N, Hkv, pieces, G, D]``, ``m`` and ``l`` without D,
     float32."""
 
     o: torch.Tensor
@@ -176,7 +176,7 @@ class Pieces:
     l: torch.Tensor  # noqa: E741
 
     @classmethod
-    def of(cls, q: torch.Tensor, kv_heads: int, longest: int, values: bool = True) -> Pieces:
+    def of(cls, q: torch.Tensor, kv_heads: int, longest: int, values: bool = True) -> SplitResults:
         """Memory for queries ``[N, H, D]`` and so many slots; without ``values`` there is no o."""
         n, h, d = q.shape
         shape = (n, kv_heads, max(1, -(-longest // (64 * PIECE))), h // kv_heads)
@@ -185,13 +185,13 @@ class Pieces:
         return cls(o, m, total)
 
 
-def run_pieces(pieces: Pieces, q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int,
+def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
                scale: float, window: int | None, limit: int | None, sinks: int, softcap: float | None,
                values: bool = True) -> dict[str, Any]:
     """The first of both kernels; returns compile-time arguments that others take too."""
     common = constants_of(q, pages, tables, window, limit, softcap)
     n, hkv, count = pieces.m.shape[:3]
-    piece_kernel[(n, hkv, count)](
+    split_kv_kernel[(n, hkv, count)](
         **pointers(q, pages, tables, step), o_ptr=pieces.o if values else pieces.m, m_ptr=pieces.m,
         l_ptr=pieces.l, **numbers(q, tables, layer, scale, window, limit, sinks, softcap), pieces=count,
         **common, VALUES=values, COUNT=PIECE,
@@ -199,10 +199,10 @@ def run_pieces(pieces: Pieces, q: torch.Tensor, pages: Pages, tables: Tables, st
     return common
 
 
-def decode_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int, *, scale: float,
+def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, scale: float,
                      window: int | None = None, limit: int | None = None, sinks: int = 0,
                      softcap: float | None = None, out: torch.Tensor | None = None,
-                     pieces: Pieces | None = None) -> torch.Tensor:
+                     pieces: SplitResults | None = None) -> torch.Tensor:
     """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.
 
     Args:
@@ -216,7 +216,7 @@ def decode_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, 
         limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``.
         softcap: if given, a score x becomes ``softcap · tanh(x / softcap)``.
         out: ``[N, H, D]`` of q's dtype; tokens may be apart.
-        pieces: memory that :meth:`Pieces.of` made; afterwards it holds maxima and sums of the softmax.
+        pieces: memory that :meth:`SplitResults.of` made; afterwards it holds maxima and sums of the softmax.
 
     Returns:
         ``[N, H, D]``; of turned values still turned.
@@ -233,9 +233,9 @@ def decode_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, 
     if n == 0:
         return out
     hkv = tables.pages.shape[2]
-    pieces = pieces or Pieces.of(q, hkv, step.longest)
+    pieces = pieces or SplitResults.of(q, hkv, step.longest)
     common = run_pieces(pieces, q, pages, tables, step, layer, scale, window, limit, sinks, softcap)
-    join_kernel[(n, hkv, h // hkv)](
+    reduce_kernel[(n, hkv, h // hkv)](
         pieces.o, pieces.m, pieces.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
         out.stride(0), pieces.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
         COUNT=PIECE, JOIN=JOIN, EARLY=starts(q.device))

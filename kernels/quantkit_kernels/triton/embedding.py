@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.fragment import ROWS, lane_columns
-from quantkit_kernels.triton.packed import Packed
+from quantkit_kernels.triton.packed import TritonWeight
 
 BLOCK = 512
 """Numbers of a row that one program decodes."""
@@ -35,7 +35,7 @@ def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: 
     tl.store(y_ptr + at * y_row + col, v.to(y_ptr.dtype.element_ty), mask=seen)
 
 
-def embed(ids: torch.Tensor, w: Packed, dtype: torch.dtype, *,
+def embed(ids: torch.Tensor, w: TritonWeight, dtype: torch.dtype, *,
           out: torch.Tensor | None = None) -> torch.Tensor:
     """``W[ids]``.
 
@@ -64,7 +64,7 @@ def embed(ids: torch.Tensor, w: Packed, dtype: torch.dtype, *,
     return y
 
 
-def constants(w: Packed) -> dict[str, object]:
+def constants(w: TritonWeight) -> dict[str, object]:
     """Compile-time arguments."""
     return {"K": w.k, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": w.words.shape[1], "GROUP": w.group,
             "NPAD": w.words.shape[0] * ROWS, "NUMBER": w.decoder.number, "MODE": w.mode,

@@ -26,7 +26,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 BK = 64
 """Columns of a tile."""
@@ -86,11 +86,11 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return tl.where(h == 0, tl.where(e == 0, a0, a1), tl.where(e == 0, b0, b1)) * s
 
 
-E4M3 = Decoder(decode_e4m3, number)
+E4M3 = TritonDecoder(decode_e4m3, number)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False,
-         decoder: Decoder = E4M3) -> Packed:
+         decoder: TritonDecoder = E4M3) -> TritonWeight:
     """Repack once.
 
     Args:
@@ -106,7 +106,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
     words = shuffle(padded, 8, BK, lane_columns(family))
     for tiles in words:  # a few at a time: what lies between takes four times their memory
         tiles.copy_(spread(tiles))
-    return Packed(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, decoder, gated)
+    return TritonWeight(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, decoder, gated)
 
 
 def spread(words: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ KINDS = (torch.int8, torch.float8_e4m3fn, torch.float16)
 
 
 @dataclass(frozen=True)
-class Levels:
+class QuantizedActivations:
     """Rounded activations; x is about ``values · scale``.
 
     Attributes:
@@ -80,20 +80,20 @@ def constants(n: int, early: bool) -> dict[str, int]:
     return {"N": n, "BLOCK": block, "EARLY": early, "num_warps": min(16, max(1, block // 1024))}
 
 
-def empty(x: torch.Tensor, kind: torch.dtype) -> Levels:
+def empty(x: torch.Tensor, kind: torch.dtype) -> QuantizedActivations:
     """Unwritten levels for activations ``[m, n]``. Raises ValueError: no such kind, or rows too long."""
     if kind not in KINDS or x.ndim != 2 or x.shape[1] > LONGEST:
         raise ValueError(f"levels are int8, float8_e4m3fn or float16, of [m, n] with n up to {LONGEST}, "
                          f"not {kind} of {list(x.shape)}")
-    return Levels(torch.empty(x.shape, dtype=kind, device=x.device),
+    return QuantizedActivations(torch.empty(x.shape, dtype=kind, device=x.device),
                   torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
 
 
-def quantize(x: torch.Tensor, kind: torch.dtype) -> Levels:
+def quantize(x: torch.Tensor, kind: torch.dtype) -> QuantizedActivations:
     """Rows ``[m, n]``, any floating dtype, n at most 32768 → levels of that kind and their scales.
 
     Raises:
-        ValueError: another kind than :class:`Levels` has, or another shape.
+        ValueError: another kind than :class:`QuantizedActivations` has, or another shape.
     """
     found = empty(x, kind)
     if x.shape[0]:

@@ -24,8 +24,8 @@ from quantkit_kernels.triton import dependent
 from quantkit_kernels.triton.dependent import fetch, let_next_begin, wait
 from quantkit_kernels.triton.epilogue import finish
 from quantkit_kernels.triton.fragment import MAGIC, ROWS, lane_columns
-from quantkit_kernels.triton.levels import Levels
-from quantkit_kernels.triton.packed import Packed
+from quantkit_kernels.triton.levels import QuantizedActivations
+from quantkit_kernels.triton.packed import TritonWeight
 
 PROGRAMS = 256
 """Programs that a small multiply is cut into: two for each multiprocessor of a large GPU."""
@@ -119,7 +119,7 @@ def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """How a multiply is launched. ``per`` tiles are a segment, ``unroll`` a turn of the loop; of ``stages``
     turns all but one are loaded ahead. ``per`` and ``segments`` don't depend on the number of rows.
     ``early``: see :mod:`~quantkit_kernels.triton.dependent`."""
@@ -135,7 +135,7 @@ class Plan:
 
 
 def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False,
-         measured: dict[str, int] | None = None) -> Plan:
+         measured: dict[str, int] | None = None) -> LaunchPlan:
     """Segments of K by ``n`` and ``tiles`` (along K); the shape of a program by ``m``. What was ``measured``
     comes first: see :func:`quantkit_kernels.tuned.lookup`.
 
@@ -155,7 +155,7 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     warps = measured.get("warps", 4 if bm <= 32 or bk == 32 else 8)
     if family == "cdna":  # a warp has 64 lanes; the instruction is the same for any number of rows
         warps = measured.get("warps", 2 if bk == 32 else 8 if bm == 128 else 4)
-        return Plan(bm, split, per, segments, unroll, measured.get("stages", 2), False,
+        return LaunchPlan(bm, split, per, segments, unroll, measured.get("stages", 2), False,
                     {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
@@ -166,10 +166,10 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     early = bool(measured.get("pdl", 0)) and family in dependent.FAMILIES
     if early:
         options["launch_pdl"] = True
-    return Plan(bm, split, per, segments, unroll, stages, early, options)
+    return LaunchPlan(bm, split, per, segments, unroll, stages, early, options)
 
 
-def sums_tiles_apart(w: Packed) -> bool:
+def sums_tiles_apart(w: TritonWeight) -> bool:
     """Whether the tensor cores add up one tile at a time, and other instructions add the tiles.
 
     Hopper's read decoded weights from registers while the program goes on. If the sum is carried from tile to
@@ -181,7 +181,7 @@ def sums_tiles_apart(w: Packed) -> bool:
     return torch.float8_e4m3fn in takes or (w.family == "hopper" and torch.int8 not in takes)
 
 
-def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
+def arguments(w: TritonWeight, m: int) -> tuple[LaunchPlan, dict[str, Any]]:
     """The plan, and the kernel's compile-time arguments but GATED."""
     tiles = w.words.shape[1]
     grouped = w.group > 0 or torch.float8_e4m3fn in w.decoder.takes
@@ -194,17 +194,17 @@ def arguments(w: Packed, m: int) -> tuple[Plan, dict[str, Any]]:
                "UNROLL": p.unroll, "FRESH": sums_tiles_apart(w), "PDL": p.early}
 
 
-def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = None,
+def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: torch.Tensor | None = None,
              bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
              gated: str | None = None) -> torch.Tensor:
     """``y = x Wᵀ``, then ``+ bias``, then ``act(gate) · up``, then ``+ residual``.
 
     All of it in float32, rounded once, when y is stored; a model that does one after the other rounds to its
-    dtype in between. Scales of :class:`~quantkit_kernels.triton.levels.Levels` multiply the sum, first those
+    dtype in between. Scales of :class:`~quantkit_kernels.triton.levels.QuantizedActivations` multiply the sum, first those
     of tokens.
 
     Args:
-        x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or ``Levels`` for weights
+        x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or ``QuantizedActivations`` for weights
             that take them. Rows may lie further apart than k.
         w: what a format's ``pack`` gave.
         out: ``[m, outputs]``, where y goes; its rows may lie further apart. Nothing else is allocated for y.
@@ -218,7 +218,7 @@ def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = 
     Raises:
         ValueError: another shape or dtype.
     """
-    values = x.values if isinstance(x, Levels) else x
+    values = x.values if isinstance(x, QuantizedActivations) else x
     _check(x, values, w, out, bias, residual, gated)
     m, n = values.shape[0], w.outputs
     y = torch.empty(m, n, dtype=x.dtype, device=values.device) if out is None else out
@@ -229,7 +229,7 @@ def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = 
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     p, constants = arguments(w, m)
-    t = x.scale if isinstance(x, Levels) else None
+    t = x.scale if isinstance(x, QuantizedActivations) else None
     r_row = 0 if residual is None else residual.stride(0)
     grid = (w.words.shape[0], -(-m // p.bm), p.segments if p.split else 1)
     magic = MAGIC.get(values.dtype, 0)
@@ -249,10 +249,10 @@ def multiply(x: torch.Tensor | Levels, w: Packed, *, out: torch.Tensor | None = 
     return y
 
 
-def _check(x: torch.Tensor | Levels, values: torch.Tensor, w: Packed, out: torch.Tensor | None,
+def _check(x: torch.Tensor | QuantizedActivations, values: torch.Tensor, w: TritonWeight, out: torch.Tensor | None,
            bias: torch.Tensor | None, residual: torch.Tensor | None, gated: str | None) -> None:
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in w.decoder.takes)
-    if w.decoder.levels != isinstance(x, Levels):
+    if w.decoder.levels != isinstance(x, QuantizedActivations):
         raise ValueError("this weight takes Levels" if w.decoder.levels else "this weight takes no Levels")
     takes = (w.words.dtype,) if w.words.dtype in w.decoder.takes else w.decoder.takes
     if values.ndim != 2 or values.shape[1] != w.k or values.dtype not in takes:

@@ -27,7 +27,7 @@ from quantkit_kernels.triton.fragment import (
     shuffle,
     tile,
 )
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 BLOCK = 64
 LEVELS = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -188,11 +188,11 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return look_up((tl.load(tile_ptr + word) >> shift) & 15, IN_ORDER) * s
 
 
-NF4 = Decoder(decode_nf4, number)
+NF4 = TritonDecoder(decode_nf4, number)
 
 
 def pack(codes: torch.Tensor, absmax: torch.Tensor, family: str | None = None, mode: str | None = None,
-         gated: bool = False) -> Packed:
+         gated: bool = False) -> TritonWeight:
     """Repack once.
 
     Args:
@@ -215,4 +215,4 @@ def pack(codes: torch.Tensor, absmax: torch.Tensor, family: str | None = None, m
     # an index takes eight bytes: not all at once
     kept = torch.cat([stored[part.int()] for part in codes.split(ROWS)])
     words = shuffle(rows(kept, gated), 4, BLOCK, lane_columns(family), mode == "prmt")
-    return Packed(words, scale, n, k, BLOCK, BLOCK, mode, family, NF4, gated)
+    return TritonWeight(words, scale, n, k, BLOCK, BLOCK, mode, family, NF4, gated)

@@ -11,7 +11,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Decoder:
+class TritonDecoder:
     """How the words of a weight become numbers.
 
     Attributes:
@@ -20,7 +20,7 @@ class Decoder:
             scales, and nobody looks at those that they return.
         number: jitted ``(tile, s, row, col, K, MODE, WIDE)``: pointers to tiles → float32 numbers, scaled.
         takes: dtypes of the activations.
-        levels: activations are :class:`~quantkit_kernels.triton.levels.Levels` of these dtypes.
+        levels: activations are :class:`~quantkit_kernels.triton.levels.QuantizedActivations` of these dtypes.
     """
 
     tile: Any
@@ -30,7 +30,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Packed:
+class TritonWeight:
     """A weight ready for :func:`~quantkit_kernels.triton.matmul.multiply`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Packed:
     group: int
     mode: str
     family: str
-    decoder: Decoder
+    decoder: TritonDecoder
     gated: bool = False
 
     @property

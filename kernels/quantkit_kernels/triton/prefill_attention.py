@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.attention_arguments import CHANGING, check, constants_of, numbers, pointers
-from quantkit_kernels.triton.cache import PLAIN, Coding, Pages, Step, Tables, border
+from quantkit_kernels.triton.cache import PLAIN, LayerPages, SequenceTables, SideLayout, StepTokens, border
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import (
     add_values,
@@ -126,7 +126,7 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
 
 
-def options(family: str, k: Coding, v: Coding, d: int) -> dict[str, int]:
+def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]:
     """How :func:`tile_kernel` is launched, and rows of a product."""
     rows, low = ROWS, min(k.bits, v.bits) < 8
     if d > 128:
@@ -148,7 +148,7 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
     """Tiles of a step in which sequences, one after another, have so many tokens.
 
     Args:
-        rows: which of the R sequences of :class:`~quantkit_kernels.triton.cache.Tables`.
+        rows: which of the R sequences of :class:`~quantkit_kernels.triton.cache.SequenceTables`.
         counts: tokens of each.
         group: query heads that share a key head.
     """
@@ -159,7 +159,7 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
     return found
 
 
-def prefill_attention(q: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int,
+def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
                       tiles: torch.Tensor, *, scale: float, window: int | None = None,
                       limit: int | None = None, sinks: int = 0, softcap: float | None = None,
                       out: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.dependent import let_next_begin, starts
-from quantkit_kernels.triton.levels import LONGEST, Levels, constants, empty, to_levels
+from quantkit_kernels.triton.levels import LONGEST, QuantizedActivations, constants, empty, to_levels
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float,
 
 
 def rms_norm_levels(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: torch.dtype,
-                    residual: torch.Tensor | None = None) -> tuple[Levels, torch.Tensor]:
+                    residual: torch.Tensor | None = None) -> tuple[QuantizedActivations, torch.Tensor]:
     """:func:`rms_norm` of ``[m, n]``, and y rounded by :func:`~quantkit_kernels.triton.levels.quantize`.
 
     Returns:

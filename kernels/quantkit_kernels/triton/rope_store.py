@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.cache import CHANNEL, PLAIN, TURNED, Pages, Step, Tables
+from quantkit_kernels.triton.cache import CHANNEL, HADAMARD, PLAIN, LayerPages, SequenceTables, StepTokens
 from quantkit_kernels.triton.hadamard import FARTHEST, factors, finite, mixed, within
 from quantkit_kernels.triton.kv_encode import pointers, store_vectors
 
@@ -116,7 +116,7 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
             store_vectors(x, vc_ptr, vs_ptr, vl_ptr, slot, stored, D, VKIND, VBITS)
 
 
-def constants(n: int, heads: int, kv_heads: int, dim: int, pages: Pages) -> dict[str, Any]:
+def constants(n: int, heads: int, kv_heads: int, dim: int, pages: LayerPages) -> dict[str, Any]:
     """Compile-time arguments and options for n tokens, but LAYERS, R and NORM."""
     shape = {"BT": 1, "num_warps": 1} if n <= FEW else {"BT": 16, "num_warps": 4}
     k, v = pages.k.coding, pages.v.coding
@@ -124,12 +124,12 @@ def constants(n: int, heads: int, kv_heads: int, dim: int, pages: Pages) -> dict
     placed = pages.waiting_positions if pages.waits else pages.positions
     return {"H": heads, "HKV": kv_heads, "D": dim, "DP": triton.next_power_of_2(dim),
             **dict(zip(("KIND", "BITS", "VKIND", "VBITS"), kinds)), "WAITS": pages.waits,
-            "PLACED": placed is not None, "TURN": k.kind == TURNED, "VTURN": v.kind == TURNED,
+            "PLACED": placed is not None, "TURN": k.kind == HADAMARD, "VTURN": v.kind == HADAMARD,
             **factors(dim), "enable_fp_fusion": False, **shape}
 
 
 def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos: torch.Tensor,
-               sin: torch.Tensor, pages: Pages, tables: Tables, step: Step, layer: int, *, heads: int,
+               sin: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, heads: int,
                kv_heads: int, dim: int, q_norm: torch.Tensor | None = None,
                k_norm: torch.Tensor | None = None, eps: float = 1e-6,
                rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -191,7 +191,7 @@ def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-           pages: Pages, tables: Tables, step: Step, h: int, hkv: int, d: int,
+           pages: LayerPages, tables: SequenceTables, step: StepTokens, h: int, hkv: int, d: int,
            rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     n = q.shape[0]
     if (q.shape != (n, h * d) or k.shape != (n, hkv * d) or v.shape != k.shape
@@ -204,13 +204,13 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor,
     codings = pages.k.coding, pages.v.coding
     if not pages.waits and any(one.kind == CHANNEL or one.centered for one in codings):
         raise ValueError("64 vectors that are encoded together must wait for each other")
-    if any(one.kind == TURNED for one in codings):
+    if any(one.kind == HADAMARD for one in codings):
         small = d // (d & -d)
         if rotation is None or rotation[0].shape != (d,) or rotation[1].shape != (small, small):
             raise ValueError(f"turned vectors need a rotation: signs [{d}] and a matrix [{small}, {small}]")
 
 
-def check_tables(pages: Pages, tables: Tables, kv_heads: int) -> None:
+def check_tables(pages: LayerPages, tables: SequenceTables, kv_heads: int) -> None:
     """Raises ValueError if a layer's pages and the tables don't fit together."""
     rows, layers = tables.lengths.shape[:2]
     of_heads: list[torch.Tensor | None] = [tables.pages, tables.lengths]

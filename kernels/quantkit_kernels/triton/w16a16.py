@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, whole_tiles
-from quantkit_kernels.triton.packed import FLOATS, Decoder, Packed
+from quantkit_kernels.triton.packed import FLOATS, TritonDecoder, TritonWeight
 
 BK = 64
 """Columns of a tile."""
@@ -31,10 +31,10 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return tl.load(tile_ptr + plain_place(row, col, 2)).to(tl.float32)
 
 
-PLAIN = Decoder(decode_plain, number)
+PLAIN = TritonDecoder(decode_plain, number)
 
 
-def pack(weight: torch.Tensor, family: str | None = None, gated: bool = False) -> Packed:
+def pack(weight: torch.Tensor, family: str | None = None, gated: bool = False) -> TritonWeight:
     """Reorder once.
 
     Args:
@@ -50,4 +50,4 @@ def pack(weight: torch.Tensor, family: str | None = None, gated: bool = False) -
         raise ValueError(f"weights must be bfloat16, float16 or float32, not {weight.dtype}")
     n, k = weight.shape
     words = arrange(whole_tiles(weight, BK, gated), BK)
-    return Packed(words, None, n, k, BK, 0, "plain", family or family_of(weight.device), PLAIN, gated)
+    return TritonWeight(words, None, n, k, BK, 0, "plain", family or family_of(weight.device), PLAIN, gated)

@@ -27,7 +27,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 GROUPS = (32, 64, 128)
 """Group sizes; multiples of 128 work too."""
@@ -79,11 +79,11 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return (q - zero) * scale_of(s, MODE)
 
 
-INT4 = Decoder(decode_int4, number)
+INT4 = TritonDecoder(decode_int4, number)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
-         family: str | None = None, gated: bool = False) -> Packed:
+         family: str | None = None, gated: bool = False) -> TritonWeight:
     """Repack once.
 
     Args:
@@ -108,7 +108,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = N
         scales, mode = _with_zeros(scales, rows(zero.to(torch.int32), gated).T)
     family = family or family_of(codes.device)
     words = shuffle(whole_tiles(codes, bk, gated), 4, bk, lane_columns(family))
-    return Packed(words, scales, n, k, bk, group, mode, family, INT4, gated)
+    return TritonWeight(words, scales, n, k, bk, group, mode, family, INT4, gated)
 
 
 def _with_zeros(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, str]:

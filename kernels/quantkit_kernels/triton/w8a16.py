@@ -20,7 +20,7 @@ from quantkit_kernels.triton.fragment import (
     tile,
     whole_tiles,
 )
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 BK = 64
 """Columns of a tile."""
@@ -45,10 +45,10 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return ((q << 24) >> 24).to(tl.float32) * s
 
 
-INT8 = Decoder(decode_int8, number)
+INT8 = TritonDecoder(decode_int8, number)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False) -> Packed:
+def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False) -> TritonWeight:
     """Repack once.
 
     Args:
@@ -61,4 +61,4 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, ga
     family = family or family_of(codes.device)
     padded = whole_tiles(codes.view(torch.uint8), BK, gated)
     words = shuffle(padded, 8, BK, lane_columns(family))
-    return Packed(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, INT8, gated)
+    return TritonWeight(words, rows(scale.float(), gated), n, k, BK, 0, "row", family, INT8, gated)

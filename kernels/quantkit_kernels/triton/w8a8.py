@@ -2,7 +2,7 @@
 
 int8 by int8 is summed in 32-bit integers, exactly. Numbers of e4m3 are multiplied as such by the tensor cores
 that can (mode ``e4m3``); others multiply them as float16, which holds every one of them exactly (mode
-``float16``): the activations come as float16 then, see :class:`~quantkit_kernels.triton.levels.Levels`.
+``float16``): the activations come as float16 then, see :class:`~quantkit_kernels.triton.levels.QuantizedActivations`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quantkit_kernels.triton import fp8
 from quantkit_kernels.triton.fragment import arrange, family_of, plain_place, plain_tile, rows, whole_tiles
-from quantkit_kernels.triton.packed import Decoder, Packed
+from quantkit_kernels.triton.packed import TritonDecoder, TritonWeight
 
 BK = 128
 """Columns of a tile."""
@@ -35,13 +35,13 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
     return tl.load(tile_ptr + plain_place(row, col, 4)).to(tl.float32) * s
 
 
-INT8 = Decoder(decode_bytes, number, (torch.int8,), levels=True)
-NATIVE = Decoder(decode_bytes, number, (torch.float8_e4m3fn,), levels=True)
-HALF = Decoder(fp8.decode_e4m3, fp8.number, (torch.float16,), levels=True)
+INT8 = TritonDecoder(decode_bytes, number, (torch.int8,), levels=True)
+NATIVE = TritonDecoder(decode_bytes, number, (torch.float8_e4m3fn,), levels=True)
+HALF = TritonDecoder(fp8.decode_e4m3, fp8.number, (torch.float16,), levels=True)
 
 
 def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mode: str | None = None,
-         gated: bool = False) -> Packed:
+         gated: bool = False) -> TritonWeight:
     """Repack once.
 
     Args:
@@ -66,5 +66,5 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mo
             return fp8.pack(codes, scale, family, gated, HALF)
     whole = whole_tiles(codes.view(torch.int8), BK, gated)
     decoder = INT8 if codes.dtype == torch.int8 else NATIVE
-    return Packed(arrange(whole, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
+    return TritonWeight(arrange(whole, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
                   "int8" if decoder is INT8 else "e4m3", family, decoder, gated)

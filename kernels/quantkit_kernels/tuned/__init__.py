@@ -32,7 +32,7 @@ VARIABLE = "QUANTKIT_TUNED"
 
 
 @dataclass(frozen=True)
-class Key:
+class ProductKey:
     """A product: how the weights are decoded, their shape, and columns that share a scale (0: all)."""
 
     kernel: str
@@ -42,7 +42,7 @@ class Key:
 
 
 @dataclass
-class Entry:
+class TunedEntry:
     """What was measured of a product: segments of K, and by bucket of rows some of ``bm``, ``warps``,
     ``stages`` and ``pdl`` (whether kernels begin early). Where the asker's own rules were the fastest there
     is nothing."""
@@ -54,7 +54,7 @@ class Entry:
 @dataclass
 class _Trial:
     parameters: dict[str, int]
-    asked: set[tuple[Key, int]] = field(default_factory=set)
+    asked: set[tuple[ProductKey, int]] = field(default_factory=set)
 
 
 _trials: list[_Trial] = []
@@ -78,7 +78,7 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
     Raises:
         ValueError: the GPU's file is damaged, or another GPU's.
     """
-    key = Key(kernel, n, k, group)
+    key = ProductKey(kernel, n, k, group)
     if _trials:
         _trials[-1].asked.add((key, m))
         return _trials[-1].parameters
@@ -88,7 +88,7 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
     return None if entry is None else parameters(entry, m)
 
 
-def parameters(entry: Entry, m: int) -> dict[str, int]:
+def parameters(entry: TunedEntry, m: int) -> dict[str, int]:
     """Of a product that was measured, for m rows."""
     segments = {} if entry.segments is None else {"segments": entry.segments}
     return segments | entry.rows.get(bucket(m), {})
@@ -105,7 +105,7 @@ def kernel_name(decode: Any, mode: str) -> str:
 
 
 @contextmanager
-def trial(parameters: dict[str, int]) -> Iterator[set[tuple[Key, int]]]:
+def trial(parameters: dict[str, int]) -> Iterator[set[tuple[ProductKey, int]]]:
     """Until it ends every lookup answers ``parameters``; gives the set of what was asked for, and of how many
     rows."""
     one = _Trial(parameters)
@@ -129,7 +129,7 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", short).strip("_") + ".json"
 
 
-def read(file: Path, device: str) -> dict[Key, Entry]:
+def read(file: Path, device: str) -> dict[ProductKey, TunedEntry]:
     """What a file says. Raises ValueError, which names the file, if that isn't understood in full."""
     try:
         if (size := file.stat().st_size) > LARGEST:
@@ -138,7 +138,7 @@ def read(file: Path, device: str) -> dict[Key, Entry]:
         _exactly(found, {"device", "made", "products"}, "the file")
         if found["device"] != device:
             raise ValueError(f"it is of {found['device']!r}, this is {device!r}")
-        table: dict[Key, Entry] = {}
+        table: dict[ProductKey, TunedEntry] = {}
         for one in found["products"]:
             key, entry = _product(one)
             if key in table:
@@ -149,7 +149,7 @@ def read(file: Path, device: str) -> dict[Key, Entry]:
         raise ValueError(f"{file}: {error}") from error
 
 
-def write(file: Path, device: str, made: Mapping[str, Any], table: Mapping[Key, Entry]) -> None:
+def write(file: Path, device: str, made: Mapping[str, Any], table: Mapping[ProductKey, TunedEntry]) -> None:
     """In one step: a reader sees the old file or the new one."""
     products = [{"kernel": key.kernel, "n": key.n, "k": key.k, "group": key.group, "segments": entry.segments,
                  "rows": {str(m): entry.rows[m] for m in sorted(entry.rows)}} for key, entry in table.items()]
@@ -161,7 +161,7 @@ def write(file: Path, device: str, made: Mapping[str, Any], table: Mapping[Key, 
     part.replace(file)
 
 
-def _product(found: Any) -> tuple[Key, Entry]:
+def _product(found: Any) -> tuple[ProductKey, TunedEntry]:
     _exactly(found, {"kernel", "n", "k", "group", "segments", "rows"}, "a product")
     if not isinstance(found["kernel"], str):
         raise ValueError(f"the kernel is {found['kernel']!r}, it must be a name")
@@ -180,7 +180,7 @@ def _product(found: Any) -> tuple[Key, Entry]:
         for parameter, value in chosen.items():
             _whole(value, ALLOWED[parameter], parameter)
         rows[int(name)] = chosen
-    return Key(found["kernel"], found["n"], found["k"], found["group"]), Entry(found["segments"], rows)
+    return ProductKey(found["kernel"], found["n"], found["k"], found["group"]), TunedEntry(found["segments"], rows)
 
 
 def _exactly(found: Any, names: set[str], what: str) -> None:
@@ -199,7 +199,7 @@ def _name(index: int | None) -> str:
 
 
 @functools.cache
-def _load(device: str, places: tuple[Path, ...]) -> dict[Key, Entry]:
+def _load(device: str, places: tuple[Path, ...]) -> dict[ProductKey, TunedEntry]:
     """The first file there is."""
     for folder in places:
         if (file := folder / file_name(device)).is_file():

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.checkpoint.foreign.base import (
     ORIGINAL,
-    Found,
+    ForeignLayer,
     Infos,
     Layers,
     Tensors,
@@ -55,7 +55,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     config.finish(HARMLESS, INERT)
     spec = QuantSpec(bits=4, symmetric=False, granularity=granularity(size), scale_dtype="float16")
 
-    def layer(slot: LinearSlot) -> Found | None:
+    def layer(slot: LinearSlot) -> ForeignLayer | None:
         if f"{slot.name}.qweight" not in infos:
             return None
         if any(name in slot.name for name in kept):
@@ -63,7 +63,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         for suffix in ("qzeros", "scales"):
             if f"{slot.name}.{suffix}" not in infos:
                 raise missing(slot, suffix)
-        return Found("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot), ("scales",))
+        return ForeignLayer("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot), ("scales",))
 
     return layer
 

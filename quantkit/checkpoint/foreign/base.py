@@ -24,7 +24,7 @@ def unchanged(tensors: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Found:
+class ForeignLayer:
     """A quantized layer of another tool.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found:
     rewritten: tuple[str, ...] = ()
 
 
-Layers = Callable[[LinearSlot], Found | None]
+Layers = Callable[[LinearSlot], ForeignLayer | None]
 """A Linear → how it is quantized; ``None`` if it isn't. Raises CheckpointError."""
 Dialect = Callable[[ConfigReader, Infos, str], Layers]
 """``(quantization_config, the file's tensors, dtype of the model) → Layers``. Raises UnsupportedModelError

@@ -10,7 +10,15 @@ import json
 
 import torch
 
-from quantkit.checkpoint.foreign.base import ORIGINAL, Found, Infos, Layers, Tensors, contradiction, missing
+from quantkit.checkpoint.foreign.base import (
+    ORIGINAL,
+    ForeignLayer,
+    Infos,
+    Layers,
+    Tensors,
+    contradiction,
+    missing,
+)
 from quantkit.errors import CheckpointError
 from quantkit.formats.bnb_nf4 import NESTED_BLOCK, STATE, quant_state
 from quantkit.formats.dtypes import FLOATS, dtype_name
@@ -45,7 +53,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     config.finish(HARMLESS, {})
     nested = config.raw("bnb_4bit_use_double_quant", False)
 
-    def layer(slot: LinearSlot) -> Found | None:
+    def layer(slot: LinearSlot) -> ForeignLayer | None:
         mark = STATE if four else "SCB"
         if f"{slot.name}.{FP4}" in infos:
             raise CheckpointError(f"{slot.name} is FP4", why="only NF4 can be read", next=ORIGINAL)
@@ -58,17 +66,17 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     return layer
 
 
-def _int8(slot: LinearSlot, infos: Infos, dtype: str) -> Found:
+def _int8(slot: LinearSlot, infos: Infos, dtype: str) -> ForeignLayer:
     spec = QuantSpec(bits=8, granularity=Granularity(strategy="channel"), scale_dtype="float32")
     if f"{slot.name}.weight" not in infos:
         raise missing(slot, "weight")
     if f"{slot.name}.weight_format" in infos:
-        return Found("bnb-int8", spec, dtype, ("weight", "SCB", "weight_format"))
-    return Found("bnb-int8", spec, dtype, ("weight", "SCB"),
+        return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB", "weight_format"))
+    return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB"),
                  lambda tensors: {**tensors, "weight_format": torch.zeros((), dtype=torch.uint8)})
 
 
-def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> Found:
+def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> ForeignLayer:
     """Block size and dtype are taken from the sizes of the tensors and checked with the state's own words."""
     names = ["weight", "weight.absmax", "weight.quant_map", STATE]
     names += ["weight.nested_absmax", "weight.nested_quant_map"] if nested else []
@@ -95,7 +103,7 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> Found:
         flat = tensors["weight"].contiguous().reshape(-1).view(torch.uint8).unsqueeze(1)
         return {**tensors, "weight": flat, STATE: state}
 
-    return Found("bnb-nf4", spec, dtype, tuple(names), convert, ("weight", STATE))
+    return ForeignLayer("bnb-nf4", spec, dtype, tuple(names), convert, ("weight", STATE))
 
 
 def _state(slot: LinearSlot, stored: torch.Tensor, spec: QuantSpec, dtype: str) -> torch.Tensor:

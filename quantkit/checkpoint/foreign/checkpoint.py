@@ -11,7 +11,7 @@ import torch
 
 from quantkit.checkpoint.checks import packed_fault
 from quantkit.checkpoint.foreign import awq, bitsandbytes, compressed_tensors, gptq
-from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, Found, Layers
+from quantkit.checkpoint.foreign.base import ORIGINAL, Dialect, ForeignLayer, Layers
 from quantkit.checkpoint.manifest import LayerRow, bits_per_weight
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModelError, did_you_mean
 from quantkit.formats.base import Format, QuantizedTensor
@@ -54,7 +54,7 @@ class ForeignCheckpoint:
         self.path = folder
         self.source = LocalSource(folder, identity.uri if identity else str(folder), identity, quantized=True)
         try:
-            self._found: dict[str, Found] = {}
+            self._found: dict[str, ForeignLayer] = {}
             self._infos = dict(self.source.tensors())
             self.layers = tuple(self._rows())
             self._shapes = {row.name: row.shape for row in self.layers}
@@ -94,7 +94,7 @@ class ForeignCheckpoint:
         except UnsupportedModelError as error:
             raise CheckpointError(error.what, why=error.why, next=ORIGINAL) from error
 
-    def _row(self, slot: LinearSlot, method: str, found: Found | None) -> LayerRow:
+    def _row(self, slot: LinearSlot, method: str, found: ForeignLayer | None) -> LayerRow:
         shape, name = (slot.out_features, slot.in_features), slot.name
         if found is None:
             info = self._infos.get(f"{name}.weight")

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from quantkit.checkpoint.foreign.base import ORIGINAL, Found, Infos, Layers, Tensors, missing, unchanged
+from quantkit.checkpoint.foreign.base import (
+    ORIGINAL,
+    ForeignLayer,
+    Infos,
+    Layers,
+    Tensors,
+    missing,
+    unchanged,
+)
 from quantkit.checkpoint.foreign.patterns import compiled
 from quantkit.errors import CheckpointError
 from quantkit.formats import bits as stream
@@ -55,7 +63,7 @@ class Targets:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """One of ``config_groups``."""
 
     format: str
@@ -76,7 +84,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     groups = [_group(f"{config.where}: {name}", group, str(whole)) for name, group in table.items()]
     config.finish(HARMLESS, INERT)
 
-    def layer(slot: LinearSlot) -> Found | None:
+    def layer(slot: LinearSlot) -> ForeignLayer | None:
         if slot.name == EMBEDDING and f"{slot.name}.weight" in infos:
             return None  # a pattern that means Linears may match it too
         group = None if ignored.best(slot.name) else _chosen(slot.name, groups)
@@ -85,7 +93,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     return layer
 
 
-def _group(where: str, group: Any, whole: str) -> Group:
+def _group(where: str, group: Any, whole: str) -> ConfigGroup:
     if not isinstance(group, dict):
         raise CheckpointError(f"{where} is no table", why="a preset's name says nothing about the file",
                               next="save the checkpoint again with a recent compressed-tensors")
@@ -100,7 +108,7 @@ def _group(where: str, group: Any, whole: str) -> Group:
         raise config.wrong("weights", weights, "it must be a table")
     spec = _spec(ConfigReader(weights, f"{where}: weights"), _activations(config))
     config.finish(frozenset(), {})
-    return Group(form, targets, spec)
+    return ConfigGroup(form, targets, spec)
 
 
 def _activations(group: ConfigReader) -> tuple[str, int] | None:
@@ -163,7 +171,7 @@ def _only_name(pattern: str) -> str | None:
     return name if pattern == f"^{re.escape(name)}$" else None
 
 
-def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
+def _chosen(name: str, groups: Sequence[ConfigGroup]) -> ConfigGroup | None:
     """The group that names the layer most exactly. Raises CheckpointError if two different ones do."""
     marks = [group.targets.best(name) for group in groups]
     if not (best := max(marks)):
@@ -176,7 +184,7 @@ def _chosen(name: str, groups: Sequence[Group]) -> Group | None:
     return next(iter(found.values()))
 
 
-def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
+def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
     """Scales are stored in the weight's dtype. Zero points lie packed; older versions left them int8."""
     names = ["weight_packed", "weight_scale", "weight_shape"]
     names += [] if spec.symmetric else ["weight_zero_point"]
@@ -193,11 +201,11 @@ def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
             return tensors
         return {**tensors, "weight_zero_point": _packed_zeros(signed, spec.bits)}
 
-    return Found("pack-quantized", spec, dtype, tuple(names),
+    return ForeignLayer("pack-quantized", spec, dtype, tuple(names),
                  unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
 
 
-def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
+def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
     """A byte a weight. Integers of fewer bits, with groups or zero points, and all those that are multiplied
     with inputs as they are, lie in our ``pack-quantized``."""
     names = ["weight", "weight_scale"]
@@ -230,7 +238,7 @@ def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> Found:
                         "weight_shape": torch.tensor(shape, dtype=torch.int64)}
 
     form = "pack-quantized" if packs else "int-quantized" if spec.kind == "int" else "float-quantized"
-    return Found(form, spec, dtype, tuple(names), convert, ("weight", "weight_zero_point"))
+    return ForeignLayer(form, spec, dtype, tuple(names), convert, ("weight", "weight_zero_point"))
 
 
 def _scales(slot: LinearSlot, names: Sequence[str], infos: Infos) -> str:
@@ -251,7 +259,7 @@ def _packed_zeros(signed: torch.Tensor, bits: int) -> torch.Tensor:
     return stream.pack(level.T.contiguous(), bits).T.contiguous()
 
 
-Reader = Callable[[LinearSlot, QuantSpec, Infos], Found]
+Reader = Callable[[LinearSlot, QuantSpec, Infos], ForeignLayer]
 READERS: dict[str, Reader] = {"pack-quantized": _pack_quantized, "int-quantized": _plain,
                               "float-quantized": _plain, "naive-quantized": _plain}
-"""By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors) → Found``."""
+"""By the layout's name in compressed-tensors: ``(layer, spec, the file's tensors) → ForeignLayer``."""

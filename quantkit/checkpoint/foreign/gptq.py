@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.foreign.base import (
-    Found,
+    ForeignLayer,
     Infos,
     Layers,
     Tensors,
@@ -62,7 +62,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     rules = _rules(config)
     config.finish(HARMLESS, INERT)
 
-    def layer(slot: LinearSlot) -> Found | None:
+    def layer(slot: LinearSlot) -> ForeignLayer | None:
         changed = _override(slot.name, rules)
         stored = f"{slot.name}.qweight" in infos
         if not stored:
@@ -78,13 +78,13 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
             if f"{slot.name}.{suffix}" not in infos:
                 raise missing(slot, suffix)
         if f"{slot.name}.g_idx" in infos:
-            return Found(FORMATS[version], spec, dtype, ("qweight", "qzeros", "scales", "g_idx"))
+            return ForeignLayer(FORMATS[version], spec, dtype, ("qweight", "qzeros", "scales", "g_idx"))
 
         def with_index(tensors: Tensors) -> Tensors:
             groups = spec.scale_shape((slot.out_features, slot.in_features))[1]
             return {**tensors, "g_idx": group_index(slot.in_features, groups)}
 
-        return Found(FORMATS[version], spec, dtype, ("qweight", "qzeros", "scales"), with_index)
+        return ForeignLayer(FORMATS[version], spec, dtype, ("qweight", "qzeros", "scales"), with_index)
 
     return layer
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from quantkit.evaluate.feed import force, likeliest, prefill
-from quantkit.evaluate.long.items import Item, Question
+from quantkit.evaluate.long.items import LongItem, Question
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel
@@ -53,7 +53,7 @@ class Answers:
     kv_bytes: int
 
 
-class Reader:
+class LongContextModel:
     """One model with one KV setting.
 
     A context is read once, in the engine's chunks; every question goes to a copy of it. The answers are those
@@ -70,7 +70,7 @@ class Reader:
         self.policy_acts = not KVCache(loaded.config, kv, loaded.dtype, loaded.model.device).policy.keeps_all
 
     @torch.inference_mode()
-    def read(self, item: Item, whens: Sequence[When] = ("known", "later"),
+    def read(self, item: LongItem, whens: Sequence[When] = ("known", "later"),
              fed: Callable[[int], None] = lambda count: None) -> list[Answers]:
         """Answer every question of a context.
 

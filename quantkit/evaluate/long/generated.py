@@ -13,7 +13,7 @@ import torch
 
 from quantkit.evaluate.feed import finite, force, likeliest, prefill
 from quantkit.evaluate.long.journal import Journal
-from quantkit.evaluate.long.positions import Bucket, Tally, buckets_of
+from quantkit.evaluate.long.positions import PositionBucket, PositionSums, buckets_of
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
@@ -35,7 +35,7 @@ class Drift:
     """
 
     kv: str
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PositionBucket, ...]
     differs: tuple[int | None, ...]
     decode_tok_s: float
 
@@ -92,7 +92,7 @@ def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor,
     found: list[dict[str, Any]] = []
     for kv in settings:
         cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
-        row, tally, seconds = cache.add(len(prompt) + tokens), Tally(edges), 0.0
+        row, tally, seconds = cache.add(len(prompt) + tokens), PositionSums(edges), 0.0
         logits = prefill(loaded, cache, row, prompt.tolist())
         fed(len(prompt), str(kv))
         differs: int | None = None

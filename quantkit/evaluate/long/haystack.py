@@ -28,7 +28,7 @@ _WHEN = ("in the morning", "after lunch", "before the rain", "on a warm evening"
          "as usual", "without a word", "for the second time", "at noon", "when the bells rang")
 
 
-class Hay(Protocol):
+class Haystack(Protocol):
     """Where sentences come from.
 
     Attributes:
@@ -41,7 +41,7 @@ class Hay(Protocol):
         """Sentences from a place that ``chance`` draws, enough for ``tokens`` tokens if there are as many."""
 
 
-class TextHay:
+class TextHaystack:
     """Sentences of a text, in order, from a random one on; white space becomes single spaces.
 
     Args:
@@ -57,7 +57,7 @@ class TextHay:
             self._left[index] = self._left[index + 1] + len(self._sentences[index])
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Hay`."""
+        """See :class:`Haystack`."""
         starts = sum(left >= LETTERS * tokens for left in self._left)
         yield from self._sentences[chance.randrange(max(1, starts)):]
 
@@ -76,19 +76,19 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-class Filler:
+class FillerHaystack:
     """Generated sentences without end: nothing in them is a name, a number or a secret."""
 
     name = "filler"
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
-        """See :class:`Hay`."""
+        """See :class:`Haystack`."""
         while True:
             yield " ".join(chance.choice(part) for part in (_WHO, _DID, _WHAT, _WHEN)) + "."
 
 
 @dataclass(frozen=True)
-class Bale:
+class HaystackTokens:
     """Hay in tokens.
 
     Attributes:
@@ -100,7 +100,7 @@ class Bale:
     starts: tuple[int, ...]
 
 
-def bale(hay: Hay, tokenizer: Tokenizer, tokens: int, chance: random.Random) -> Bale:
+def fill_haystack(hay: Haystack, tokenizer: Tokenizer, tokens: int, chance: random.Random) -> HaystackTokens:
     """Exactly so many tokens of hay, by the model's own tokenizer.
 
     Args:
@@ -119,6 +119,6 @@ def bale(hay: Hay, tokenizer: Tokenizer, tokens: int, chance: random.Random) -> 
         starts.append(len(ids))
         ids += tokenizer.encode(f" {sentence}", special=False, parse_special=False)
         if len(ids) >= tokens:
-            return Bale(tuple(ids[:tokens]), tuple(starts))
+            return HaystackTokens(tuple(ids[:tokens]), tuple(starts))
     raise UsageError(f"the text {hay.name} has {len(ids)} tokens, {tokens} are needed",
                      next="give a longer --text, smaller --lengths, or --filler")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import UsageError
-from quantkit.evaluate.long.haystack import Filler, Hay, bale
-from quantkit.evaluate.long.tasks import TASKS, Asked, Draft
+from quantkit.evaluate.long.haystack import FillerHaystack, Haystack, fill_haystack
+from quantkit.evaluate.long.tasks import TASKS, ContextDraft, QuestionText
 from quantkit.text.tokenizer import Tokenizer
 
 MARK = "\u2402here the text stands\u2403"
@@ -24,7 +24,7 @@ class Question:
         ids: follow the context, up to where the answer begins.
         answer: the ids of the right answer.
         text: the right answer.
-        depth, hops: see :class:`~quantkit.evaluate.long.tasks.Asked`.
+        depth, hops: see :class:`~quantkit.evaluate.long.tasks.QuestionText`.
     """
 
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Item:
+class LongItem:
     """A context and its questions.
 
     Attributes:
@@ -54,7 +54,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Frame:
+class PromptFrame:
     """What stands around a text, by the model's chat template if it has one.
 
     Attributes:
@@ -67,7 +67,7 @@ class Frame:
     between: str | None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat: bool) -> Frame:
+    def of(cls, tokenizer: Tokenizer, chat: bool) -> PromptFrame:
         """The frame of a model: within a user's turn, where it has a chat template.
 
         Raises:
@@ -88,8 +88,8 @@ def depths_of(count: int) -> tuple[float, ...]:
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 
-def make_items(tokenizer: Tokenizer, task: str, hay: Hay, *, length: int, depths: int, samples: int,
-               seed: int = 0, chat: bool = False) -> list[Item]:
+def make_items(tokenizer: Tokenizer, task: str, hay: Haystack, *, length: int, depths: int, samples: int,
+               seed: int = 0, chat: bool = False) -> list[LongItem]:
     """The contexts of one task at one length.
 
     Args:
@@ -106,18 +106,18 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Hay, *, length: int, depths
         UsageError: the length is too short for what is hidden, or the text for the length.
         SourceError: the model has no chat template to ask by.
     """
-    frame, found = Frame.of(tokenizer, chat), []
+    frame, found = PromptFrame.of(tokenizer, chat), []
     for sample in range(samples):
         # what is drawn at one length doesn't depend on which others are asked for
         chance = random.Random(f"{seed} {task} {length} {sample}")
         for draft in TASKS[task].drafts(depths_of(depths), chance):
-            source = Filler() if TASKS[task].filler else hay
+            source = FillerHaystack() if TASKS[task].filler else hay
             found.append(_item(tokenizer, frame, draft, source, (task, length, sample), chance))
     return found
 
 
-def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple[str, int, int],
-          chance: random.Random) -> Item:
+def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Haystack, key: tuple[str, int, int],
+          chance: random.Random) -> LongItem:
     task, length, sample = key
     # what a user says is text: a control token written out in it is none
     intro = tokenizer.encode(f"{draft.intro}\n\n", special=False, parse_special=False)
@@ -129,7 +129,7 @@ def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple
     if fixed >= length:
         raise UsageError(f"{length} tokens are too few for {task}", next=f"--lengths {2 * fixed}",
                          why=f"what is hidden and asked takes {fixed}")
-    straw = bale(hay, tokenizer, length - fixed, chance)
+    straw = fill_haystack(hay, tokenizer, length - fixed, chance)
     context = [*frame.before, *intro]
     done = 0
     for depth, ids in hidden:
@@ -137,7 +137,7 @@ def _item(tokenizer: Tokenizer, frame: Frame, draft: Draft, hay: Hay, key: tuple
         context += (*straw.ids[done:place], *ids)
         done = place
     context += straw.ids[done:]
-    return Item(task, length, sample, tuple(context), questions)
+    return LongItem(task, length, sample, tuple(context), questions)
 
 
 def _nearest(starts: Sequence[int], place: float) -> int:
@@ -146,7 +146,7 @@ def _nearest(starts: Sequence[int], place: float) -> int:
     return min(starts[max(0, right - 1):right + 1], key=lambda start: abs(start - place))
 
 
-def _question(tokenizer: Tokenizer, frame: Frame, asked: Asked) -> Question:
+def _question(tokenizer: Tokenizer, frame: PromptFrame, asked: QuestionText) -> Question:
     text = f"\n\n{asked.lead}" if frame.between is None else f"\n\n{asked.ask}{frame.between}{asked.lead}"
     ids, whole = (tokenizer.encode(part, special=False) for part in (text, f"{text} {asked.answer}"))
     # some tokenizers write a text's first space otherwise than one within it

@@ -12,7 +12,7 @@ CHANGE = Metric("logprob_change", lambda reference, candidate, targets: candidat
 
 
 @dataclass(frozen=True)
-class Pair:
+class AnswerPair:
     """One question with both.
 
     Attributes:
@@ -28,7 +28,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """A setting against the full cache.
 
     Attributes:
@@ -50,7 +50,7 @@ class Paired:
     change: Interval
 
 
-def compare(pairs: Sequence[Pair]) -> Paired:
+def compare(pairs: Sequence[AnswerPair]) -> PairedTest:
     """Count pairs and test their difference.
 
     Raises:
@@ -62,7 +62,7 @@ def compare(pairs: Sequence[Pair]) -> Paired:
     for one in pairs:
         contexts.setdefault(one.context, []).append(one.change)
     means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
-    return Paired(len(pairs), sum(one.full for one in pairs), sum(one.own for one in pairs), lost, gained,
+    return PairedTest(len(pairs), sum(one.full for one in pairs), sum(one.own for one in pairs), lost, gained,
                   mcnemar(lost, gained), CHANGE.summarize(means))
 
 

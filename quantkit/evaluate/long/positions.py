@@ -22,7 +22,7 @@ METRICS = (PERPLEXITY, KL, TOP1)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PositionBucket:
     """One setting over a range of positions.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bucket:
     kl_windows: tuple[float, ...]
 
 
-class Tally:
+class PositionSums:
     """Sums scores by bucket, of one window.
 
     Args:
@@ -66,14 +66,14 @@ class Tally:
                 for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
 
 
-def buckets_of(kv: str, edges: Sequence[int], windows: Sequence[Sequence[Sequence[float]]]) -> list[Bucket]:
-    """What all windows' :meth:`Tally.means` say of a setting."""
+def buckets_of(kv: str, edges: Sequence[int], windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
+    """What all windows' :meth:`PositionSums.means` say of a setting."""
     found = []
     for index, (low, high) in enumerate(pairwise(edges)):
         means = {metric: [window[index][number] for window in windows]
                  for number, metric in enumerate(METRICS)}
         values = {metric.name: metric.summarize(each) for metric, each in means.items()}
-        found.append(Bucket(kv, low, high, values, tuple(means[KL])))
+        found.append(PositionBucket(kv, low, high, values, tuple(means[KL])))
     return found
 
 
@@ -93,7 +93,7 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
 
 def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
                 edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
-                kept: Journal | None = None) -> tuple[list[Bucket], list[int]]:
+                kept: Journal | None = None) -> tuple[list[PositionBucket], list[int]]:
     """Teacher-force texts through every setting, side by side, and score them by position.
 
     A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
@@ -129,7 +129,7 @@ def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.
 def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tensor, prompt: int,
             edges: Sequence[int], fed: Callable[[int, str], None]) -> dict[str, Any]:
     """``means`` and ``bytes``, by setting."""
-    tallies, held = [Tally(edges) for _ in settings], [0] * len(settings)
+    tallies, held = [PositionSums(edges) for _ in settings], [0] * len(settings)
     ids: list[int] = window.tolist()
     caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
     rows = [cache.add(len(ids)) for cache in caches]

@@ -11,8 +11,8 @@ from typing import Any
 
 from quantkit.evaluate.long.answer import When
 from quantkit.evaluate.long.generated import Drift
-from quantkit.evaluate.long.paired_test import Pair, Paired, compare
-from quantkit.evaluate.long.positions import Bucket
+from quantkit.evaluate.long.paired_test import AnswerPair, PairedTest, compare
+from quantkit.evaluate.long.positions import PositionBucket
 from quantkit.evaluate.metrics import Interval
 
 SOLVED = 0.75
@@ -79,7 +79,7 @@ class LongProtocol:
 
 
 @dataclass(frozen=True)
-class Reply:
+class RecordedAnswer:
     """One answer.
 
     Attributes:
@@ -112,7 +112,7 @@ class Reply:
 
 
 @dataclass
-class Variant:
+class SettingVariant:
     """A KV setting, and when its questions came.
 
     Attributes:
@@ -151,9 +151,9 @@ class LongResult:
     model: str
     method: str
     protocol: LongProtocol
-    variants: list[Variant]
-    replies: list[Reply] = field(default_factory=list)
-    buckets: list[Bucket] = field(default_factory=list)
+    variants: list[SettingVariant]
+    replies: list[RecordedAnswer] = field(default_factory=list)
+    buckets: list[PositionBucket] = field(default_factory=list)
     drifts: list[Drift] = field(default_factory=list)
 
     @property
@@ -161,7 +161,7 @@ class LongResult:
         """Those that ask questions, in order."""
         return list(dict.fromkeys(one.task for one in self.replies))
 
-    def of(self, variant: Variant, task: str) -> list[Reply]:
+    def of(self, variant: SettingVariant, task: str) -> list[RecordedAnswer]:
         """A variant's replies, in the questions' order."""
         return [one for one in self.replies if one.kv == variant.kv and one.task == task
                 and variant.when in (None, one.when)]
@@ -174,12 +174,12 @@ class LongResult:
                 cells.setdefault(one.cell, []).append(one.right)
         return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
 
-    def paired(self, variant: Variant, task: str) -> Paired | None:
+    def paired(self, variant: SettingVariant, task: str) -> PairedTest | None:
         """A variant against the full cache, over all questions: a choice of those that the full cache
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
         if not any(one.cell in self.solved() for one in self.of(self.variants[0], task)):
             return None
-        return compare([Pair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in
+        return compare([AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in
                         zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class LongResult:
                        **({} if found is None else asdict(found))}
 
 
-def _bucket(one: Bucket) -> dict[str, Any]:
+def _bucket(one: PositionBucket) -> dict[str, Any]:
     return {"kv": one.kv, "low": one.low, "high": one.high,
             **{name: _finite(found) for name, found in one.values.items()},
             "kl_windows": [value if math.isfinite(value) else None for value in one.kl_windows]}

@@ -15,20 +15,20 @@ from quantkit import __version__
 from quantkit.device import gpu_name
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.evaluate.feed import prefill
-from quantkit.evaluate.long.answer import Answer, Answers, Reader, When
+from quantkit.evaluate.long.answer import Answer, Answers, LongContextModel, When
 from quantkit.evaluate.long.generated import by_step
-from quantkit.evaluate.long.haystack import Filler, Hay, TextHay
-from quantkit.evaluate.long.items import Item, make_items
+from quantkit.evaluate.long.haystack import FillerHaystack, Haystack, TextHaystack
+from quantkit.evaluate.long.items import LongItem, make_items
 from quantkit.evaluate.long.journal import Journal
 from quantkit.evaluate.long.positions import by_position, edges_of
-from quantkit.evaluate.long.result import LongProtocol, LongResult, Reply, Variant
+from quantkit.evaluate.long.result import LongProtocol, LongResult, RecordedAnswer, SettingVariant
 from quantkit.evaluate.long.tasks import TASKS
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
 from quantkit.evaluate.quality import windows_of
-from quantkit.evaluate.text import BUILTIN, Text, load_text
+from quantkit.evaluate.text import BUILTIN, EvalText, load_text
 from quantkit.kv.cache import KVCache
 from quantkit.plugins import current
-from quantkit.progress import Event, Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.spec import KVSpec
 
@@ -117,7 +117,7 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     each = sum(len(item.context) for item in items) + windows.numel() - len(windows)
     each += prompts.numel() + len(prompts) * settings.new_tokens
     fed = _Fed(progress, each * len(specs))
-    readers = [Reader(loaded, kv) for kv in specs]
+    readers = [LongContextModel(loaded, kv) for kv in specs]
     whens: Sequence[When | None] = settings.questions if items else (None,)
     result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
         variant for reader in readers for variant in _variants(reader, whens)])
@@ -151,20 +151,20 @@ def _check(loaded: LoadedModel, settings: LongSettings) -> None:
                          next="give a smaller --prompt or --new-tokens")
 
 
-def _items(loaded: LoadedModel, settings: LongSettings, text: Text) -> list[Item]:
+def _items(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> list[LongItem]:
     """All contexts, before any model runs: what doesn't fit shows at once."""
     tasks = [task for task in settings.tasks if task in TASKS]
     if not tasks:
         return []
-    hay: Hay = Filler() if settings.filler else TextHay(text.name, text.content)
+    hay: Haystack = FillerHaystack() if settings.filler else TextHaystack(text.name, text.content)
     return [item for task in tasks for length in sorted(settings.lengths)
             for item in make_items(loaded.tokenizer, task, hay, length=length, depths=settings.depths,
                                    samples=settings.samples, seed=settings.seed, chat=settings.chat)]
 
 
-def _variants(reader: Reader, questions: Sequence[When | None]) -> list[Variant]:
+def _variants(reader: LongContextModel, questions: Sequence[When | None]) -> list[SettingVariant]:
     cache = KVCache(reader.loaded.config, reader.kv, reader.loaded.dtype, reader.loaded.model.device)
-    return [Variant(str(reader.kv), when, cache.bytes_per_token)
+    return [SettingVariant(str(reader.kv), when, cache.bytes_per_token)
             for when in (questions if reader.policy_acts else (None,))]
 
 
@@ -180,8 +180,8 @@ def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec], f
             "fed": hashlib.sha256(repr(fed).encode()).hexdigest()}
 
 
-def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions: Sequence[When],
-         kept: Journal, fed: Callable[[int], None]) -> list[Reply]:
+def _ask(result: LongResult, reader: LongContextModel, item: LongItem, number: int, questions: Sequence[When],
+         kept: Journal, fed: Callable[[int], None]) -> list[RecordedAnswer]:
     """A setting's replies to all questions of a context; bytes go to its variants."""
     replies, name = [], f"context {number} kv {reader.kv}"
     if kept.has(name):
@@ -193,13 +193,13 @@ def _ask(result: LongResult, reader: Reader, item: Item, number: int, questions:
                 # the most that a prompt of this length needed: windows of codecs that wait differ a little
                 variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), found.kv_bytes)
         for index, (one, answer) in enumerate(zip(item.questions, found.answers, strict=True)):
-            replies.append(Reply(item.task, item.length, item.sample, one.depth, one.hops, number, index,
+            replies.append(RecordedAnswer(item.task, item.length, item.sample, one.depth, one.hops, number, index,
                                  str(reader.kv), found.when, answer.right, answer.logprob, answer.text,
                                  one.text, len(one.answer)))
     return replies
 
 
-def _protocol(loaded: LoadedModel, settings: LongSettings, text: Text) -> LongProtocol:
+def _protocol(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> LongProtocol:
     return LongProtocol(
         text.name, text.sha256, settings.filler, settings.tasks, tuple(sorted(settings.lengths)),
         settings.depths, settings.samples, settings.seed, settings.chat, settings.questions, settings.prompt,
@@ -215,10 +215,10 @@ class _Fed:
 
     def to(self, label: str) -> Callable[[int], None]:
         """A counter for what is worked on now."""
-        self._progress(Event(self._done, self._total, label))
+        self._progress(ProgressEvent(self._done, self._total, label))
 
         def count(tokens: int) -> None:
             self._done += tokens
-            self._progress(Event(self._done, self._total, label))
+            self._progress(ProgressEvent(self._done, self._total, label))
 
         return count

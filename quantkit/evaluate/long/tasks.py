@@ -33,7 +33,7 @@ _CODES = "Read the text and remember the access codes in it."
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionText:
     """A question.
 
     Attributes:
@@ -52,7 +52,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Draft:
+class ContextDraft:
     """A context before it has a length.
 
     Attributes:
@@ -63,11 +63,11 @@ class Draft:
 
     intro: str
     hidden: tuple[tuple[float, str], ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[QuestionText, ...]
 
 
 @dataclass(frozen=True)
-class Task:
+class LongTask:
     """A kind of question.
 
     Attributes:
@@ -77,33 +77,33 @@ class Task:
     """
 
     name: str
-    drafts: Callable[[Sequence[float], random.Random], Iterator[Draft]]
+    drafts: Callable[[Sequence[float], random.Random], Iterator[ContextDraft]]
     filler: bool = False
 
 
-def _passkey(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
+def _passkey(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
     """One number, said twice, in a context of its own for each depth."""
     for depth in depths:
         code = _number(chance)
-        yield Draft("Somewhere in the text below stands an access code. Remember it.",
+        yield ContextDraft("Somewhere in the text below stands an access code. Remember it.",
                     ((depth, f"The access code is {code}. Remember it: {code} is the access code."),),
-                    (Asked("What is the access code?", "The access code is", code, depth),))
+                    (QuestionText("What is the access code?", "The access code is", code, depth),))
 
 
-def _needle(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
+def _needle(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
     """Three words for one name, said once, in a context of its own for each depth.
 
     Not one: an answer's first word comes out of the prompt, before any policy has acted.
     """
     for depth in depths:
         name, words = chance.choice(_NAMES), " ".join(chance.sample(_THINGS, 3))
-        yield Draft("Read the text and remember the secret words in it.",
+        yield ContextDraft("Read the text and remember the secret words in it.",
                     ((depth, f"The secret words of {name} are {words}."),),
-                    (Asked(f"What are the secret words of {name}?", f"The secret words of {name} are", words,
+                    (QuestionText(f"What are the secret words of {name}?", f"The secret words of {name} are", words,
                            depth),))
 
 
-def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
+def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
     """A number for a place at every depth, all in one context: each is asked for, the others distract."""
     more = [chance.random() for _ in range(KEYS - len(depths))]
     places = chance.sample(_PLACES, len(depths) + len(more)) if len(depths) <= len(_PLACES) else []
@@ -112,12 +112,12 @@ def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]
     codes = _numbers(chance, len(places))
     hidden = [(depth, f"The access code for {place} is {code}.")
               for depth, place, code in zip([*depths, *more], places, codes, strict=True)]
-    asked = [Asked(f"What is the access code for {place}?", f"The access code for {place} is", code, depth)
+    asked = [QuestionText(f"What is the access code for {place}?", f"The access code for {place} is", code, depth)
              for depth, place, code in zip(depths, places, codes)]
-    yield Draft(_CODES, tuple(sorted(hidden)), tuple(asked))
+    yield ContextDraft(_CODES, tuple(sorted(hidden)), tuple(asked))
 
 
-def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Draft]:
+def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
     """Chains of names in one context: the first has a number, each other has what the one before has."""
     names = chance.sample(_NAMES, CHAINS * (HOPS + 1))
     chains = [names[start:start + HOPS + 1] for start in range(0, len(names), HOPS + 1)]
@@ -132,9 +132,9 @@ def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Draft
         told[index] += 1
         hidden.append((depth, f"The access code for {chain[0]} is {codes[index]}." if step == 0 else
                        f"{chain[step]} has the same access code as {chain[step - 1]}."))
-    asked = [Asked(f"What is the access code for {name}?", f"The access code for {name} is", code, None, hops)
+    asked = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code, None, hops)
              for chain, code in zip(chains, codes) for hops, name in enumerate(chain)]
-    yield Draft(_CODES, tuple(hidden), tuple(asked))
+    yield ContextDraft(_CODES, tuple(hidden), tuple(asked))
 
 
 def _number(chance: random.Random) -> str:
@@ -146,5 +146,5 @@ def _numbers(chance: random.Random, count: int) -> list[str]:
     return [str(one) for one in chance.sample(range(10_000, 100_000), count)]
 
 
-TASKS = {task.name: task for task in (Task("passkey", _passkey, filler=True), Task("needle", _needle),
-                                      Task("multikey", _multikey), Task("variables", _variables))}
+TASKS = {task.name: task for task in (LongTask("passkey", _passkey, filler=True), LongTask("needle", _needle),
+                                      LongTask("multikey", _multikey), LongTask("variables", _variables))}

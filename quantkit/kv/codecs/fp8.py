@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Coding, KVCodec, Layout
+from quantkit.kv.base import KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.rounding import LARGEST, rounded_up
 
 MOST = 448.0
 """The largest number of e4m3."""
 
 
-class Floats:
+class Float8Vectors:
     """``x ≈ codes · scale``: codes e4m3, the scale bfloat16."""
 
     name, turned = "fp8", False
@@ -39,10 +39,10 @@ class Floats:
         return parts["codes"].view(torch.float8_e4m3fn).float().mul_(parts["scale"].float()[..., None])
 
 
-class Fp8(KVCodec):
+class Fp8Codec(KVCodec):
     """Each token's vector of a head by itself."""
 
     name: ClassVar[str] = "fp8"
 
-    def keys(self) -> Coding:
-        return Floats()
+    def keys(self) -> SideCodec:
+        return Float8Vectors()

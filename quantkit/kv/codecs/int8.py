@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Coding, KVCodec, Layout
+from quantkit.kv.base import KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.rounding import rounded_up
 
 LEVELS = 127
 
 
-class Integers:
+class Int8Vectors:
     """``x ≈ codes · scale``: symmetric, codes int8 in [−127, 127], the scale bfloat16."""
 
     name, turned = "int8", False
@@ -38,10 +38,10 @@ class Integers:
         return parts["codes"].float().mul_(parts["scale"].float()[..., None])
 
 
-class Int8(KVCodec):
+class Int8Codec(KVCodec):
     """Each token's vector of a head by itself."""
 
     name: ClassVar[str] = "int8"
 
-    def keys(self) -> Coding:
-        return Integers()
+    def keys(self) -> SideCodec:
+        return Int8Vectors()

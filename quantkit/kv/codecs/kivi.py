@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from quantkit.errors import UsageError
-from quantkit.kv.base import MOST_WAITING, PAGE, Coding, KVCodec, Layout
+from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
 from quantkit.kv.codecs.rounding import LARGEST, rounded_down, rounded_up
 
@@ -21,7 +21,7 @@ GROUP = 32
 """Numbers that share a grid."""
 
 
-class Grid:
+class GroupedGrid:
     """``x ≈ codes · scale + low`` in groups of 32, scale and low bfloat16.
 
     Args:
@@ -68,35 +68,35 @@ class Grid:
         return codes.mul_(scale).add_(low).flatten(at - 1, at)
 
 
-class Kivi(KVCodec):
+class KiviCodec(KVCodec):
     """Keys by channel, values by token; the newest tokens and the first stay as they were computed."""
 
     bits: ClassVar[int]
-    recent: int = Field(default=64, ge=0, le=MOST_WAITING)
-    sinks: int = Field(default=1, ge=0, le=MOST_WAITING)
+    recent: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
+    sinks: int = Field(default=1, ge=0, le=MAX_RESIDUAL)
 
-    def keys(self) -> Coding:
-        return Grid(self.bits, channels=True)
+    def keys(self) -> SideCodec:
+        return GroupedGrid(self.bits, channels=True)
 
-    def values(self) -> Coding:
-        return Grid(self.bits, channels=False)
+    def values(self) -> SideCodec:
+        return GroupedGrid(self.bits, channels=False)
 
 
-class Int4(Kivi):
+class Int4Codec(KiviCodec):
     """16 levels."""
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
 
 
-class Int3(Kivi):
+class Int3Codec(KiviCodec):
     """8 levels."""
 
     name: ClassVar[str] = "int3"
     bits: ClassVar[int] = 3
 
 
-class Int2(Kivi):
+class Int2Codec(KiviCodec):
     """4 levels."""
 
     name: ClassVar[str] = "int2"

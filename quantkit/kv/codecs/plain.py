@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Coding, KVCodec, Layout
+from quantkit.kv.base import KVCodec, Layout, SideCodec
 
 
-class Vectors:
+class PlainVectors:
     """Stores the vector itself.
 
     Args:
@@ -43,19 +43,19 @@ class Vectors:
         return parts["values"]
 
 
-class AsComputed(KVCodec):
+class PlainCodec(KVCodec):
     """What the model computes, in its dtype."""
 
     name: ClassVar[str] = "none"
 
-    def keys(self) -> Coding:
-        return Vectors(None)
+    def keys(self) -> SideCodec:
+        return PlainVectors(None)
 
 
-class BFloat16(KVCodec):
+class BFloat16Codec(KVCodec):
     """bfloat16, whatever the model computes in."""
 
     name: ClassVar[str] = "bf16"
 
-    def keys(self) -> Coding:
-        return Vectors(torch.bfloat16)
+    def keys(self) -> SideCodec:
+        return PlainVectors(torch.bfloat16)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from quantkit.errors import UsageError
-from quantkit.kv.base import MOST_WAITING, Coding, KVCodec, Layout
+from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
 
 LARGEST, SMALLEST = 2.0**60, 2.0**-60
@@ -30,7 +30,7 @@ def levels(bits: int) -> torch.Tensor:
     return u * (first + third * u * u)
 
 
-class Turned:
+class HadamardVectors:
     """``x ≈ level(codes) · scale + mean``, of vectors that are rotated already.
 
     Args:
@@ -77,7 +77,7 @@ class Turned:
         return found + parts["mean"].float().unsqueeze(-2) if self.centered else found
 
 
-class Rotation(KVCodec):
+class RotationCodec(KVCodec):
     """Keys centered; the newest tokens and the first stay as they were computed.
 
     Attributes:
@@ -86,11 +86,11 @@ class Rotation(KVCodec):
 
     name: ClassVar[str] = "rotation"
     bits: float = Field(default=4, ge=2, le=4, multiple_of=0.5)
-    recent: int = Field(default=64, ge=0, le=MOST_WAITING)
-    sinks: int = Field(default=1, ge=0, le=MOST_WAITING)
+    recent: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
+    sinks: int = Field(default=1, ge=0, le=MAX_RESIDUAL)
 
-    def keys(self) -> Coding:
-        return Turned(int(self.bits + 0.5), centered=True)
+    def keys(self) -> SideCodec:
+        return HadamardVectors(int(self.bits + 0.5), centered=True)
 
-    def values(self) -> Coding:
-        return Turned(int(self.bits), centered=False)
+    def values(self) -> SideCodec:
+        return HadamardVectors(int(self.bits), centered=False)

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from quantkit.kv.base import MOST, KVPolicy
+from quantkit.kv.base import MAX_TOKENS, KVPolicy
 
 
-class ActsAgain(KVPolicy):
+class DecodingPolicy(KVPolicy):
     """``budget`` positions stay after the prompt and after every ``interval``-th decode step.
 
     The papers drop one position a step; here ``interval`` at a time, between which the cache holds up to
@@ -20,8 +20,8 @@ class ActsAgain(KVPolicy):
     """
 
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    budget: float = Field(gt=0, le=MOST)
-    interval: int = Field(default=32, ge=1, le=MOST)
+    budget: float = Field(gt=0, le=MAX_TOKENS)
+    interval: int = Field(default=32, ge=1, le=MAX_TOKENS)
 
     @property
     def every(self) -> int | None:

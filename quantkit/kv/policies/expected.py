@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MOST, PAGE, Held, KVPolicy
+from quantkit.kv.base import MAX_TOKENS, PAGE, KVPolicy, PolicyView
 from quantkit.kv.policies.scores import best, places, tokens
 from quantkit.kv.query_window import SINKS
 
 
-class Expected(KVPolicy):
+class ExpectedAttention(KVPolicy):
     """Queries are taken for Gaussian, as the prompt was: ``E exp(q·k) = exp(μ·k + kᵀΣk / 2)``.
 
     No query of the prompt's end is special, so that what stays doesn't depend on what is asked last.
@@ -29,15 +29,15 @@ class Expected(KVPolicy):
     name: ClassVar[str] = "expected"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "moments"
-    budget: float = Field(gt=0, le=MOST)
-    steps: int = Field(default=512, ge=1, le=MOST)
-    sinks: int = Field(default=4, ge=0, le=MOST)
+    budget: float = Field(gt=0, le=MAX_TOKENS)
+    steps: int = Field(default=512, ge=1, le=MAX_TOKENS)
+    sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
 
     @property
     def queries(self) -> int:
         return PAGE
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
         """The best by expected attention times the size of what it reads."""
         counts = [min(tokens(self.budget, held.prompt), length) for length in held.lengths]
         if counts == list(held.lengths) or held.seen <= max(SINKS, self.sinks):

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import PAGE, Held
-from quantkit.kv.policies.again import ActsAgain
+from quantkit.kv.base import PAGE, PolicyView
+from quantkit.kv.policies.again import DecodingPolicy
 from quantkit.kv.policies.scores import best, places, tokens
 
 
-class H2O(ActsAgain):
+class H2O(DecodingPolicy):
     """Each key head keeps positions of its own.
 
     Attributes:
@@ -28,7 +28,7 @@ class H2O(ActsAgain):
     def queries(self) -> int:
         return PAGE
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
         """The newest, and the best of the others."""
         kept = tokens(self.budget, held.prompt)
         counts = [min(kept, length) for length in held.lengths]

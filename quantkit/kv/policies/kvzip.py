@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MOST, PAGE, Held, KVPolicy
+from quantkit.kv.base import MAX_TOKENS, PAGE, KVPolicy, PolicyView
 from quantkit.kv.policies.scores import best_of_all, places, tokens
 
 
@@ -29,9 +29,9 @@ class KVzip(KVPolicy):
     alike: ClassVar[bool] = False
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
     watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "peaks"
-    budget: float = Field(gt=0, le=MOST)
-    piece: int = Field(default=2048, ge=64, le=MOST)
-    sinks: int = Field(default=4, ge=0, le=MOST)
+    budget: float = Field(gt=0, le=MAX_TOKENS)
+    piece: int = Field(default=2048, ge=64, le=MAX_TOKENS)
+    sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
     floor: float = Field(default=0.2, ge=0, le=1)
 
     @property
@@ -42,7 +42,7 @@ class KVzip(KVPolicy):
     def replays(self) -> int | None:
         return self.piece
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
         """The best of all heads together."""
         counts = [min(tokens(self.budget, held.prompt), length) for length in held.lengths]
         if counts == list(held.lengths):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from quantkit.kv.base import Held
+from quantkit.kv.base import PolicyView
 from quantkit.kv.policies.scores import tokens
 from quantkit.kv.policies.snapkv import SnapKV
 
@@ -22,7 +22,7 @@ class PyramidKV(SnapKV):
     alike: ClassVar[bool] = False
     beta: float = Field(default=20, ge=1, le=1000)
 
-    def share(self, held: Held) -> int:
+    def share(self, held: PolicyView) -> int:
         """By the layer; the same in all of them where the pyramid's top were narrower than the window."""
         mean = tokens(self.budget, held.prompt)
         if held.layers == 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from quantkit.kv.base import Held
+from quantkit.kv.base import PolicyView
 
 
 def tokens(budget: float, of: int) -> int:
@@ -15,7 +15,7 @@ def tokens(budget: float, of: int) -> int:
     return max(1, int(of * budget)) if budget < 1 else int(budget)
 
 
-def places(held: Held, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def places(held: PolicyView, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots ``[S]`` and each head's length ``[Hkv, 1]``, to be compared."""
     lengths = torch.tensor(held.lengths, device=device)[:, None]
     return torch.arange(max(held.lengths), device=device), lengths
@@ -41,7 +41,7 @@ def best_of_all(scores: torch.Tensor, counts: Sequence[int], floor: float) -> li
     return [row.nonzero()[:, 0] for row in chosen.view_as(scores)]
 
 
-def of_last_queries(held: Held, window: int, kernel: int) -> torch.Tensor:
+def of_last_queries(held: PolicyView, window: int, kernel: int) -> torch.Tensor:
     """SnapKV's scores, float32 ``[Hkv, S]``: what the last queries look at, averaged over neighbours.
 
     Args:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MOST, Held, KVPolicy
+from quantkit.kv.base import MAX_TOKENS, KVPolicy, PolicyView
 from quantkit.kv.policies.scores import best, of_last_queries, tokens
 
 
@@ -23,22 +23,22 @@ class SnapKV(KVPolicy):
 
     name: ClassVar[str] = "snapkv"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    budget: float = Field(gt=0, le=MOST)
-    window: int = Field(default=32, ge=1, le=MOST)
+    budget: float = Field(gt=0, le=MAX_TOKENS)
+    window: int = Field(default=32, ge=1, le=MAX_TOKENS)
     kernel: int = Field(default=5, ge=1, le=255)
 
     @property
     def queries(self) -> int:
         return self.window
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
         """The best-scored earlier positions and the window."""
         counts = [min(self.share(held), length) for length in held.lengths]
         if counts == list(held.lengths):
             return None
         return self.choose(of_last_queries(held, min(self.window, *counts), self.kernel), counts)
 
-    def share(self, held: Held) -> int:
+    def share(self, held: PolicyView) -> int:
         """How many slots stay in this layer's heads."""
         return tokens(self.budget, held.prompt)
 

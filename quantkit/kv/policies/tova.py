@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from quantkit.kv.base import Held
-from quantkit.kv.policies.again import ActsAgain
+from quantkit.kv.base import PolicyView
+from quantkit.kv.policies.again import DecodingPolicy
 from quantkit.kv.policies.scores import best, tokens
 
 
-class Tova(ActsAgain):
+class Tova(DecodingPolicy):
     """All heads of a layer keep the same positions, two at least, the newest among them."""
 
     name: ClassVar[str] = "tova"
@@ -21,7 +21,7 @@ class Tova(ActsAgain):
     def queries(self) -> int:
         return 1
 
-    def keep(self, held: Held) -> Sequence[torch.Tensor] | None:
+    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
         """The positions with the largest mean weight over all heads."""
         kept = max(2, tokens(self.budget, held.prompt))
         if max(held.lengths) <= kept:

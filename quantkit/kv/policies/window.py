@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MOST, Held, KVPolicy
+from quantkit.kv.base import MAX_TOKENS, KVPolicy, PolicyView
 from quantkit.kv.page_pool import PAGE
 
 SUMMED = 256
 """Slots that attention on a CPU sums up before it adds them to others."""
 
 
-class Window(KVPolicy):
+class WindowPolicy(KVPolicy):
     """A query sees the first ``sinks`` positions and the last ``budget``, its own included.
 
     Memory of what won't be seen again is given back after every chunk of a prompt and every 64 decode steps
@@ -26,8 +26,8 @@ class Window(KVPolicy):
 
     name: ClassVar[str] = "window"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "chunk"
-    budget: int = Field(ge=1, le=MOST)
-    sinks: int = Field(default=4, ge=0, le=MOST)
+    budget: int = Field(ge=1, le=MAX_TOKENS)
+    sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
 
     @property
     def every(self) -> int | None:
@@ -41,7 +41,7 @@ class Window(KVPolicy):
     def visible(self) -> tuple[int, int] | None:
         return self.budget, self.sinks
 
-    def keep(self, held: Held) -> torch.Tensor | None:
+    def keep(self, held: PolicyView) -> torch.Tensor | None:
         """What the next query will see."""
         if held.lengths[0] < self.budget + self.sinks:
             return None
@@ -50,7 +50,7 @@ class Window(KVPolicy):
         return stays.nonzero()[:, 0].expand(positions.shape[0], -1)
 
 
-class OwnWindow(Window):
+class ModelWindow(WindowPolicy):
     """The window that the model itself has in a layer; not for a recipe.
 
     What is given back are 256 positions at a time: attention sums by as many, so that not a bit of a result
@@ -62,13 +62,13 @@ class OwnWindow(Window):
 
     whole: ClassVar[int] = SUMMED
     sinks: int = Field(default=0, ge=0, le=0)
-    first: int = Field(default=0, ge=0, le=MOST)
+    first: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
     @property
     def beside(self) -> int:
         return self.first + PAGE + SUMMED - 1
 
-    def keep(self, held: Held) -> torch.Tensor | None:
+    def keep(self, held: PolicyView) -> torch.Tensor | None:
         """What the next query will see, and as much before it as makes the rest whole."""
         gone = max(0, held.seen - self.budget + 1 - self.first) // SUMMED * SUMMED
         positions = held.positions()

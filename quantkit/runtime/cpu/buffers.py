@@ -10,20 +10,20 @@ import torch
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import Packed, lazy_zeros
+from quantkit.ops.cpu_linear import CpuWeight, lazy_zeros
 
 MOST_ROWS = 512
 """Tokens that go through the program at once."""
 
 
-def packed_of(linear: Linear) -> Packed:
+def packed_of(linear: Linear) -> CpuWeight:
     """A Linear's packed weight. Raises TypeError if it isn't."""
-    if not isinstance(linear.weight, Packed):
+    if not isinstance(linear.weight, CpuWeight):
         raise TypeError(f"{linear.name} isn't packed")
     return linear.weight
 
 
-def key_of(weight: Packed) -> tuple[Any, int, int]:
+def key_of(weight: CpuWeight) -> tuple[Any, int, int]:
     """How it wants rows: the kind of its kernel, columns, the width that is rotated or 0."""
     return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Return what the C library keeps of freed memory; where it can't be asked, nothing happens."""
     if (function := _function()) is not None:
         function(0)

@@ -18,15 +18,15 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear
-from quantkit.ops.dispatch import DECODE_ROWS, Kernel, choose
+from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
-from quantkit.runtime.chunks import joined, only, padded, picked, pieces_of
+from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.cpu.buffers import MOST_ROWS, packed_of
-from quantkit.runtime.cpu.program import StepProgram
+from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
-    from quantkit_kernels.cpu.kv_pages import Codecs
+    from quantkit_kernels.cpu.kv_pages import PageCodecs
 
 SUBGROUP = 64
 """Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
@@ -74,7 +74,7 @@ def _other_maths(config: ModelConfig) -> str | None:
     return None
 
 
-def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> Kernel:
+def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     return choose(query_for(weight, dtype, torch.device("cpu"), "decode")).kernel
 
 
@@ -82,7 +82,7 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(one).removeprefix("torch.") for one in dtypes)
 
 
-class FusedModel:
+class CpuModel:
     """The same calls as :class:`~quantkit.models.decoder.CausalLM`; logits and hidden states are float32.
 
     Args:
@@ -98,7 +98,7 @@ class FusedModel:
     def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
-        self._programs: dict[Codecs, StepProgram] = {}
+        self._programs: dict[PageCodecs, CpuProgram] = {}
         cpu_linear.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
@@ -128,13 +128,13 @@ class FusedModel:
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
-            only(int(at), count) for at, count in zip(last, counts, strict=True)]
-        parts = [program.step(batch, ids, pieces, picked(pieces, wanted))
-                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
+            single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
+        parts = [program.step(batch, ids, pieces, selected_rows(pieces, wanted))
+                 for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
-        rows = joined(parts, self.config.vocab_size)
-        return rows if last is not None else padded(rows, counts, ids.shape[1])
+        rows = join_rows(parts, self.config.vocab_size)
+        return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -145,25 +145,25 @@ class FusedModel:
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
         parts = [program.run(batch, ids, pieces).clone()
-                 for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
+                 for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
-        return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
+        return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
-        flat = joined([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        flat = join_rows([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
-    def program(self, codecs: Codecs | None) -> StepProgram:
+    def program(self, codecs: PageCodecs | None) -> CpuProgram:
         """The program that reads these codecs of the cache, or any; made when it is first asked for."""
-        from quantkit_kernels.cpu.kv_pages import Codecs
+        from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-        found = codecs or next(iter(self._programs), Codecs("bf16", "bf16"))
+        found = codecs or next(iter(self._programs), PageCodecs("bf16", "bf16"))
         if found not in self._programs:
             with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
-                self._programs[found] = StepProgram(self._model, found)
+                self._programs[found] = CpuProgram(self._model, found)
         return self._programs[found]
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
@@ -187,11 +187,11 @@ def cache_declines(cache: KVCache) -> str | None:
     return None
 
 
-def codecs_of(cache: KVCache) -> Codecs:
+def codecs_of(cache: KVCache) -> PageCodecs:
     """A cache's, as kernels name them: what is stored as it was computed has the cache's dtype."""
-    from quantkit_kernels.cpu.kv_pages import Codecs
+    from quantkit_kernels.cpu.kv_pages import PageCodecs
 
     plain = cpu_linear.PLAIN[cache.dtype]
     keys, values = (plain if one.name == "none" else one.name for one in (
         cache.codings.keys, cache.codings.values))
-    return Codecs(keys, values, None if cache.stores[0].waiting is None else plain)
+    return PageCodecs(keys, values, None if cache.stores[0].waiting is None else plain)

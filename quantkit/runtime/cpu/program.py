@@ -15,16 +15,16 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, Packed
-from quantkit.ops.hadamard import factors
+from quantkit.ops.cpu_linear import Activations, CpuWeight
+from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
-from quantkit.runtime.chunks import Piece
+from quantkit.runtime.chunks import Chunk
 from quantkit.runtime.cpu.buffers import MOST_ROWS, buffer, buffers, key_of, mlp_of, packed_of, stride_of
-from quantkit.runtime.cpu.tables import addresses, angles
+from quantkit.runtime.cpu.tables import page_addresses, rope_tables
 
 if TYPE_CHECKING:
-    from quantkit_kernels.cpu.kv_pages import Codecs
+    from quantkit_kernels.cpu.kv_pages import PageCodecs
 
 QUERIES = 48
 """Queries of a key head (rows times the heads that share it) in a unit of attention."""
@@ -32,7 +32,7 @@ ANGLES = 512
 """Positions whose rotation is worked out at once, at least."""
 
 
-class StepProgram:
+class CpuProgram:
     """A model's operations in order. Rows of activations lie one after another, sequence by sequence.
 
     Args:
@@ -40,7 +40,7 @@ class StepProgram:
         codecs: of the pages.
     """
 
-    def __init__(self, model: CausalLM, codecs: Codecs) -> None:
+    def __init__(self, model: CausalLM, codecs: PageCodecs) -> None:
         from quantkit_kernels.cpu.attention import scratch_bytes
         from quantkit_kernels.cpu.hadamard import room_bytes as turning_bytes
         from quantkit_kernels.cpu.kv_pages import SEQUENCE
@@ -71,7 +71,7 @@ class StepProgram:
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, str, int, int], Activations] = {}
         self._kept: list[torch.Tensor] = []
-        self._packed: dict[int, tuple[Packed, int]] = {}
+        self._packed: dict[int, tuple[CpuWeight, int]] = {}
         self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
         self._closes: list[int] = []  # by layer, where vectors wait
         self._keeps: list[int] = []  # by layer
@@ -103,7 +103,7 @@ class StepProgram:
         self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
-        kernel, parts = (table.kernel, table.table) if isinstance(table, Packed) else (None, {"table": table})
+        kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None, {"table": table})
         self._program.add(Embed(kernel, scale, cpu_linear.PLAIN[model.dtype]), ids=self._ids,
                           out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
                           padded=self._hidden.shape[1], **parts)
@@ -114,8 +114,8 @@ class StepProgram:
         self._multiply(model.head, "hidden", None, self._width * 4)
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
-        from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, Combine
-        from quantkit_kernels.cpu.kv_write import Close, KeepQueries, RopeStore, Unturn
+        from quantkit_kernels.cpu.attention import UNBOUNDED, Attend, ReduceSplits
+        from quantkit_kernels.cpu.kv_write import EncodePages, KeepQueries, RopeStore, UndoHadamard
 
         config, program, attention, mlp = self._config, self._program, layer.self_attn, mlp_of(layer)
         dim, (q, k, v), mixed = config.head_dim, self._qkv, self._mixed
@@ -127,7 +127,7 @@ class StepProgram:
                           for one in (attention.q_norm, attention.k_norm))
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
-        turning: dict[str, Any] = dict(zip(("signs", "mix"), factors(dim)))
+        turning: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
         store = program.add(RopeStore(self._codecs, dim), **where, **turning, q=q, k=k, v=v, q_norm=q_norm,
                             k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k), group=self._group,
                             eps=self._eps)
@@ -135,15 +135,15 @@ class StepProgram:
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
             q_stride=stride_of(q), query_heads=config.num_heads))
         if self._codecs.waits:
-            self._closes.append(program.add(Close(self._codecs, dim), 0, **where, **scratch))
+            self._closes.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
                         window=UNBOUNDED if window is None else window),
-            program.add(Combine(dim), out=mixed, out_stride=stride_of(mixed), query_heads=config.num_heads)))
+            program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed), query_heads=config.num_heads)))
         if self._codecs.side("v").turned:
-            program.add(Unturn(dim), **turning, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
+            program.add(UndoHadamard(dim), **turning, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)
@@ -167,18 +167,18 @@ class StepProgram:
                  **values: Any) -> None:
         """Leave rows as these Linears want them, once for each way and width."""
         from quantkit_kernels.cpu.matmul import SUB
-        from quantkit_kernels.cpu.rows import Rows
+        from quantkit_kernels.cpu.rows import RowKernel
 
         for weight in {key_of(packed_of(one)): packed_of(one) for one in linears}.values():
             family, columns, rotated = key = key_of(weight)
             made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MOST_ROWS, self._pool.threads)))
-            self._program.add(Rows(source, family, rotated), x=x, x_stride=stride_of(x),
+            self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
                               subgroups=columns // SUB, **made.written, **self._turning(rotated), **values)
 
     def _turning(self, width: int) -> dict[str, Any]:
         """What a row operation needs to rotate rows of this width, if it is not 0."""
-        return {**dict(zip(("signs", "mix"), factors(width))), "room": self._scratch,
+        return {**dict(zip(("signs", "mix"), hadamard_factors(width))), "room": self._scratch,
                 "room_private": self._scratch.shape[1]} if width else {}
 
     def _project(self, linears: Sequence[Linear], outs: Sequence[torch.Tensor]) -> None:
@@ -212,7 +212,7 @@ class StepProgram:
 
     # -- running
 
-    def run(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    def run(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
@@ -228,7 +228,7 @@ class StepProgram:
         self._done(batch, pieces)
         return self._hidden[:sum(piece.count for piece in pieces), :self._config.hidden_size]
 
-    def step(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece],
+    def step(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk],
              picked: Sequence[int]) -> torch.Tensor:
         """:meth:`run`, then final norm and head over some of its rows, in one call into machine code.
 
@@ -261,7 +261,7 @@ class StepProgram:
                 row.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> None:
         """Say which tokens are whose, and where their keys and values go."""
         cache, given = batch.cache, ids.numpy()
         tokens, rows, tiles, sequences = self._views
@@ -293,7 +293,7 @@ class StepProgram:
             for index in self._keeps:
                 self._program.set(index, units=asked)
 
-    def _close(self, batch: Batch, pieces: Sequence[Piece]) -> None:
+    def _close(self, batch: Batch, pieces: Sequence[Chunk]) -> None:
         """Encode what will have waited long enough at this step's end."""
         if not self._closes:
             return
@@ -305,7 +305,7 @@ class StepProgram:
                 self._program.set(index, units=units, blocks=blocks)
         self._closing_now = blocks
 
-    def _done(self, batch: Batch, pieces: Sequence[Piece]) -> None:
+    def _done(self, batch: Batch, pieces: Sequence[Chunk]) -> None:
         for piece in pieces:
             batch.cache.settle(batch.sequences[piece.sequence], piece.count)
 
@@ -369,7 +369,7 @@ class StepProgram:
         if longest <= self._angles_now:
             return
         size = max(ANGLES, 2 * self._angles_now, longest)
-        for (store, _, _), (cos, sin) in zip(self._attention, angles(self._config, size)):
+        for (store, _, _), (cos, sin) in zip(self._attention, rope_tables(self._config, size)):
             self._program.set(store, cos=cos, sin=sin)
         self._angles_now = size
 
@@ -384,7 +384,7 @@ class StepProgram:
         closes = self._closes or itertools.repeat(None)
         for (store, attend, _), close, layer, policy in zip(
                 self._attention, closes, cache.stores, cache.policies):
-            parts, (limit, sinks) = addresses(layer), policy.visible or (UNBOUNDED, 0)
+            parts, (limit, sinks) = page_addresses(layer), policy.visible or (UNBOUNDED, 0)
             for index in (store, attend, close):
                 if index is not None:
                     self._program.set(index, **parts, **rule)

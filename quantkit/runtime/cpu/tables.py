@@ -11,11 +11,11 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.rope_config import RopeConfig
 from quantkit.models.rope_frequencies import inverse_frequencies
 
-BLOCK = 512
+POSITION_BLOCK = 512
 """Positions whose cosines and sines are worked out together."""
 
 
-def addresses(store: Store) -> dict[str, int]:
+def page_addresses(store: Store) -> dict[str, int]:
     """Where a layer's pages lie, by an argument's name; 0: there are none.
 
     Addresses only: the memory is the cache's, and is gone when the cache lets go of it.
@@ -32,7 +32,7 @@ def addresses(store: Store) -> dict[str, int]:
         *(f"{side}_{part}" for side in "kv" for part in PARTS))}
 
 
-def angles(config: ModelConfig, size: int,
+def rope_tables(config: ModelConfig, size: int,
            device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of every layer, cosines and sines of so many positions, float32 ``[size, D / 2]``; layers that turn
     alike share them. A position's bits don't depend on ``size``: torch is always given a whole block."""
@@ -40,7 +40,7 @@ def angles(config: ModelConfig, size: int,
     for window in config.sliding_windows:
         if (rope := config.rope_of(window)) not in made:
             inverse = inverse_frequencies(rope, config.head_dim, torch.device("cpu"))
-            blocks = [torch.arange(at, at + BLOCK)[:, None].float() * inverse for at in range(0, size, BLOCK)]
+            blocks = [torch.arange(at, at + POSITION_BLOCK)[:, None].float() * inverse for at in range(0, size, POSITION_BLOCK)]
             cos = torch.cat([one.cos() for one in blocks])[:size] * rope.attention_factor
             sin = torch.cat([one.sin() for one in blocks])[:size] * rope.attention_factor
             made[rope] = cos.to(device), sin.to(device)

@@ -11,7 +11,7 @@ import torch
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.cache import Step
+    from quantkit_kernels.triton.cache import StepTokens
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Sequences of a graph; a step has the next larger one's, and what is missing are nobody's."""
@@ -19,7 +19,7 @@ SMALL = 16
 """Up to so many sequences the logits' memory isn't that of the largest graph."""
 SLOTS = 1536
 """Of a head, at least; more by doubling. Answers to texts of 1,024, 2,048, … tokens need no other graph."""
-Run = Callable[["torch.Tensor", "Step", "torch.Tensor"], None]
+Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
 """``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
 
 
@@ -34,12 +34,12 @@ class _Graph:
     """A captured step, the memory that it reads, and whose tokens it took last."""
 
     ids: torch.Tensor
-    step: Step
+    step: StepTokens
     replay: Callable[[], None] | None
     rows: Sequence[int] = ()
 
 
-class Graphs:
+class GraphCache:
     """Captured steps, as long as everything that they point to lies where it was. All write their logits to
     the same memory.
 
@@ -94,12 +94,12 @@ class Graphs:
         return self._logits[:len(rows)]
 
     def _captured(self, run: Run, size: int, longest: int) -> _Graph:
-        from quantkit_kernels.triton.cache import Step
+        from quantkit_kernels.triton.cache import StepTokens
 
         ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.zeros(size, 2, dtype=torch.int32, device=self._device)
         rows[:, 0] = -1
-        step = Step(rows, longest)
+        step = StepTokens(rows, longest)
         out = self._logits[:size]
         run(ids, step, out)  # compiles what isn't yet, and does nothing: the rows are nobody's
         if self._device.type != "cuda":

@@ -12,16 +12,16 @@ import torch
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.models.linear import Linear
 from quantkit.ops.activation import gelu_tanh_mul, silu_mul
-from quantkit.ops.device_weight import Placed
+from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.dispatch import choose, codes_of
-from quantkit.ops.hadamard import factors
+from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear import query_for
 from quantkit.ops.triton_linear import TritonKernel
 from quantkit.spec import QuantSpec
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.levels import Levels
-    from quantkit_kernels.triton.packed import Packed
+    from quantkit_kernels.triton.levels import QuantizedActivations
+    from quantkit_kernels.triton.packed import TritonWeight
 
 ROWS = 128
 """Rows of a tile: a weight's are filled up to whole ones."""
@@ -50,20 +50,20 @@ def _tile_bytes(kernel: TritonKernel, spec: QuantSpec, k: int) -> int:
 
 
 @dataclass(frozen=True)
-class Product:
+class DeviceLinear:
     """One weight on the device.
 
     Attributes:
         weight: in the tensor core's order.
         bias: ``[n]``, or none.
-        rotation: of rows before, on the device: see :func:`quantkit.ops.hadamard.factors`.
+        rotation: of rows before, on the device: see :func:`quantkit.ops.hadamard.hadamard_factors`.
     """
 
-    weight: Packed
+    weight: TritonWeight
     bias: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, x: torch.Tensor | Levels, **how: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantizedActivations, **how: Any) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]``; ``how``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
         from quantkit_kernels.triton.matmul import multiply
 
@@ -76,11 +76,11 @@ class Product:
         decoder = self.weight.decoder
         return decoder.takes[0] if decoder.levels and self.rotation is None else None
 
-    def _prepared(self, x: torch.Tensor) -> torch.Tensor | Levels:
+    def _prepared(self, x: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         if self.rotation is not None:
-            from quantkit_kernels.triton.hadamard import rotate
+            from quantkit_kernels.triton.hadamard import apply_hadamard
 
-            x = rotate(x, *self.rotation)
+            x = apply_hadamard(x, *self.rotation)
         if not self.weight.decoder.levels:
             return x
         from quantkit_kernels.triton.levels import quantize
@@ -88,7 +88,7 @@ class Product:
         return quantize(x, self.weight.decoder.takes[0])
 
 
-class Joint:
+class FusedLinear:
     """Linears that see one input, side by side in one result.
 
     Weights that are quantized alike become one; each is moved to the device when its turn comes.
@@ -111,7 +111,7 @@ class Joint:
         self._activation = activation
         groups = [list(linears)] if len({_kind(one) for one in linears}) == 1 else [[one] for one in linears]
         self._gated = activation is not None and len(groups) == 1
-        self._parts: list[tuple[Product, int, int]] = []
+        self._parts: list[tuple[DeviceLinear, int, int]] = []
         start = 0
         for group in groups:
             size = sum(one.shape[0] for one in group)
@@ -131,7 +131,7 @@ class Joint:
 
         return embed(ids, self._parts[0][0].weight, self._dtype)
 
-    def __call__(self, x: torch.Tensor | Levels, residual: torch.Tensor | None = None,
+    def __call__(self, x: torch.Tensor | QuantizedActivations, residual: torch.Tensor | None = None,
                  out: torch.Tensor | None = None) -> torch.Tensor:
         """``x [m, k]`` → ``[m, width]``, plus ``residual`` if there is one, in ``out``; of a single weight
         without activation only."""
@@ -151,13 +151,13 @@ class Joint:
         return found
 
 
-def placed(linear: Linear, dtype: torch.dtype, device: torch.device) -> Placed:
+def device_weight(linear: Linear, dtype: torch.dtype, device: torch.device) -> DeviceWeight:
     """What is left of a Linear's weight when it is on the device."""
     weight = linear.weight
     name = "triton-w16a16"
     if isinstance(weight, QuantizedTensor):
         name = choose(query_for(weight, dtype, device, "decode")).kernel.name
-    return Placed(name, linear.shape)
+    return DeviceWeight(name, linear.shape)
 
 
 def _kind(linear: Linear) -> object:
@@ -166,7 +166,7 @@ def _kind(linear: Linear) -> object:
     return weight.spec if isinstance(weight, QuantizedTensor) else None
 
 
-def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device, gated: bool) -> Product:
+def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device, gated: bool) -> DeviceLinear:
     biases = [one.bias for one in linears]
     bias = None
     if any(one is not None for one in biases):
@@ -178,7 +178,7 @@ def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device
 
         whole = [one.weight.to(device, dtype) for one in linears if isinstance(one.weight, torch.Tensor)]
         weight = w16a16.pack(whole[0] if len(whole) == 1 else torch.cat(whole), gated=gated)
-        return Product(weight, bias)
+        return DeviceLinear(weight, bias)
     assert isinstance(first, QuantizedTensor)
     kernel = choose(query_for(first, dtype, device, "decode")).kernel
     assert isinstance(kernel, TritonKernel)
@@ -186,9 +186,9 @@ def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device
                            if isinstance(one.weight, QuantizedTensor)])
     spec, rotation = first.spec, None
     if spec.rotation:
-        signs, mix = factors(first.shape[1])
+        signs, mix = hadamard_factors(first.shape[1])
         rotation = signs.to(device), mix.to(device)
-    return Product(kernel.pack(codes, gated=gated), bias, rotation)
+    return DeviceLinear(kernel.pack(codes, gated=gated), bias, rotation)
 
 
 def _side_by_side(parts: Sequence[Codes]) -> Codes:

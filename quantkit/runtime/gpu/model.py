@@ -21,16 +21,16 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import gpu
-from quantkit.runtime.chunks import Piece, joined, only, padded, picked, pieces_of
+from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
-from quantkit.runtime.gpu.graphs import BATCHES, Graphs
+from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
 from quantkit.runtime.gpu.memory import MOST_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.spec import KVSpec
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.cache import Pages, Step
+    from quantkit_kernels.triton.cache import LayerPages, StepTokens
 
 def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
              quantized: Mapping[str, QuantizedTensor]) -> str | None:
@@ -73,13 +73,13 @@ class _Running:
     def __init__(self, program: GpuProgram, cache: KVCache) -> None:
         self._program, self._cache = program, proxy(cache)
         self.tables = DeviceTables(self._cache)
-        self._pages: list[Pages] = []
+        self._pages: list[LayerPages] = []
         self._pages_now = -1
-        self._graphs = Graphs(program.device, program.vocab, program.dtype,
+        self._graphs = GraphCache(program.device, program.vocab, program.dtype,
                               cache.config.max_position_embeddings)
 
     @property
-    def pages(self) -> list[Pages]:
+    def pages(self) -> list[LayerPages]:
         if self._pages_now != self._cache.moves.count:
             self._pages, self._pages_now = self._program.pages(self._cache), self._cache.moves.count
         return self._pages
@@ -96,7 +96,7 @@ class _Running:
         self.tables.counted(batch)
         return logits
 
-    def _step(self, ids: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+    def _step(self, ids: torch.Tensor, step: StepTokens, out: torch.Tensor) -> None:
         from quantkit_kernels.triton.advance import advance
 
         tables = self.tables.tables
@@ -104,9 +104,9 @@ class _Running:
         advance(tables, step)
         self._program.logits(x, out)
 
-    def prefill(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    def prefill(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
         """Tokens of ``ids [B, T]`` → what the last layer leaves of them, ``[N, hidden]``."""
-        from quantkit_kernels.triton.cache import Step
+        from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
         part = batch.cache.batch([batch.numbers[piece.sequence] for piece in pieces], batch.phase)
@@ -122,14 +122,14 @@ class _Running:
         flat = torch.cat([ids[piece.sequence, piece.start:piece.start + piece.count] for piece in pieces])
         kept: list[torch.Tensor] = []
         listens = any(held.asked is not None for held in part.sequences)
-        x = self._program.run(flat, Step(whose, longest), self.tables.tables, self.pages, self._cache, tiles,
+        x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache, tiles,
                               kept if listens else None)
         for held, count in zip(part.sequences, counts):
             self._cache.settle(held, count)
         for layer, q in enumerate(kept):
             if self._cache.policies[layer].listens(batch.phase):
                 for held, one in zip(part.sequences, q.split(counts)):
-                    attention_scores.put(self._cache, layer, held.layers[layer], one.transpose(0, 1))
+                    attention_scores.record_queries(self._cache, layer, held.layers[layer], one.transpose(0, 1))
         return x
 
 
@@ -201,13 +201,13 @@ class GpuModel:
             rows = running.decode(batch, ids[:, 0])
         else:
             wanted = [range(count) for count in counts] if last is None else [
-                only(int(at), count) for at, count in zip(last, counts, strict=True)]
-            rows = joined([self._some(running.prefill(batch, ids, pieces), picked(pieces, wanted))
-                           for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)],
+                single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
+            rows = join_rows([self._some(running.prefill(batch, ids, pieces), selected_rows(pieces, wanted))
+                           for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)],
                           self.config.vocab_size)
         batch.finish(counts)
         batch.done(self, ids, positions)
-        return rows if last is not None else padded(rows, counts, ids.shape[1])
+        return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
     def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits of some rows."""
@@ -224,16 +224,16 @@ class GpuModel:
             counts = batch.counts(ids.shape, positions)
             running = self._of(batch.cache)
             parts = [running.prefill(batch, ids, pieces)
-                     for pieces in pieces_of(counts, MOST_ROWS, batch.most, batch.starts)]
+                     for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
             batch.finish(counts)
             batch.done(self, ids, positions)
-            return padded(joined(parts, self.config.hidden_size), counts, ids.shape[1])
+            return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with gpu.current(self.device):
-            flat = joined([self._program.logits(some) for some in rows.split(MOST_ROWS)],
+            flat = join_rows([self._program.logits(some) for some in rows.split(MOST_ROWS)],
                           self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 

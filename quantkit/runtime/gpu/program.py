@@ -14,16 +14,16 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
 from quantkit.ops.activation import softcapped
-from quantkit.ops.cpu_linear import Packed
-from quantkit.ops.device_weight import Placed
+from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.embedding import Table, embed
-from quantkit.ops.hadamard import factors
-from quantkit.runtime.cpu.tables import angles
-from quantkit.runtime.gpu.linears import Joint, placed
+from quantkit.ops.hadamard import hadamard_factors
+from quantkit.runtime.cpu.tables import rope_tables
+from quantkit.runtime.gpu.linears import FusedLinear, device_weight
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.cache import Pages, Step, Tables
-    from quantkit_kernels.triton.levels import Levels
+    from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
+    from quantkit_kernels.triton.levels import QuantizedActivations
 
 ANGLES = 4096
 """Positions whose rotation is worked out at once, at least."""
@@ -36,17 +36,17 @@ class _Layer:
                  device: torch.device) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         assert isinstance(mlp, MLP)
-        self.qkv = Joint(attention.inputs, dtype, device)
-        self.o = Joint([attention.o_proj], dtype, device)
-        self.gate_up = Joint(mlp.inputs, dtype, device, config.activation)
-        self.down = Joint([mlp.down_proj], dtype, device)
+        self.qkv = FusedLinear(attention.inputs, dtype, device)
+        self.o = FusedLinear([attention.o_proj], dtype, device)
+        self.gate_up = FusedLinear(mlp.inputs, dtype, device, config.activation)
+        self.down = FusedLinear([mlp.down_proj], dtype, device)
         self.norms = {name: norm.weight.to(device) for name, norm in (
             ("before_attention", layer.before_attention), ("q", attention.q_norm), ("k", attention.k_norm),
             ("after_attention", layer.after_attention), ("before_mlp", layer.before_mlp),
             ("after_mlp", layer.after_mlp)) if isinstance(norm, RMSNorm)}
 
     @property
-    def joints(self) -> tuple[Joint, ...]:
+    def joints(self) -> tuple[FusedLinear, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -77,18 +77,18 @@ class GpuProgram:
             _let_go(layer, model.dtype, device)
             done()
         self._norm = model.norm.weight.to(device)
-        self._head = Joint([model.head], model.dtype, device)
+        self._head = FusedLinear([model.head], model.dtype, device)
         self._table = None if config.tie_word_embeddings else _moved(model.embedding, device)
-        model.head.weight = placed(model.head, model.dtype, device)
+        model.head.weight = device_weight(model.head, model.dtype, device)
         model.embedding = model.head.weight if self._table is None else self._table
         done()
         self.step_bytes = self._head.nbytes + sum(j.nbytes for one in self._layers for j in one.joints)
-        signs, mix = factors(config.head_dim)
+        signs, mix = hadamard_factors(config.head_dim)
         self._turning = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._angles_now = self.moves = 0
 
-    def pages(self, cache: KVCache) -> list[Pages]:
+    def pages(self, cache: KVCache) -> list[LayerPages]:
         """Of all layers, as they lie now."""
         return [pages_of(store, cache.codings, self.dtype) for store in cache.stores]
 
@@ -96,11 +96,11 @@ class GpuProgram:
         """Cosines and sines of so many positions, at least."""
         if longest > self._angles_now:
             size = max(ANGLES, 2 * self._angles_now, longest)
-            self._cos_sin = list(angles(self._config, size, self.device))
+            self._cos_sin = list(rope_tables(self._config, size, self.device))
             self._angles_now = size
             self.moves += 1
 
-    def run(self, ids: torch.Tensor, step: Step, tables: Tables, pages: Sequence[Pages], cache: KVCache,
+    def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages], cache: KVCache,
             tiles: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
@@ -142,7 +142,7 @@ class GpuProgram:
 
         return rms_norm(x, weight, self._eps)[0]
 
-    def _normed_for(self, joint: Joint, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Levels:
+    def _normed_for(self, joint: FusedLinear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         """Rounded to 8 bits on the way, if that is what they multiply."""
         from quantkit_kernels.triton.rms_norm import rms_norm_levels
 
@@ -150,7 +150,7 @@ class GpuProgram:
             return self._normed(x, weight)
         return rms_norm_levels(x, weight, self._eps, joint.takes)[0]
 
-    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: Step, tables: Tables, pages: Pages,
+    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: LayerPages,
                 cache: KVCache, tiles: torch.Tensor | None, kept: list[torch.Tensor] | None) -> torch.Tensor:
         from quantkit_kernels.triton.close_pages import close_pages
         from quantkit_kernels.triton.decode_attention import decode_attention
@@ -174,9 +174,9 @@ class GpuProgram:
         out = decode_attention(q, pages, tables, step, index, **how) if tiles is None else (
             prefill_attention(q, pages, tables, step, index, tiles, **how))
         if pages.v.coding.kind == "turned":
-            from quantkit_kernels.triton.hadamard import rotate
+            from quantkit_kernels.triton.hadamard import apply_hadamard
 
-            out = rotate(out.view(-1, config.head_dim), *self._turning, back=True).view(out.shape)
+            out = apply_hadamard(out.view(-1, config.head_dim), *self._turning, back=True).view(out.shape)
         mixed = out.view(out.shape[0], -1)
         if (weight := norms.get("after_attention")) is not None:
             return x + self._normed(layer.o(mixed), weight)
@@ -192,9 +192,9 @@ class GpuProgram:
 def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> None:
     """Its weights are on the device; what is left of a Linear is its shape and who multiplies it."""
     for linear in layer.linears().values():
-        linear.weight = placed(linear, dtype, device)
+        linear.weight = device_weight(linear, dtype, device)
 
 
 def _moved(table: Table, device: torch.device) -> torch.Tensor | QuantizedTensor:
-    assert not isinstance(table, Packed | Placed)
+    assert not isinstance(table, CpuWeight | DeviceWeight)
     return table.to(device)

@@ -12,11 +12,11 @@ import torch
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import Batch, KVCache
 from quantkit.kv.reservation import AHEAD
-from quantkit.kv.sequence import HeldSequence, Table
+from quantkit.kv.sequence import PageTable, SequenceState
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
-    from quantkit_kernels.triton.cache import Tables
+    from quantkit_kernels.triton.cache import SequenceTables
 
 ROWS, WIDTH = 16, 16
 """Sequences, and pages of a head, for which there is room at first."""
@@ -42,7 +42,7 @@ class _Row:
     """
 
     index: int
-    table: Table | None = None
+    table: PageTable | None = None
     seen: int = -1
 
 
@@ -118,9 +118,9 @@ class DeviceTables:
             for row in self._rows.values():
                 row.table = None
 
-    def _made(self, rows: int, width: int, waits: int) -> Tables:
+    def _made(self, rows: int, width: int, waits: int) -> SequenceTables:
         """Of so many sequences, pages of codes and pages that wait."""
-        from quantkit_kernels.triton.cache import Tables
+        from quantkit_kernels.triton.cache import SequenceTables
 
         cache = self._cache
         shape = (rows, len(cache.stores), cache.heads)
@@ -131,10 +131,10 @@ class DeviceTables:
         waiting = starts = None
         if cache.stores[0].waiting is not None:
             waiting, starts = zeros(*shape, max(waits, WIDTH)), zeros(*shape)
-        return Tables(zeros(*shape, width), zeros(*shape), zeros(rows), waiting, starts,
+        return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), waiting, starts,
                       cache.codings.recent, cache.codings.first)
 
-    def _copy(self, row: _Row, held: HeldSequence) -> None:
+    def _copy(self, row: _Row, held: SequenceState) -> None:
         """All that the host knows."""
         tables = self.tables
         assert held.table is not None and held.waiting is not None
@@ -145,7 +145,7 @@ class DeviceTables:
         self._count(row, held)
         row.table = held.table
 
-    def _count(self, row: _Row, held: HeldSequence) -> None:
+    def _count(self, row: _Row, held: SequenceState) -> None:
         """Lengths and positions."""
         self.tables.lengths[row.index] = self._sent(held.lengths)
         row.seen = int(held.seen[-1])

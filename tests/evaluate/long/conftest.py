@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.evaluate.long.haystack import Filler
-from quantkit.evaluate.long.items import Item, make_items
+from quantkit.evaluate.long.haystack import FillerHaystack
+from quantkit.evaluate.long.items import LongItem, make_items
 from quantkit.runtime import engine
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.testing import tiny_model
@@ -26,8 +26,8 @@ def exact(wide: Path, request: pytest.FixtureRequest) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def item(exact: LoadedModel) -> Item:
+def item(exact: LoadedModel) -> LongItem:
     """Four questions about one context of several chunks."""
-    (found,) = make_items(exact.tokenizer, "multikey", Filler(), length=1300, depths=4, samples=1, seed=2)
+    (found,) = make_items(exact.tokenizer, "multikey", FillerHaystack(), length=1300, depths=4, samples=1, seed=2)
     assert len(found.context) > 2 * engine.PREFILL_CHUNK
     return found

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from quantkit.evaluate.long.answer import MORE, Reader, _begins
-from quantkit.evaluate.long.haystack import Filler
+from quantkit.evaluate.long.answer import MORE, LongContextModel, _begins
+from quantkit.evaluate.long.haystack import FillerHaystack
 from quantkit.evaluate.long.items import make_items
-from quantkit.evaluate.scoring import Request, Scorer
+from quantkit.evaluate.scoring import Scorer, ScoringRequest
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.generate import generate
@@ -26,11 +26,11 @@ def near(loaded):
 
 @pytest.mark.parametrize("kv", SETTINGS)
 def test_a_question_in_the_prompt_is_answered_as_the_engine_does(exact, item, kv):
-    found = Reader(exact, parse_kv(kv)).read(item, ("known",))
+    found = LongContextModel(exact, parse_kv(kv)).read(item, ("known",))
     (answers,) = found
     questions = zip(item.questions, answers.answers, strict=True)
     scores = Scorer(exact, parse_kv(kv)).score([
-        Request((*item.context, *one.ids), one.answer) for one in item.questions]) if kv != "none" else None
+        ScoringRequest((*item.context, *one.ids), one.answer) for one in item.questions]) if kv != "none" else None
     for number, (question, answer) in enumerate(questions):
         prompt = [*item.context, *question.ids]
         sampling = Sampling(max_tokens=len(question.answer) + MORE)
@@ -43,7 +43,7 @@ def test_a_question_in_the_prompt_is_answered_as_the_engine_does(exact, item, kv
 
 @pytest.mark.parametrize("kv", ["none", "int8", "int4"])
 def test_when_the_question_comes_makes_no_difference_where_nothing_is_dropped(exact, item, kv):
-    reader = Reader(exact, parse_kv(kv))
+    reader = LongContextModel(exact, parse_kv(kv))
     (known,), (later,) = reader.read(item, ("known",)), reader.read(item, ("later",))
     assert [one.text for one in known.answers] == [one.text for one in later.answers]
     for one, other in zip(known.answers, later.answers):
@@ -54,7 +54,7 @@ def test_when_the_question_comes_makes_no_difference_where_nothing_is_dropped(ex
 def test_later_means_that_the_policy_acted_before_the_question(exact, item):
     """An oracle that does so by hand, one token at a time."""
     spec = parse_kv("snapkv(0.25, window=8)")
-    known, later = Reader(exact, spec).read(item)
+    known, later = LongContextModel(exact, spec).read(item)
     assert (known.when, later.when) == ("known", "later")
     for question, answer, other in zip(item.questions, later.answers, known.answers):
         cache = KVCache(exact.config, spec, exact.dtype)
@@ -71,7 +71,7 @@ def test_later_means_that_the_policy_acted_before_the_question(exact, item):
 
 def test_bytes_are_those_of_the_compressed_prompt(exact, item):
     def held(kv, when):
-        (found,) = Reader(exact, parse_kv(kv)).read(item, (when,))
+        (found,) = LongContextModel(exact, parse_kv(kv)).read(item, (when,))
         return found.kv_bytes
 
     full = held("none", "known")
@@ -85,14 +85,14 @@ def test_bytes_are_those_of_the_compressed_prompt(exact, item):
 
 @pytest.mark.parametrize("kv", ["snapkv(5000)", "window(5000)", "snapkv(0.5)+int4", "h2o(0.5)"])
 def test_bytes_are_a_sequences_own_whatever_it_shares(exact, item, kv):
-    both = Reader(exact, parse_kv(kv)).read(item, ("known", "later"))
+    both = LongContextModel(exact, parse_kv(kv)).read(item, ("known", "later"))
     for found in both:
-        (alone,) = Reader(exact, parse_kv(kv)).read(item, (found.when,))
+        (alone,) = LongContextModel(exact, parse_kv(kv)).read(item, (found.when,))
         assert found.kv_bytes == alone.kv_bytes
 
 
 def test_both_times_are_what_each_is_alone(exact, item):
-    reader = Reader(exact, parse_kv("snapkv(0.5)"))
+    reader = LongContextModel(exact, parse_kv("snapkv(0.5)"))
     fed = []
     assert reader.read(item, ("known", "later"), fed.append) == [
         *reader.read(item, ("known",)), *reader.read(item, ("later",))]
@@ -108,6 +108,6 @@ def test_an_answer_is_right_if_it_ends_where_a_number_or_word_does(text, right):
 @pytest.mark.parametrize("kv", ["none", "snapkv(0.5)"])
 def test_a_prompt_may_fill_the_model_s_context(tmp_path, kv):
     loaded = load(str(tiny_model(tmp_path / "short", max_position_embeddings=600)))
-    (full,) = make_items(loaded.tokenizer, "passkey", Filler(), length=600, depths=1, samples=1)
-    for answers in Reader(loaded, parse_kv(kv)).read(full):
+    (full,) = make_items(loaded.tokenizer, "passkey", FillerHaystack(), length=600, depths=1, samples=1)
+    for answers in LongContextModel(loaded, parse_kv(kv)).read(full):
         assert len(answers.answers) == 1 and answers.answers[0].logprob < 0

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from quantkit.errors import SourceError, UsageError
-from quantkit.evaluate.long.haystack import Filler
+from quantkit.evaluate.long.haystack import FillerHaystack
 from quantkit.evaluate.long.items import depths_of, make_items
 from quantkit.evaluate.long.tasks import CHAINS, HOPS, KEYS, TASKS
 
@@ -14,7 +14,7 @@ LENGTHS = {"passkey": 400, "needle": 400, "multikey": 900, "variables": 900}
 
 
 def items(loaded, task, depths=3, samples=2, seed=5, **options):
-    return make_items(loaded.tokenizer, task, Filler(), length=LENGTHS[task], depths=depths, samples=samples,
+    return make_items(loaded.tokenizer, task, FillerHaystack(), length=LENGTHS[task], depths=depths, samples=samples,
                       seed=seed, **options)
 
 
@@ -103,9 +103,9 @@ def test_depths_go_from_the_beginning_to_the_end():
 
 def test_a_length_that_is_too_short_is_refused_with_one_that_is_not(loaded):
     with pytest.raises(UsageError, match="too few for variables") as error:
-        make_items(loaded.tokenizer, "variables", Filler(), length=100, depths=3, samples=1)
+        make_items(loaded.tokenizer, "variables", FillerHaystack(), length=100, depths=3, samples=1)
     length = int(error.value.next.split()[-1])
-    assert make_items(loaded.tokenizer, "variables", Filler(), length=length, depths=3, samples=1)
+    assert make_items(loaded.tokenizer, "variables", FillerHaystack(), length=length, depths=3, samples=1)
 
 
 def test_too_many_keys_are_refused():

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.long import generated, positions
-from quantkit.evaluate.long.answer import Reader
+from quantkit.evaluate.long.answer import LongContextModel
 from quantkit.evaluate.long.journal import FILE, Journal, forget
 from quantkit.evaluate.long.run import LongSettings, evaluate_long
 from quantkit.kvspec import parse_kv
@@ -115,7 +115,7 @@ def comparable(result):
 
 
 @pytest.mark.parametrize(("where", "what", "calls", "left"), [
-    (Reader, "read", 8, 4), (positions, "_window", 2, 1), (generated, "_text", 2, 1)],
+    (LongContextModel, "read", 8, 4), (positions, "_window", 2, 1), (generated, "_text", 2, 1)],
     ids=["contexts", "positions", "generated"])
 def test_a_stopped_run_goes_on(wide, tmp_path, monkeypatch, where, what, calls, left):
     whole, made, done = comparable(evaluate_long(str(wide), SETTINGS)), getattr(where, what), []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.evaluate.forced import Forced
+from quantkit.evaluate.forced import TeacherForcedModel
 from quantkit.evaluate.long.positions import by_position, edges_of
 from quantkit.evaluate.quality import compare
 from quantkit.kvspec import parse_kv
@@ -22,7 +22,7 @@ def windows():
 def test_buckets_together_are_the_ordinary_score(exact, windows):
     kvs = [parse_kv(kv) for kv in SETTINGS]
     buckets, held = by_position(exact, kvs, windows, 100, edges_of(100, [256, 700, 300]))
-    whole = compare([Forced(exact, kv, 100) for kv in kvs], windows, prompt=100)
+    whole = compare([TeacherForcedModel(exact, kv, 100) for kv in kvs], windows, prompt=100)
     for kv, scores, size in zip(SETTINGS, whole, held):
         own = [one for one in buckets if one.kv == str(parse_kv(kv))]
         assert [(one.low, one.high) for one in own] == [(100, 256), (256, 300), (300, 699)]

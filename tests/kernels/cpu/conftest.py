@@ -13,7 +13,7 @@ from quantkit_kernels.cpu import isa as isas
 from quantkit_kernels.cpu.matmul import STRIPE, SUB, WIDTH, Matmul, scratch_bytes
 from quantkit_kernels.cpu.pool import Pool
 from quantkit_kernels.cpu.program import Program
-from quantkit_kernels.cpu.rows import Rows
+from quantkit_kernels.cpu.rows import RowKernel
 
 GUARD, BYTE = 256, 0xA5
 WIDE = isas.Isa("plain", 16)
@@ -79,7 +79,7 @@ def bits(x):
 @pytest.fixture
 def leave(pools, room):
     """``leave(isa, rows, x, …)`` → codes int ``[m, k]`` (or float32), scales, sums."""
-    def run(isa, rows: Rows, x, threads=1, **values):
+    def run(isa, rows: RowKernel, x, threads=1, **values):
         m, k = x.shape
         subgroups, width = k // SUB, WIDTH[rows.family]
         kind = {1: torch.int8, 2: torch.int16, 4: torch.float32}[width]
@@ -118,7 +118,7 @@ def multiply(pools, room):
         scratch = room(threads, -(-scratch_bytes(matmul, isa, subgroups) // 64) * 64, dtype=torch.uint8)
         each = rows_a_unit or max(m, 1)
         program = Program(isa)
-        program.add(Rows("plain", family), m, x=x, x_stride=k * 4, size=k, subgroups=subgroups,
+        program.add(RowKernel("plain", family), m, x=x, x_stride=k * 4, size=k, subgroups=subgroups,
                     out_stride=stride, **dict(zip(("out", "scales", "sums"), places)))
         program.add(matmul, -(-stripes // stripes_a_unit) * -(-m // each), weights=weights, scales=scales,
                     zeros=zeros, **dict(zip(("x", "x_scales", "x_sums"), places)), out=out, scratch=scratch,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.codecs.fp8 import Floats
-from quantkit.kv.codecs.int8 import Integers
-from quantkit.kv.codecs.kivi import Grid
-from quantkit.kv.codecs.plain import Vectors
+from quantkit.kv.codecs.fp8 import Float8Vectors
+from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.kivi import GroupedGrid
+from quantkit.kv.codecs.plain import PlainVectors
 from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
-from quantkit_kernels.cpu.kv_pages import Codecs
+from quantkit_kernels.cpu.kv_pages import PageCodecs
 from quantkit_kernels.cpu.program import Program
 
-CODECS = {"bf16": Vectors(torch.bfloat16), "f16": Vectors(torch.float16), "f32": Vectors(torch.float32),
-          "int8": Integers(), "fp8": Floats(),
-          **{f"token{bits}": Grid(bits, channels=False) for bits in (2, 3, 4)}}
+CODECS = {"bf16": PlainVectors(torch.bfloat16), "f16": PlainVectors(torch.float16), "f32": PlainVectors(torch.float32),
+          "int8": Int8Vectors(), "fp8": Float8Vectors(),
+          **{f"token{bits}": GroupedGrid(bits, channels=False) for bits in (2, 3, 4)}}
 MANY = 2**31 - 1
 
 
@@ -42,7 +42,7 @@ class Pages:
         """The next tokens' results, ``[count, heads · group, D]``."""
         begin, end = self.seen, self.seen + count
         lengths = torch.full((1, self.heads), begin, dtype=torch.int32)
-        table, codecs = self.table, Codecs(self.codec, self.codec)
+        table, codecs = self.table, PageCodecs(self.codec, self.codec)
         sequences = torch.tensor([[table.data_ptr(), table.shape[1], lengths.data_ptr(), 0, 0, 0, 0, count]])
         rows = torch.tensor([[0, i, begin + i] for i in range(count)])
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
@@ -61,7 +61,7 @@ class Pages:
                     out=out, tiles=tiles, scratch=scratch, partial=partial, q_stride=width, out_stride=width,
                     group=self.group, window=window, limit=limit, sinks=sinks, splits=splits,
                     scratch_private=scratch.shape[1])
-        program.add(attention.Combine(self.dim), count * queries if splits > 1 else 0, partial=partial,
+        program.add(attention.ReduceSplits(self.dim), count * queries if splits > 1 else 0, partial=partial,
                     out=out, out_stride=width, query_heads=queries, splits=splits)
         program.finish()
         self.pool.run(program.records)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantkit_kernels.cpu import hadamard, reference
 from quantkit_kernels.cpu.matmul import SUB
 from quantkit_kernels.cpu.program import Program
-from quantkit_kernels.cpu.rows import LEVELS, NormAdd, Rows
+from quantkit_kernels.cpu.rows import LEVELS, NormAdd, RowKernel
 
 FAMILIES = ("bytes", "words", "floats")
 TOKENS = ("int8", "e4m3")
@@ -27,7 +27,7 @@ def test_the_bits_of_the_reference(isa, leave, same, source, family):
     x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
     values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second},
               "gelu": {"second": second}}[source]
-    found = leave(isa, Rows(source, family), x, **values)
+    found = leave(isa, RowKernel(source, family), x, **values)
     expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
                 "silu": lambda: reference.silu_mul(x.numpy(), second.numpy()),
                 "gelu": lambda: reference.gelu_mul(x.numpy(), second.numpy())}[source]()
@@ -47,7 +47,7 @@ def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source,
     x, second, weight = rows_of(3, 96), rows_of(3, 96, 1), rows_of(1, 96, 2)[0]
     x[1, 7] = 1e4
     values = {"plain": {}, "norm": {"weight": weight, "eps": bits(1e-5)}, "silu": {"second": second}}[source]
-    codes, scales, sums = leave(isa, Rows(source, family), x, **values)
+    codes, scales, sums = leave(isa, RowKernel(source, family), x, **values)
     expected = {"plain": lambda: x.numpy(), "norm": lambda: reference.norm(x.numpy(), weight.numpy(), 1e-5),
                 "silu": lambda: reference.silu_mul(x.numpy(), second.numpy())}[source]()
     levels, steps = reference.quantize_row(expected, family)
@@ -61,7 +61,7 @@ def test_one_scale_a_row_has_the_bits_of_the_reference(isa, leave, same, source,
 @given(scale=st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 1e4, 1e30]), seed=st.integers(0, 50))
 def test_e4m3_is_torchs(fastest, leave, scale, seed):
     x = rows_of(1, 64, seed) * scale
-    values, scales, _ = leave(fastest, Rows("plain", "e4m3"), x)
+    values, scales, _ = leave(fastest, RowKernel("plain", "e4m3"), x)
     exact = x / scales[:, :1]
     assert torch.equal(values, exact.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     assert scales[0, 0] == max(x.abs().max(), torch.tensor(2.0**-100)) / 448
@@ -73,7 +73,7 @@ def test_e4m3_is_torchs(fastest, leave, scale, seed):
 def test_a_broken_row_has_no_scale(isa, leave, family, bad, at):
     x = rows_of(2, 64)
     x[0, at] = bad
-    _, scales, _ = leave(isa, Rows("plain", family), x)
+    _, scales, _ = leave(isa, RowKernel("plain", family), x)
     assert torch.isnan(scales[0, 0]) and torch.isfinite(scales[1, 0])
 
 
@@ -88,7 +88,7 @@ def bits(x):
 def test_no_code_is_off_by_more_than_half_a_step(fastest, leave, family, scale, seed, at):
     x = rows_of(1, 64, seed) * scale
     x[0, at] = 50 * scale  # an outlier in the first subgroup leaves the second as it is
-    codes, scales, sums = leave(fastest, Rows("plain", family), x)
+    codes, scales, sums = leave(fastest, RowKernel("plain", family), x)
     assert codes.abs().max() <= LEVELS[family] and torch.isfinite(scales).all() and (scales > 0).all()
     back = codes.double().view(-1, SUB) * scales.double().view(-1, 1)
     step = scales.double().view(-1, 1)
@@ -99,14 +99,14 @@ def test_no_code_is_off_by_more_than_half_a_step(fastest, leave, family, scale, 
 
 def test_the_norm_is_torchs(fastest, leave):
     x, weight = rows_of(4, 576), rows_of(1, 576, 3)[0]
-    found = leave(fastest, Rows("norm", "floats"), x, weight=weight, eps=bits(1e-6))[0]
+    found = leave(fastest, RowKernel("norm", "floats"), x, weight=weight, eps=bits(1e-6))[0]
     true = torch.nn.functional.rms_norm(x.double(), (576,), weight.double(), 1e-6)
     assert torch.allclose(found.double(), true, rtol=5e-7, atol=1e-7)
 
 
 def test_what_pads_a_row_is_no_part_of_its_mean(fastest, leave):
     x, weight = (torch.nn.functional.pad(one, (0, 24)) for one in (rows_of(2, 40), rows_of(1, 40)[0]))
-    found = leave(fastest, Rows("norm", "floats"), x, weight=weight, eps=bits(1e-6), size=40)[0]
+    found = leave(fastest, RowKernel("norm", "floats"), x, weight=weight, eps=bits(1e-6), size=40)[0]
     true = torch.nn.functional.rms_norm(x[:, :40].double(), (40,), weight[:40].double(), 1e-6)
     assert torch.allclose(found[:, :40].double(), true, rtol=1e-6, atol=1e-7) and (found[:, 40:] == 0).all()
 
@@ -115,7 +115,7 @@ def test_what_pads_a_row_is_no_part_of_its_mean(fastest, leave):
 @given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
 def test_silu_holds_at_any_size(fastest, leave, values):
     x, ones = torch.tensor([values]), torch.ones(1, 32)
-    found = leave(fastest, Rows("silu", "floats"), x, second=ones)[0]
+    found = leave(fastest, RowKernel("silu", "floats"), x, second=ones)[0]
     true = torch.nn.functional.silu(x.double())
     assert torch.allclose(found.double(), true, rtol=1e-6, atol=1e-30)
 
@@ -124,7 +124,7 @@ def test_silu_holds_at_any_size(fastest, leave, values):
 @given(values=st.lists(st.floats(-120, 120, width=32), min_size=32, max_size=32))
 def test_gelu_holds_at_any_size(fastest, leave, values):
     x, ones = torch.tensor([values]), torch.ones(1, 32)
-    found = leave(fastest, Rows("gelu", "floats"), x, second=ones)[0]
+    found = leave(fastest, RowKernel("gelu", "floats"), x, second=ones)[0]
     true = torch.nn.functional.gelu(x.double(), approximate="tanh")
     assert torch.allclose(found.double(), true, rtol=1e-5, atol=1e-7)
 
@@ -180,7 +180,7 @@ def test_rotated_rows_have_the_bits_of_the_reference(isa, leave, same, room, sou
                          for one in (rows_of(2, width), rows_of(2, width, 1), rows_of(1, width, 2)))
     values = {"plain": {}, "norm": {"weight": weight[0], "eps": bits(1e-5)},
               "silu": {"second": second}}[source]
-    found = leave(isa, Rows(source, family, width), x, size=width, signs=signs, mix=mix.flatten(),
+    found = leave(isa, RowKernel(source, family, width), x, size=width, signs=signs, mix=mix.flatten(),
                   room=room(hadamard.room_bytes(width), dtype=torch.uint8), **values)
     own = x[:, :width].numpy()
     expected = {"plain": lambda: own,

@@ -8,9 +8,9 @@ import torch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.models.layers import Step
+from quantkit.models.layers import ForwardContext
 from quantkit.ops.cpu_linear import PLAIN
-from quantkit.ops.hadamard import factors
+from quantkit.ops.hadamard import hadamard_factors
 from quantkit_kernels.cpu import attention, kv_pages, kv_write
 from quantkit_kernels.cpu.kv_codecs import PARTS
 from quantkit_kernels.cpu.program import Program
@@ -50,10 +50,10 @@ class Kernels:
         held, codings = cache._sequences[self.number], cache.codings
         cache.reserve(held, count)
         store = cache.stores[0]
-        codecs = kv_pages.Codecs(codings.keys.name, codings.values.name, self.plain)
+        codecs = kv_pages.PageCodecs(codings.keys.name, codings.values.name, self.plain)
         blocks = held.closing(codings, count)
         q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
-        step = Step(self.config, torch.arange(end)[None], torch.float32)
+        step = ForwardContext(self.config, torch.arange(end)[None], torch.float32)
         cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in step.rotation(None))
         width, queries = HEADS * GROUP * self.dim * 4, HEADS * GROUP
         out, partial = self.room(count, queries, self.dim), self.room(count, queries, splits, self.dim + 2)
@@ -61,7 +61,7 @@ class Kernels:
         scratch = self.room(self.pool.threads, size, dtype=torch.uint8)
         parts = {name.replace(".", "_"): part for name, part in store.pages.parts.items()}
         waits = store.waiting.parts
-        turning = dict(zip(("signs", "mix"), factors(self.dim)))
+        turning = dict(zip(("signs", "mix"), hadamard_factors(self.dim)))
         where = {**{f"{s}_{name}": parts.get(f"{s}_{name}") for s in "kv" for name in PARTS},
                  "positions": parts.get("positions"), "waiting_positions": waits.get("positions"),
                  "k_waiting": waits["k.values"], "v_waiting": waits["v.values"], "layer": 0, "heads": HEADS,
@@ -72,15 +72,15 @@ class Kernels:
         program = Program(self.isa)
         program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **turning, q=q, k=k, v=v,
                     cos=cos, sin=sin, q_stride=width, kv_stride=HEADS * self.dim * 4, group=GROUP)
-        program.add(kv_write.Close(codecs, self.dim), HEADS * blocks, **where, scratch=scratch, blocks=blocks,
+        program.add(kv_write.EncodePages(codecs, self.dim), HEADS * blocks, **where, scratch=scratch, blocks=blocks,
                     scratch_private=scratch.shape[1])
         program.add(attention.Attend(codecs, self.dim), len(tiles) * HEADS * splits, **where, q=q, out=out,
                     tiles=tiles, scratch=scratch, partial=partial, q_stride=width, out_stride=width,
                     group=GROUP, window=MANY, limit=MANY, splits=splits, scratch_private=scratch.shape[1])
-        program.add(attention.Combine(self.dim), count * queries if splits > 1 else 0, partial=partial,
+        program.add(attention.ReduceSplits(self.dim), count * queries if splits > 1 else 0, partial=partial,
                     out=out, out_stride=width, query_heads=queries, splits=splits)
         if codings.values.turned:
-            program.add(kv_write.Unturn(self.dim), count, **turning, x=out, x_stride=width, heads=queries)
+            program.add(kv_write.UndoHadamard(self.dim), count, **turning, x=out, x_stride=width, heads=queries)
         program.finish()
         self.pool.run(program.records)
         cache.settle(held, count)
@@ -93,7 +93,7 @@ class Kernels:
         batch = self.twin.batch([self.other])
         at = torch.arange(begin, begin + count)[None]
         found = batch.attend(0, *(x[:, :, begin:begin + count] for x in (self.q, self.k, self.v)),
-                             Step(self.config, at, torch.float32), None)
+                             ForwardContext(self.config, at, torch.float32), None)
         return found[0].transpose(0, 1)
 
 
@@ -154,11 +154,11 @@ def test_the_largest_numbers_stay_finite_when_vectors_are_rotated(isa, kernels, 
 
 def test_codecs_that_read_the_same_bits_are_the_ones_that_the_cache_has():
     """Every coding of a built-in codec has a kernel by its name."""
-    from quantkit.kv.build import build_codings
+    from quantkit.kv.build import build_kv_codecs
     from quantkit_kernels.cpu.kv_codecs import CODECS
 
     for kv in ("int8", "fp8", "int4", "int3", "int2", *(f"rotation({bits})" for bits in (2, 2.5, 3, 3.5, 4))):
-        codings = build_codings(parse_kv(kv))
+        codings = build_kv_codecs(parse_kv(kv))
         for side, coding in (("k", codings.keys), ("v", codings.values)):
             kernel = CODECS[coding.name]
             assert kernel.turned == coding.turned

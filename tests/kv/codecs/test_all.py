@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
-from quantkit.kv.codecs.fp8 import Floats
-from quantkit.kv.codecs.int8 import Integers
-from quantkit.kv.codecs.kivi import Grid
+from quantkit.kv.codecs.fp8 import Float8Vectors
+from quantkit.kv.codecs.int8 import Int8Vectors
+from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
-from quantkit.kv.codecs.rotation import Turned
+from quantkit.kv.codecs.rotation import HadamardVectors
 
-CODINGS = [Integers(), Floats(), *(Grid(bits, channels) for bits in (2, 3, 4) for channels in (True, False)),
-           *(Turned(bits, centered) for bits in (2, 3, 4) for centered in (True, False))]
+CODINGS = [Int8Vectors(), Float8Vectors(), *(GroupedGrid(bits, channels) for bits in (2, 3, 4) for channels in (True, False)),
+           *(HadamardVectors(bits, centered) for bits in (2, 3, 4) for centered in (True, False))]
 
 
 def page(x):

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.int8 import Integers
+from quantkit.kv.codecs.int8 import Int8Vectors
 from quantkit.kv.codecs.rounding import rounded_up
 
-CODEC = Integers()
+CODEC = Int8Vectors()
 
 
 def check(x):

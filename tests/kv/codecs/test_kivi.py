@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.kivi import Grid
+from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.rounding import LARGEST
 
 from .test_all import page
@@ -16,7 +16,7 @@ from .test_all import page
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("channels", [True, False])
 def test_half_a_step_at_most(bits, channels, vectors):
-    coding, top = Grid(bits, channels), 2**bits - 1
+    coding, top = GroupedGrid(bits, channels), 2**bits - 1
 
     @settings(max_examples=80, deadline=None)
     @given(vectors(32), st.sampled_from([torch.float32, torch.bfloat16]))
@@ -36,7 +36,7 @@ def test_half_a_step_at_most(bits, channels, vectors):
 
 @pytest.mark.parametrize("largest", [torch.finfo(torch.float32).max, 1e38, 3e38])
 def test_the_largest_float32_stays_finite(largest):
-    for coding in (Grid(4, True), Grid(2, False)):
+    for coding in (GroupedGrid(4, True), GroupedGrid(2, False)):
         x = torch.tensor([largest, -largest, 1.0, 0.0] * 8).expand(64, 32)
         assert torch.isfinite(coding.decode(coding.encode(x))).all()
         assert torch.isfinite(coding.decode(coding.encode(-x.abs()))).all()
@@ -46,5 +46,5 @@ def test_a_large_channel_costs_keys_nothing_and_values_a_lot():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 100
     error = {by: (one.decode(one.encode(x)) - x)[:, 6:32].square().mean()
-             for by, one in (("channel", Grid(4, True)), ("token", Grid(4, False)))}
+             for by, one in (("channel", GroupedGrid(4, True)), ("token", GroupedGrid(4, False)))}
     assert error["channel"] < 0.02 and error["token"] > 50 * error["channel"]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.codecs.plain import Vectors
+from quantkit.kv.codecs.plain import PlainVectors
 
-NONE, BF16 = Vectors(None), Vectors(torch.bfloat16)
+NONE, BF16 = PlainVectors(None), PlainVectors(torch.bfloat16)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.codecs.kivi import Grid
-from quantkit.kv.codecs.rotation import CURVES, Turned, levels
-from quantkit.ops.hadamard import rotate, unrotate
+from quantkit.kv.codecs.kivi import GroupedGrid
+from quantkit.kv.codecs.rotation import CURVES, HadamardVectors, levels
+from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit_kernels.cpu import kv_codecs
 
 BEST = {2: 0.1175, 3: 0.03454, 4: 0.009497}
@@ -27,10 +27,10 @@ def test_codebooks_are_near_the_best(bits):
 def test_the_error_is_that_of_the_codebook_whatever_comes(bits):
     make = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=make) * torch.randn(128, generator=make).exp()
-    coding = Turned(bits, centered=False)
-    back = unrotate(coding.decode(coding.encode(rotate(x))))
+    coding = HadamardVectors(bits, centered=False)
+    back = undo_hadamard(coding.decode(coding.encode(apply_hadamard(x))))
     assert (back - x).square().sum() / x.square().sum() < 1.1 * BEST[bits]
-    straight = Grid(bits, channels=False)
+    straight = GroupedGrid(bits, channels=False)
     assert (straight.decode(straight.encode(x)) - x).square().sum() > 1.3 * (back - x).square().sum()
 
 
@@ -38,12 +38,12 @@ def test_what_tokens_have_in_common_costs_nothing():
     make = torch.Generator().manual_seed(0)
     apart = torch.randn(64, 64, generator=make)
     for common in (0.0, 100.0):
-        x = rotate(apart + common * torch.randn(1, 64, generator=make))
-        coding = Turned(3, centered=True)
+        x = apply_hadamard(apart + common * torch.randn(1, 64, generator=make))
+        coding = HadamardVectors(3, centered=True)
         error = (coding.decode(coding.encode(x)) - x).square().mean()
         # beside the codebook's, the mean's own rounding to bfloat16
         assert error < 0.04 + (common * 2**-8) ** 2 / 4
-        alone = Turned(3, centered=False)
+        alone = HadamardVectors(3, centered=False)
         assert common == 0 or (alone.decode(alone.encode(x)) - x).square().mean() > 10 * error
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kv.base import Held
+from quantkit.kv.base import PolicyView
 
 
 @pytest.fixture
 def held():
     """``held(positions, seen, weights=…)``; what isn't given may not be asked for."""
     def make(positions: torch.Tensor, seen: int | None = None, *, prompt: int | None = None, layer: int = 0,
-             layers: int = 1, **given: torch.Tensor) -> Held:
+             layers: int = 1, **given: torch.Tensor) -> PolicyView:
         def answer(name: str):
             def refuse(*_: object) -> torch.Tensor:
                 raise AssertionError(f"the policy asked for {name}, which it doesn't need")
@@ -21,6 +21,6 @@ def held():
 
         seen = int(positions.max()) + 1 if seen is None else seen
         lengths = tuple((positions >= 0).sum(1).tolist())
-        return Held(layer, layers, lengths, seen, seen if prompt is None else prompt, lambda: positions,
+        return PolicyView(layer, layers, lengths, seen, seen if prompt is None else prompt, lambda: positions,
                     *map(answer, ("keys", "values", "weights", "sums", "future")))
     return make

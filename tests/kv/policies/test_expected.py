@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.kv.policies.expected import Expected
+from quantkit.kv.policies.expected import ExpectedAttention
 
 
 def case(seed=0, total=40):
@@ -16,7 +16,7 @@ def case(seed=0, total=40):
 
 def test_what_stays_is_what_samples_look_at(held):
     keys, values, mean, covariance = case()
-    slots = Expected(budget=0.5, sinks=2).keep(held(
+    slots = ExpectedAttention(budget=0.5, sinks=2).keep(held(
         torch.arange(40).expand(2, -1), keys=keys, values=values, future=(mean, covariance)))
     normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double() + 1e-9 * torch.eye(8))
     torch.manual_seed(0)
@@ -37,19 +37,19 @@ def test_what_stays_is_what_samples_look_at(held):
 
 
 def test_short_prompts_stay_whole(held):
-    assert Expected(budget=0.5).keep(held(torch.arange(4).expand(2, -1))) is None
-    assert Expected(budget=50).keep(held(torch.arange(40).expand(2, -1))) is None
+    assert ExpectedAttention(budget=0.5).keep(held(torch.arange(4).expand(2, -1))) is None
+    assert ExpectedAttention(budget=50).keep(held(torch.arange(40).expand(2, -1))) is None
 
 
 def test_sinks_are_positions_not_slots(held):
     keys, values, mean, covariance = case(1)
     positions = torch.arange(40).repeat(2, 1) + torch.tensor([[0], [1]])  # the second head lost its first
-    slots = Expected(budget=0.25, sinks=2).keep(held(
+    slots = ExpectedAttention(budget=0.25, sinks=2).keep(held(
         positions, keys=keys, values=values * 1e-6, future=(mean, covariance)))
     assert slots[0][:2].tolist() == [0, 1] and slots[1][0] == 0
 
 
 def test_when_it_acts():
-    policy = Expected(budget=0.5)
+    policy = ExpectedAttention(budget=0.5)
     assert policy.listens("prefill") and not policy.listens("decode")
     assert policy.acts("prefill_end") and not policy.acts("decode")

@@ -6,13 +6,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv.policies.window import Window
+from quantkit.kv.policies.window import WindowPolicy
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(budget=st.integers(1, 30), sinks=st.integers(0, 10), chunks=st.lists(st.integers(1, 40), max_size=6))
 def test_what_stays_is_what_the_next_query_sees(held, budget, sinks, chunks):
-    policy, positions, seen = Window(budget=budget, sinks=sinks), [], 0
+    policy, positions, seen = WindowPolicy(budget=budget, sinks=sinks), [], 0
     for count in chunks:
         positions += range(seen, seen + count)
         seen += count
@@ -25,6 +25,6 @@ def test_what_stays_is_what_the_next_query_sees(held, budget, sinks, chunks):
 
 
 def test_when_it_acts():
-    policy = Window(budget=5)
+    policy = WindowPolicy(budget=5)
     assert policy.acts("prefill") and policy.acts("prefill_end") and policy.acts("decode")
     assert (policy.every, policy.queries, policy.visible) == (64, 0, (5, 4))

@@ -14,7 +14,7 @@ from quantkit.kvspec import parse_kv
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.quantize import quantize
-from quantkit.runtime.cpu.model import FusedModel
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
 from quantkit_kernels.cpu.attention import SPLIT
@@ -29,7 +29,7 @@ def fused(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(fused):
     """The same, operation by operation."""
-    assert isinstance(fused, FusedModel) and isinstance(fused._model, CausalLM)
+    assert isinstance(fused, CpuModel) and isinstance(fused._model, CausalLM)
     return fused._model
 
 
@@ -47,7 +47,7 @@ def test_every_shape_that_the_model_takes(fused, plain, shape):
 
 
 def test_what_inference_mode_left_is_used_outside_of_it_too(fused):
-    model = FusedModel(fused._model)
+    model = CpuModel(fused._model)
     with torch.inference_mode():
         logits, hidden = model(ids(1, 5)), model.hidden(ids(1, 5))
     assert torch.equal(model.logits(model.hidden(ids(1, 5))), logits)
@@ -78,7 +78,7 @@ def test_a_broken_weight_shows(tmp_path, recipe):
     assert torch.isfinite(model(ids(1, 4))).all()
     norm = model._model.layers[0].before_mlp
     norm.weight = torch.cat((norm.weight[:3], torch.tensor([float("nan")]), norm.weight[4:]))
-    again = FusedModel(model._model)
+    again = CpuModel(model._model)
     assert not torch.isfinite(again(ids(1, 4))).any()
 
 
@@ -135,7 +135,7 @@ def test_models_of_other_dtypes_are_programs_too(tmp_path, dtype, error, tied, k
     """And compute what torch does, in that dtype."""
     loaded = load(str(tiny_model(tmp_path / "m", "gemma3_text", head_dim=32, query_pre_attn_scalar=32,
                                  tie_word_embeddings=tied)), dtype=dtype)
-    assert isinstance(loaded.model, FusedModel) and loaded.model.dtype == getattr(torch, dtype)
+    assert isinstance(loaded.model, CpuModel) and loaded.model.dtype == getattr(torch, dtype)
     plain = CausalLM(loaded.config, Weights(*tensors(tmp_path / "m"), torch.float32))
     expected = plain(ids(2, 80))
     assert (loaded.model(ids(2, 80)) - expected).norm() <= error * expected.norm()
@@ -162,7 +162,7 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
     if recipe is not None:
         folder = quantize(str(folder), recipe, tmp_path / "out").out
     loaded = load(str(folder))
-    assert isinstance(loaded.model, FusedModel) and loaded.unfused is None
+    assert isinstance(loaded.model, CpuModel) and loaded.unfused is None
     tokens = ids(3, 70)
     expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
     assert (found - expected).norm() <= 0.03 * expected.norm()
@@ -214,7 +214,7 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
     """Queries come from kernels, or from the model's own operations: what is kept is the same but for near
     ties, and the program reads what it left."""
     loaded = load(str(tiny_model(tmp_path / "m", head_dim=32)))
-    assert isinstance(loaded.model, FusedModel)
+    assert isinstance(loaded.model, CpuModel)
     tokens, caches = ids(1, 700, seed=5), []
     with torch.inference_mode():
         for model in (loaded.model, loaded.model._model):

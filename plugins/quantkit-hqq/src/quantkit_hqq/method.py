@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
-from quantkit.methods.base import LayerStats, Method, Options
+from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.grid import (
     SERIAL,
     Grid,
@@ -31,7 +31,7 @@ from quantkit.methods.grid import (
 from quantkit.spec import QuantSpec
 
 
-class HqqOptions(Options):
+class HqqOptions(MethodOptions):
     """Options of ``hqq``.
 
     Attributes:
@@ -47,7 +47,7 @@ class HqqOptions(Options):
     iterations: int = Field(default=20, ge=1, le=1000)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: Options) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
     """Solve ``weight`` (float32 ``[out, in]``); ``stats`` isn't looked at.
 
     Raises:
