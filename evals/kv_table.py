@@ -42,7 +42,7 @@ def claimed(spec: KVSpec, tokens: int) -> float:
     Raises:
         ValueError: a budget in bytes, or pages that stay plain other than by default.
     """
-    if {"recent", "sinks"} & {*spec.codec_options, *spec.value_options}:
+    if {"residual_length", "sinks"} & {*spec.codec_options, *spec.value_options}:
         raise ValueError(f"{spec}: only the default pages that stay plain are counted")
     budget, kept, more = spec.options.get("budget"), float(tokens), 0.0
     if isinstance(budget, str):

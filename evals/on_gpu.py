@@ -81,7 +81,7 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     ways = [PromptComparison(exact, spec, prompt, of_exact), PromptComparison(gpu, spec, prompt, of_gpu),
             DecodeComparison(gpu, spec, prompt, of_gpu), PromptComparison(cpu, spec, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
-    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.unfused, "cpu_unfused": cpu.unfused,
+    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.fallback_reason, "cpu_unfused": cpu.fallback_reason,
             **{name: {key: one.value for key, one in found.items()}
                for name, found in zip(names, compare(ways, tokens, prompt=prompt))}}
 
@@ -120,8 +120,8 @@ def _run() -> int:
             exact = load(uri, dtype="float32", device="cpu")
             gpu = load(uri, dtype=given.dtype, device=given.device)
             cpu = load(uri, dtype=given.dtype, device="cpu")
-            if cpu.unfused is not None:
-                print(f"the CPU's side is torch in {given.dtype}: {cpu.unfused}", file=sys.stderr)
+            if cpu.fallback_reason is not None:
+                print(f"the CPU's side is torch in {given.dtype}: {cpu.fallback_reason}", file=sys.stderr)
             tokens = windows_of(exact, text.content, given.window, given.windows)
             for kv in split_settings(given.kv):
                 rows.append(row := check(uri, kv, tokens, (exact, gpu, cpu)))

@@ -215,7 +215,7 @@ def test_a_recipe_names_the_layout(made):
         told = Manifest.from_bytes((out / "quantkit.json").read_bytes())
         assert {(row.format, row.spec.scale_dtype) for row in told.layers if row.spec} == {
             (form, "float32" if form == "bnb-int8" else "float16")}
-        assert load(str(out)).unfused is None
+        assert load(str(out)).fallback_reason is None
 
 
 # -- heads and embeddings

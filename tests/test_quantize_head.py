@@ -175,7 +175,7 @@ def test_two_rules_in_a_tied_model_make_two_matrices(models, recipe, tmp_path):
     assert kinds == {"model.embed_tokens": 4, "lm_head": 8}
     assert json.loads((result.out / "config.json").read_text())["tie_word_embeddings"] is False
     loaded = load(str(result.out))
-    assert loaded.unfused is None and torch.isfinite(loaded.model(torch.arange(4, 24)[None])).all()
+    assert loaded.fallback_reason is None and torch.isfinite(loaded.model(torch.arange(4, 24)[None])).all()
 
 
 def test_a_rule_for_both_is_one_matrix_where_they_are_one(models, recipe, tmp_path):

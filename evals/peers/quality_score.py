@@ -55,7 +55,7 @@ class PeerScorer:
         every = {name: np.stack(rows) for name, rows in scores.items()}
         half = self._shape[1] // 2
         return {**_summary(every), "half": _summary({name: rows[:, half:] for name, rows in every.items()}),
-                "fused": model is not None and model.unfused is None}
+                "fused": model is not None and model.fallback_reason is None}
 
     def _reference(self) -> np.ndarray:
         windows, window = self._shape

@@ -94,7 +94,7 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
     found: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
                              "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
-                             "unfused": loaded.unfused, "pdl": settings.pdl, "prefill": [], "cases": []}
+                             "unfused": loaded.fallback_reason, "pdl": settings.pdl, "prefill": [], "cases": []}
     runner = _Runner(loaded, ids, settings, progress, runs)
     with torch.inference_mode(), tuned.trial({"pdl": 1}) if settings.pdl else nullcontext():
         for kv in settings.kv:
@@ -125,7 +125,7 @@ def _finite(found: list[int | QuantkitError]) -> list[int]:
 
 def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
     if not isinstance(loaded.model, CpuModel | GpuModel):
-        return loaded.unfused
+        return loaded.fallback_reason
     cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
     phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
     for phase in phases:

@@ -106,7 +106,7 @@ class _Cache:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
         return self._keys[:, self._seen:self._seen + count]
 
-    def extents(self) -> torch.Tensor:
+    def max_lengths(self) -> torch.Tensor:
         """All windows are written to their end."""
         return torch.full((self._keys.shape[0],), self._length)
 
@@ -119,7 +119,7 @@ class _Cache:
         at = int(step.positions[0, 0])
         self._seen = at + 1
         keys, values = self._held[layer]
-        cos, sin = step.rotation(window)
+        cos, sin = step.rope_tables(window)
         keys[:, :, at:at + 1], values[:, :, at:at + 1] = apply_rope(k, cos, sin), v
         seen = Visibility(step.positions, self._keys[:, :at + 1], window)
         return attention(apply_rope(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,

@@ -30,10 +30,10 @@ def facts(chosen: Combination, found: Sequence[Combination], ceilings: Ceilings 
     return {
         "asked": {"context": asked.context, "concurrency": asked.concurrency, "memory_bytes": asked.memory,
                   "prompt": asked.prompt_tokens},
-        "chosen": chosen.to_dict() | {"unfused": chosen.weights.unfused},
+        "chosen": chosen.to_dict() | {"unfused": chosen.weights.fallback_reason},
         "kv": {"layers": cache.layers, "key_heads": cache.heads, "head_dim": config.head_dim,
                "numbers_per_token": _numbers(chosen), "bytes_per_token": cache.bytes_per_token,
-               "waiting_bytes_per_token": cache.waiting_bytes_per_token, "page_tokens": PAGE,
+               "waiting_bytes_per_token": cache.residual_bytes_per_token, "page_tokens": PAGE,
                "sequence_bytes": cache.sequence_bytes, "sequence_slots": cache.slots,
                "allocated_bytes": cache.allocated_bytes(asked.concurrency),
                "windows": [window for window in config.sliding_windows if window]},
@@ -77,10 +77,10 @@ def _sum(chosen: Combination) -> Iterator[str]:
             ("KV a token", f"{cache.layers} layers × {cache.heads} key heads × 2 × {config.head_dim} × "
                            f"{8 * cache.bytes_per_token / numbers:.4g} bits", f"{cache.bytes_per_token:,} B")]
     codings = build_kv_codecs(chosen.kv)
-    if cache.waiting_bytes_per_token:
-        rows.append(("  as computed", f"the newest {codings.recent} to {codings.recent + PAGE - 1}"
+    if cache.residual_bytes_per_token:
+        rows.append(("  as computed", f"the newest {codings.residual_length} to {codings.residual_length + PAGE - 1}"
                      + (f", the first {codings.first}" if codings.first else ""),
-                     f"{cache.waiting_bytes_per_token:,} B"))
+                     f"{cache.residual_bytes_per_token:,} B"))
     rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
               _mega(cache.sequence_bytes)),
              *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
@@ -128,8 +128,8 @@ def _remarks(chosen: Combination) -> Iterator[str]:
         yield (f"{sum(kind.layers for kind in own)} of {config.num_layers} layers see "
                f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
                "context and the KV setting")
-    if chosen.weights.unfused is not None:
-        yield (f"no single program for this model on a CPU (it {chosen.weights.unfused}): activations are an "
+    if chosen.weights.fallback_reason is not None:
+        yield (f"no single program for this model on a CPU (it {chosen.weights.fallback_reason}): activations are an "
                "estimate")
     if any(one.row.spec is not None and one.row.spec.kind == "trellis" for one in chosen.weights.layers):
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "

@@ -149,7 +149,7 @@ def _called(model: str, name: str | None) -> str:
 def _about(loaded: LoadedModel, engine: Engine) -> str:
     dtype = str(loaded.dtype).removeprefix("torch.")
     cache = engine.cache
-    waits = cache.waiting_bytes_per_token
+    waits = cache.residual_bytes_per_token
     return (f"loaded {loaded.label}: {human_bytes(loaded.weight_bytes)} of weights, {dtype} activations; "
             f"KV cache {cache.spec}: {human_bytes(cache.bytes_per_token)} a token, "
             f"{f'{human_bytes(waits)} until it is encoded, ' if waits else ''}"

@@ -74,9 +74,9 @@ def step(weights: WeightOption, found: Footprint, ceilings: Ceilings, batch: int
     kv, seen = 0.0, 0
     for kind in found.kinds:
         visible = kind.decoding.slots if kind.window is None else min(kind.decoding.slots, kind.window)
-        waits = min(found.waits, visible)
-        codes, waiting = kind.page_bytes
-        kv += batch * found.heads * kind.layers * ((visible - waits) * codes + waits * waiting) / PAGE
+        residual_slots = min(found.residual_slots, visible)
+        codes, residual = kind.page_bytes
+        kv += batch * found.heads * kind.layers * ((visible - residual_slots) * codes + residual_slots * residual) / PAGE
         seen += kind.layers * visible
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)

@@ -31,7 +31,7 @@ def scratch_bytes(weights: WeightOption, found: Footprint, context: int, concurr
     """
     config = weights.config
     ropes = {config.rope_of(window) for window in config.sliding_windows}
-    activations = _program(weights) if weights.unfused is None else _operations(weights, found)
+    activations = _program(weights) if weights.fallback_reason is None else _operations(weights, found)
     return {"activations": activations,
             "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
             "cos and sin": len(ropes) * max(ANGLES, 2 * context) * config.head_dim * FLOAT,

@@ -77,7 +77,7 @@ class WeightOption:
         file_bytes: of all stored tensors.
         layers: the embedding, if a product reads it or it is quantized, and every Linear and head.
         other_bytes: held beside these: a looked-up embedding, norms, biases.
-        unfused: why the model isn't run as one program on a CPU; ``None`` if it is.
+        fallback_reason: why the model isn't run as one program on a CPU; ``None`` if it is.
         recipe: what ``--recipe`` must say to make them; ``None``: nothing has to be made.
         kv: the recipe's own KV setting.
     """
@@ -89,7 +89,7 @@ class WeightOption:
     file_bytes: int
     layers: tuple[LinearMemory, ...] = field(repr=False)
     other_bytes: int
-    unfused: str | None = None
+    fallback_reason: str | None = None
     recipe: str | None = None
     kv: str | None = None
 

@@ -69,10 +69,10 @@ def attend(cache: KVCache, layer: int, rows: StepRows, q: torch.Tensor, position
 def _spans(cache: KVCache, held: LayerState, count: int) -> Iterator[tuple[int, int]]:
     """A step's queries in pieces that read the same slots as codes."""
     cuts = {0, count}
-    if cache.stores[0].waiting is not None:
+    if cache.stores[0].residual is not None:
         for length in set(held.lengths.tolist()):
             # the border moves where the slots that a query sees, less those that wait, are whole pages
-            first = -(length - count + 1 - cache.codings.recent) % PAGE
+            first = -(length - count + 1 - cache.codings.residual_length) % PAGE
             cuts.update(range(first, count, PAGE))
     places = sorted(cuts)
     yield from itertools.pairwise(places)

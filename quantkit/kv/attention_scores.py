@@ -37,7 +37,7 @@ def record_queries(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor
     """Keep a step's queries ``[H, n, D]``, rotated; the step's tokens are in the pages."""
     asked, begin = held.asked, held.seen - q.shape[1]
     scale = cache.config.head_dim**-0.5 if cache.scale is None else cache.scale
-    if not cache.policies[layer].watches:
+    if not cache.policies[layer].tracks:
         asked.put(layer, q[:, -asked.size:].float() * scale, held.seen)
         return
     for start in range(0, q.shape[1], asked.size):
@@ -51,7 +51,7 @@ def make_room(cache: KVCache, layer: int, held: LayerState, end: int, count: int
 
     Those of a block of positions are summed up together, however they came: sums depend on that.
     """
-    if not cache.policies[layer].watches:
+    if not cache.policies[layer].tracks:
         return
     size = held.asked.size
     if end // size > held.absorbed // size or end + count - held.absorbed > size:
@@ -60,16 +60,16 @@ def make_room(cache: KVCache, layer: int, held: LayerState, end: int, count: int
 
 def accumulate(cache: KVCache, layer: int, held: LayerState, end: int) -> None:
     """Sum up what isn't yet of the queries before ``end``."""
-    count, watches = end - held.absorbed, cache.policies[layer].watches
-    if watches is None or not count:
+    count, tracks = end - held.absorbed, cache.policies[layer].tracks
+    if tracks is None or not count:
         return
     q = held.asked.last(layer, end, count)
-    if watches == "sums":
+    if tracks == "sums":
         new = _attention_received(cache, layer, held, q, end, "sum")
         if held.sums is not None:
             new[:, :held.sums.shape[1]] += held.sums
         held.sums = new
-    elif watches == "peaks":
+    elif tracks == "peaks":
         new = _attention_received(cache, layer, held, q, end, "peak")
         if held.sums is not None:
             before = new[:, :held.sums.shape[1]]
@@ -93,7 +93,7 @@ def policy_view(cache: KVCache, layer: int, held: LayerState) -> PolicyView:
         return _attention_received(cache, layer, held, q, seen, "mean")
 
     def sums() -> torch.Tensor:
-        if policy.replays is None:
+        if policy.reread_prompt is None:
             accumulate(cache, layer, held, seen)
         assert held.sums is not None
         return held.sums
@@ -126,7 +126,7 @@ def _attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.T
 
 def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Queries ``[H, n, D]`` of positions ``at`` as they were before they were rotated."""
-    q = hadamard.undo_hadamard(q) if cache.codings.keys.turned else q
+    q = hadamard.undo_hadamard(q) if cache.codings.keys.hadamard else q
     cos, sin = _angles(cache, layer, held, at)
     plain = apply_rope(q[None], cos, -sin)[0]
     # yarn and longrope make vectors longer on the way
@@ -138,7 +138,7 @@ def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, at
 def _angles(cache: KVCache, layer: int, held: LayerState,
             at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = ForwardContext(cache.config, at[None].to(cache.device), torch.float32, held)
-    return step.rotation(cache.config.sliding_windows[layer])
+    return step.rope_tables(cache.config.sliding_windows[layer])
 
 
 def _future_queries(cache: KVCache, layer: int, held: LayerState,
@@ -152,7 +152,7 @@ def _future_queries(cache: KVCache, layer: int, held: LayerState,
     mean = apply_rope(mean[None, :, None], cos, sin)[0, :, 0]
     for _ in range(2):  # its rows, then its columns
         covariance = apply_rope(covariance[None], cos, sin)[0].mT
-    if cache.codings.keys.turned:
+    if cache.codings.keys.hadamard:
         mean = hadamard.apply_hadamard(mean)
         for _ in range(2):
             covariance = hadamard.apply_hadamard(covariance).mT

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from quantkit.spec import Frozen
 
-Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "replay"]
+Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "reread"]
 """``prefill``: a whole chunk of the prompt; ``prefill_part``: less than a chunk, after which no policy acts;
-``prefill_end``: the prompt's last tokens; ``replay``: the prompt comes again, to be looked at."""
+``prefill_end``: the prompt's last tokens; ``reread``: the prompt comes again, to be looked at."""
 MAX_TOKENS = 2**31
 """No option counts more tokens."""
 MAX_RESIDUAL = 2**30
@@ -31,12 +31,12 @@ class SideCodec(Protocol):
 
     Attributes:
         name: says all that its bytes depend on; kernels know it by this.
-        turned: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the queries
+        hadamard: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the queries
             that meet them; of values, attention's result is rotated back.
     """
 
     name: str
-    turned: bool
+    hadamard: bool
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """What is stored for one vector ``[dim]`` that was computed in ``dtype``.
@@ -60,12 +60,12 @@ class KVCodec(Frozen):
     """How keys and values are stored. A subclass adds its options as fields, the first called ``bits``.
 
     Attributes:
-        recent: so many newest tokens, at least, stay as they were computed; others are encoded 64 at a time.
+        residual_length: so many newest tokens, at least, stay as they were computed; others are encoded 64 at a time.
         sinks: so many first ones stay as they were computed too, rounded up to pages of 64.
     """
 
     name: ClassVar[str]
-    recent: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
+    residual_length: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
     sinks: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
 
     @abstractmethod
@@ -82,23 +82,23 @@ class KVCodecs:
     """Keys and values of a cache, which may have different codecs.
 
     Attributes:
-        recent: the larger of what both ask for.
+        residual_length: the larger of what both ask for.
         first: slots that are never encoded, whole pages; the larger of what both ask for.
     """
 
     keys: SideCodec
     values: SideCodec
-    recent: int = 0
+    residual_length: int = 0
     first: int = 0
 
-    def waits(self, dim: int, dtype: torch.dtype) -> bool:
+    def has_residual(self, dim: int, dtype: torch.dtype) -> bool:
         """Whether the newest vectors wait as they are in pages of their own, until 64 are encoded."""
         shares = any(one.shared(dim, dtype) for one in (self.keys, self.values))
-        return bool(self.recent or self.first or shares)
+        return bool(self.residual_length or self.first or shares)
 
     def border(self, length: int) -> int:
         """Of so many slots those in ``[first, border)`` are read as codes, where others wait."""
-        return max(self.first, (length - self.recent) & -PAGE)
+        return max(self.first, (length - self.residual_length) & -PAGE)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PolicyView:
             mean over them and over the query heads that share a key head; 0 beyond a head's length.
         sums: → float32 ``[Hkv, S]``: attention of all queries since a slot is there, summed over them, mean
             over query heads; of ``peaks`` the largest attention that any query gave. Only for a policy that
-            ``watches`` it.
+            ``tracks`` it.
         future: ``(steps)`` → float32 mean ``[H, D]`` and covariance ``[H, D, D]`` of the next so many
             queries, scaled and rotated as keys are, if they are like those so far. Likewise.
     """
@@ -139,13 +139,13 @@ class KVPolicy(Frozen):
 
     Attributes:
         on_prefill: acts after every chunk of the prompt, after its last, or never.
-        watches: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
+        tracks: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
             ``moments``, for :attr:`PolicyView.future`.
-        replays: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
+        reread_prompt: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
             the ones that it watches.
-        alike: all heads of all layers keep equally many.
-        whole: what queries don't see is given back by so many slots at once, where vectors wait.
-        beside: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
+        uniform_budget: all heads of all layers keep equally many.
+        release_granularity: what queries don't see is given back by so many slots at once, where vectors wait.
+        slack: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
             the first of an answer.
         every: acts every so many decode steps; ``None``: never.
         queries: how many of the last queries' attention weights it wants.
@@ -155,17 +155,17 @@ class KVPolicy(Frozen):
 
     name: ClassVar[str]
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = None
-    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
+    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
     keeps_all: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    whole: ClassVar[int] = PAGE
+    uniform_budget: ClassVar[bool] = True
+    release_granularity: ClassVar[int] = PAGE
 
     @property
     def every(self) -> int | None:
         return None
 
     @property
-    def beside(self) -> int:
+    def slack(self) -> int:
         return self.every or PAGE
 
     @property
@@ -173,7 +173,7 @@ class KVPolicy(Frozen):
         return 0
 
     @property
-    def replays(self) -> int | None:
+    def reread_prompt(self) -> int | None:
         return None
 
     @property
@@ -192,13 +192,13 @@ class KVPolicy(Frozen):
         """Whether it acts at the end of such a step (in decode: at every ``every``-th)."""
         if phase == "decode":
             return self.every is not None
-        if phase in ("replay", "prefill_part"):
+        if phase in ("reread", "prefill_part"):
             return False
         return self.on_prefill == "chunk" or (self.on_prefill == "end" and phase == "prefill_end")
 
     def listens(self, phase: Phase) -> bool:
         """Whether queries of such a step will be asked."""
-        if phase == "replay" or self.replays:
-            return phase == "replay"
-        asks = bool(self.queries or self.watches)
+        if phase == "reread" or self.reread_prompt:
+            return phase == "reread"
+        asks = bool(self.queries or self.tracks)
         return asks and not (phase == "decode" and self.every is None)

@@ -54,7 +54,7 @@ class Batch:
         """So many tokens of a sequence at once, and none of two blocks of as many: more queries aren't kept
         until the policy has seen them, and it sees the same ones together however the prompt was cut."""
         policy = self.cache.policy
-        return policy.queries if policy.watches and policy.listens(self.phase) else None
+        return policy.queries if policy.tracks and policy.listens(self.phase) else None
 
     @property
     def starts(self) -> Sequence[int]:
@@ -66,9 +66,9 @@ class Batch:
         starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache.device)[:, None]
         return starts if count == 1 else starts + torch.arange(count, device=self.cache.device)
 
-    def extents(self) -> torch.Tensor:
+    def max_lengths(self) -> torch.Tensor:
         """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
-        return torch.tensor([one.extent for one in self.sequences], dtype=torch.int64)
+        return torch.tensor([one.max_length for one in self.sequences], dtype=torch.int64)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
                window: int | None) -> torch.Tensor:
@@ -81,15 +81,15 @@ class Batch:
             self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
         cache = self.cache
         rows = StepRows([sequence.layers[layer] for sequence in self.sequences], self._counts)
-        cos, sin = step.rotation(window)
+        cos, sin = step.rope_tables(window)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if cache.codings.keys.turned:
-            q, k = hadamard.apply_hadamard(q), _turned(k)
-        if cache.codings.values.turned:
-            v = _turned(v)
+        if cache.codings.keys.hadamard:
+            q, k = hadamard.apply_hadamard(q), _hadamard(k)
+        if cache.codings.values.hadamard:
+            v = _hadamard(v)
         self._store(layer, rows, k, v, step.positions)
         out = attend(cache, layer, rows, q, step.positions, window, self._shared)
-        if cache.codings.values.turned:
+        if cache.codings.values.hadamard:
             out = hadamard.undo_hadamard(out)
         for row, (held, count) in enumerate(rows):
             cache.settle_layer(layer, held)
@@ -119,7 +119,7 @@ class Batch:
         elif self.phase == "decode" and policy.every is not None:
             before, held.steps = held.steps, held.steps + count
             acts = held.steps // policy.every > before // policy.every
-        if acts and not policy.replays:
+        if acts and not policy.reread_prompt:
             if self._portion is None:
                 self.cache.act(layer, held)
             else:
@@ -142,11 +142,11 @@ class Batch:
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
-        if self.cache.policy.replays and self.phase.startswith("prefill"):
+        if self.cache.policy.reread_prompt and self.phase.startswith("prefill"):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
             for row, (held, count) in enumerate(zip(self.sequences, counts)):
                 held.tokens += ids[row, :count].tolist()
-        replays = self.cache.policy.replays and self.phase == "prefill_end"
+        replays = self.cache.policy.reread_prompt and self.phase == "prefill_end"
         if self._portion is not None and (self._left or replays):
             self.rest = self._rest(model)
         else:
@@ -159,13 +159,13 @@ class Batch:
             self.cache.act(index, layer)
             yield 0
         self.release()
-        if (size := self.cache.policy.replays) is None or self.phase != "prefill_end":
+        if (size := self.cache.policy.reread_prompt) is None or self.phase != "prefill_end":
             return
         for number, held in zip(self.numbers, self.sequences):
             tokens, held.tokens = held.tokens, []
             yield from reread(self.cache, number, model, tokens, size, self._portion or (lambda: CHUNK))
             for index, layer in enumerate(held.layers if tokens else ()):
-                if self.cache.policies[index].replays:
+                if self.cache.policies[index].reread_prompt:
                     self.cache.act(index, layer)
                     layer.sums = None
                     yield 0
@@ -193,5 +193,5 @@ class Batch:
         return counts
 
 
-def _turned(x: torch.Tensor) -> torch.Tensor:
+def _hadamard(x: torch.Tensor) -> torch.Tensor:
     return hadamard.apply_hadamard(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)

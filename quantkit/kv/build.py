@@ -86,7 +86,7 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
         if not isinstance(side, SideCodec):
             raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a Coding",
                              next="see docs/plugins.md, and update the plugin")
-    return KVCodecs(*sides, max(keys.recent, values.recent),
+    return KVCodecs(*sides, max(keys.residual_length, values.residual_length),
                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 

@@ -40,7 +40,7 @@ class KVCache:
         keeps_all: whether none of them drops anything.
         stores: the layers' pages.
         bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where its
-            tokens are encoded together. Vectors that wait take :attr:`waiting_bytes_per_token`.
+            tokens are encoded together. Vectors that wait take :attr:`residual_bytes_per_token`.
 
     Raises:
         UsageError: the policy's options or the head dimension don't fit.
@@ -55,7 +55,7 @@ class KVCache:
         self.dtype, self.device, self.moves = dtype, torch.device(device), MoveCounter()
         self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not one.keeps_all, self.device,
                              self.moves) for one in self._by_layer(build_policy(self.spec))]
-        self.bytes_per_token, self.waiting_bytes_per_token = (
+        self.bytes_per_token, self.residual_bytes_per_token = (
             sum(size) * self.heads // PAGE for size in zip(*(store.page_bytes for store in self.stores)))
         self.number = next(_numbers)
         self._sequences: dict[int, SequenceState] = {}
@@ -72,15 +72,15 @@ class KVCache:
         found, asked = 0, policy.listens("decode")
         for one, store in zip(self._by_layer(policy), self.stores):
             budget: int = one.model_dump()["budget"]
-            slots, (page, waits) = budget + one.beside, store.page_bytes
-            page += PAGE * 4 if asked and one.watches == "sums" else 0
-            if store.waiting is not None:  # before a page is encoded, its vectors wait
-                fixed = self.codings.first + self.codings.recent
+            slots, (page, waits) = budget + one.slack, store.page_bytes
+            page += PAGE * 4 if asked and one.tracks == "sums" else 0
+            if store.residual is not None:  # before a page is encoded, its vectors wait
+                fixed = self.codings.first + self.codings.residual_length
                 found += -(-(fixed + PAGE) // PAGE) * waits
-                found += (1 + one.whole // PAGE) * page if one.visible else 0  # of which a part stays
+                found += (1 + one.release_granularity // PAGE) * page if one.visible else 0  # of which a part stays
                 slots = max(1, slots - fixed)
             # heads that keep more or fewer than others round up to pages each by itself
-            found += (-(-slots // PAGE) + (0 if one.alike else 1)) * page
+            found += (-(-slots // PAGE) + (0 if one.uniform_budget else 1)) * page
         queries = policy.queries * self.config.num_heads * self.config.head_dim * 4 if asked else 0
         return found * self.heads + queries * self._layers
 
@@ -106,15 +106,15 @@ class KVCache:
         # another thread may ask
         return sum(sequence.watched_bytes for sequence in list(self._sequences.values()))
 
-    def add(self, extent: int = 0) -> int:
+    def add(self, max_length: int = 0) -> int:
         """Begin a sequence; returns its id.
 
         Args:
-            extent: how many tokens it will have in the end at most. Only a model whose rotation depends on
+            max_length: how many tokens it will have in the end at most. Only a model whose rotation depends on
                 that (longrope) asks; 0 means few.
         """
         number = next(self._ids)
-        self._sequences[number] = SequenceState(self._layers, self.heads, extent, self.codings.first)
+        self._sequences[number] = SequenceState(self._layers, self.heads, max_length, self.codings.first)
         return number
 
     def fork(self, number: int, *, shared: bool = True) -> int:
@@ -131,7 +131,7 @@ class KVCache:
             KeyError: ``number`` is unknown.
         """
         old = self._sequences[number]
-        copy = self.add(old.extent)
+        copy = self.add(old.max_length)
         own = self._sequences[copy]
         for store, held, mine in zip(self.stores, old.layers, own.layers):
             store.fork(held, mine, shared)
@@ -201,7 +201,7 @@ class KVCache:
         held = self._sequences[number]
         found = held.watched_bytes
         for store, layer in zip(self.stores, held.layers):
-            for pages, own in zip(store.all, (layer.pages, layer.waiting)):
+            for pages, own in zip(store.all, (layer.pages, layer.residual)):
                 found += sum(map(len, own)) * pages.page_bytes
         return found
 
@@ -210,10 +210,10 @@ class KVCache:
         found = 0
         for store, layer in zip(self.stores, self._sequences[number].layers):
             for length in layer.lengths.tolist():
-                codes = length if store.waiting is None else max(
+                codes = length if store.residual is None else max(
                     0, min(length, self.codings.border(length)) - self.codings.first)
                 found += codes * store.pages.page_bytes
-                found += 0 if store.waiting is None else (length - codes) * store.waiting.page_bytes
+                found += 0 if store.residual is None else (length - codes) * store.residual.page_bytes
         return found // PAGE
 
     def positions(self, number: int, layer: int) -> torch.Tensor:
@@ -228,12 +228,12 @@ class KVCache:
         if held.table is None or held.room < count:
             for store, layer in zip(self.stores, held.layers):
                 store.reserve(layer, count)
-            held.lay_out(None if self.stores[0].waiting is None else self.codings.recent)
+            held.lay_out(None if self.stores[0].residual is None else self.codings.residual_length)
 
     def settle(self, held: SequenceState, count: int) -> None:
         """After a step of so many tokens in all layers: give back pages whose vectors it has encoded."""
         held.advance(count)
-        if self.stores[0].waiting is not None and held.behind(self.codings.recent):
+        if self.stores[0].residual is not None and held.behind(self.codings.residual_length):
             for layer, one in enumerate(held.layers):
                 self.settle_layer(layer, one)
 
@@ -248,8 +248,8 @@ class KVCache:
         kept = policy.keep(attention_scores.policy_view(self, layer, held))
         if kept is not None:
             # what queries don't see anyway may stay, if all behind it had to be encoded again
-            if policy.visible is not None and store.waiting is not None:
-                store.thin(held, list(kept), policy.whole // PAGE)
+            if policy.visible is not None and store.residual is not None:
+                store.thin(held, list(kept), policy.release_granularity // PAGE)
             else:
                 store.keep(held, list(kept))
             self._shrink(layer)

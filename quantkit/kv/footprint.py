@@ -29,14 +29,14 @@ class PeakUsage:
     """The most that one head of one layer holds of one sequence, over some steps.
 
     Attributes:
-        codes, waiting: pages of codes, and of vectors that wait.
+        codes, residual: pages of codes, and of vectors that wait.
         bytes: of all, at any one time.
         slots: tokens.
         watched: bytes of what a policy watches.
     """
 
     codes: int = 0
-    waiting: int = 0
+    residual: int = 0
     bytes: int = 0
     slots: int = 0
     watched: int = 0
@@ -76,7 +76,7 @@ class LayerGroup:
         if not count:
             return 0, 0
         return ((count - 1) * self.decoding.codes + self.most.codes,
-                (count - 1) * self.decoding.waiting + self.most.waiting)
+                (count - 1) * self.decoding.residual + self.most.residual)
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Footprint:
     Attributes:
         heads: key heads.
         kinds: of layers; first those that the policy is for, then those with a window of the model's own.
-        waits: slots of a head that are never read as codes, at least: the newest, and the first.
+        residual_slots: slots of a head that are never read as codes, at least: the newest, and the first.
         acting_bytes: what a policy that asks where queries look holds while it acts on one layer, estimated.
     """
 
     heads: int
     kinds: tuple[LayerGroup, ...]
-    waits: int
+    residual_slots: int
     acting_bytes: int
 
     @property
@@ -111,7 +111,7 @@ class Footprint:
         return self.heads * sum(kind.layers * kind.page_bytes[0] for kind in self.kinds) // PAGE
 
     @property
-    def waiting_bytes_per_token(self) -> int:
+    def residual_bytes_per_token(self) -> int:
         """Of one whose vectors wait."""
         return self.heads * sum(kind.layers * kind.page_bytes[1] for kind in self.kinds) // PAGE
 
@@ -164,7 +164,7 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         UsageError: the policy's options or the head dimension don't fit.
     """
     whole = KVCache(config, spec, dtype, "meta")
-    waits = 0 if whole.stores[0].waiting is None else whole.codings.recent + whole.codings.first
+    residual_slots = 0 if whole.stores[0].residual is None else whole.codings.residual_length + whole.codings.first
     if "budget" in spec.options:  # bytes are of the whole model
         budget = whole.policy.model_dump()["budget"]
         spec = spec.model_copy(update={"options": {**spec.options, "budget": budget}})
@@ -182,23 +182,23 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         filling, _ = _run(cache, context, 0, chunk, nothing)
         _, decoding = _run(cache, prompt, context - prompt, chunk, nothing)
         sizes = cache.stores[-1].page_bytes
-        if not policy.alike:  # the mean is the same, but each head rounds up to pages by itself
+        if not policy.uniform_budget:  # the mean is the same, but each head rounds up to pages by itself
             filling, decoding = (dataclasses.replace(most, codes=most.codes + 1, bytes=most.bytes + sizes[0])
                                  for most in (filling, decoding))
         kinds.append(LayerGroup(layers, window, own, sizes, filling, decoding))
     slots = max(kind.most.slots for kind in kinds)
-    return Footprint(config.num_kv_heads, tuple(kinds), waits, _acting(whole, slots))
+    return Footprint(config.num_kv_heads, tuple(kinds), residual_slots, _acting(whole, slots))
 
 
 def _acting(cache: KVCache, slots: int) -> int:
     """A layer's keys while they are decoded (twice in float32, five times where codes and vectors that wait
     are joined: measured), for expected attention more of the kind; and one key head's weights."""
     policy, config = cache.policy, cache.config
-    if not (policy.queries or policy.watches):
+    if not (policy.queries or policy.tracks):
         return 0
     plain = cache.stores[0].pages.parts.keys() <= {"k.values", "v.values", "positions"}
-    vectors = 5 if cache.stores[0].waiting is not None else 1 if plain else 2
-    moments = policy.watches == "moments"
+    vectors = 5 if cache.stores[0].residual is not None else 1 if plain else 2
+    moments = policy.tracks == "moments"
     looks = 0 if moments else 3 * policy.queries * config.num_heads // config.num_kv_heads
     return 4 * slots * ((vectors + 4 * moments) * config.num_kv_heads * config.head_dim + looks)
 
@@ -208,7 +208,7 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
     on. ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     index = len(cache.stores) - 1
     row, store, policy = cache.add(), cache.stores[index], cache.policies[index]
-    cycle = policy.whole
+    cycle = policy.release_granularity
     filling = decoding = PeakUsage()
     most = cache.config.max_position_embeddings
     left: list[int] = []
@@ -228,10 +228,10 @@ def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.T
                 asked = min(count, layer.asked.size)
                 layer.absorbed = layer.seen - asked
             batch._end(index, layer, nothing.expand(-1, asked, -1), count)
-        if (piece := cache.policy.replays) and phase == "prefill_end":
-            layer.sums = torch.zeros(1, int(layer.lengths[0])) if policy.replays else None
+        if (piece := cache.policy.reread_prompt) and phase == "prefill_end":
+            layer.sums = torch.zeros(1, int(layer.lengths[0])) if policy.reread_prompt else None
             during |= _replayed(cache, row, min(prompt, piece + LEAD, most - prompt), chunk)
-            if policy.replays:
+            if policy.reread_prompt:
                 cache.act(index, layer)
             layer.sums = None
         if phase == "decode" and looked_at:
@@ -253,7 +253,7 @@ def _replayed(cache: KVCache, row: int, count: int, chunk: int) -> PeakUsage:
     """While so many tokens come again behind a sequence, at most."""
     fork, most = cache.fork(row), PeakUsage()
     for start in range(0, count, chunk):
-        layer, store = cache.batch([fork], "replay").sequences[0].layers[-1], cache.stores[-1]
+        layer, store = cache.batch([fork], "reread").sequences[0].layers[-1], cache.stores[-1]
         store.allocate(layer, min(chunk, count - start))
         most |= _now(cache, layer)
         store.close(layer)

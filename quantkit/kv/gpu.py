@@ -24,7 +24,7 @@ MAX_WEIGHTS = 1 << 26
 OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
 """What isn't a matrix product, for people."""
 Reduction = Literal["sum", "mean", "peak"]
-_NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|turned)([234])(c?))$")
+_NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|hadamard)([234])(c?))$")
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,16 @@ def pages_of(store: Store, codings: KVCodecs, dtype: torch.dtype) -> LayerPages:
     from quantkit_kernels.triton.cache import LayerPages, Side
 
     parts = store.pages.parts
-    waits = {} if store.waiting is None else store.waiting.parts
+    residual = {} if store.residual is None else store.residual.parts
 
     def side(letter: str, name: str) -> Side:
         return Side(side_layout_of(name, dtype),
                     parts[f"{letter}.values" if f"{letter}.values" in parts else f"{letter}.codes"],
                     parts.get(f"{letter}.scale"), parts.get(f"{letter}.low", parts.get(f"{letter}.mean")),
-                    waits.get(f"{letter}.values"))
+                    residual.get(f"{letter}.values"))
 
     return LayerPages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
-                 waits.get("positions"))
+                 residual.get("positions"))
 
 
 def reads(cache: KVCache) -> bool:
@@ -142,11 +142,11 @@ def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Te
     def whole(values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=cache.device)[None, None].contiguous()
 
-    waits = store.waiting is not None
+    has_residual = store.residual is not None
     seen = torch.full((1,), end, dtype=torch.int32, device=cache.device)
     tables = SequenceTables(whole(store.table(held)), whole(held.lengths.copy()), seen,
-                    whole(store.table(held, "waiting")) if waits else None,
-                    whole(held.starts.copy()) if waits else None, codings.recent, codings.first)
+                    whole(store.table(held, "residual")) if has_residual else None,
+                    whole(held.starts.copy()) if has_residual else None, codings.residual_length, codings.first)
     # as they were computed: what they were multiplied by is taken back, and rounding is undone
     rows = (q / scale).to(cache.dtype).transpose(0, 1).contiguous()
     pages = pages_of(store, codings, cache.dtype)

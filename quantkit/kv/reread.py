@@ -73,7 +73,7 @@ def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int
     while start < len(tokens):
         some = tokens[start:start + portion()]
         ids = torch.tensor([some], device=cache.device)
-        batch: KVCacheProtocol = cache.batch([fork], "replay")
+        batch: KVCacheProtocol = cache.batch([fork], "reread")
         model.hidden(ids, batch.next_positions(len(some)), batch)
         start += len(some)
         yield len(some)

@@ -46,8 +46,8 @@ class PageReservation:
         self._room = _pages(whole, size, sequences)
         for store, kind in zip(cache.stores, self._kinds):
             store.pages.keep(self._room[kind] * cache.heads)
-            if store.waiting is not None:
-                store.waiting.keep(whole.kinds[kind].pages(sequences)[1] * cache.heads)
+            if store.residual is not None:
+                store.residual.keep(whole.kinds[kind].pages(sequences)[1] * cache.heads)
         self._promised: dict[int, Sequence[int]] = {}
         self._tokens: dict[int, int] = {}
         self.tokens = self._most(context)
@@ -88,7 +88,7 @@ class PageReservation:
         No policy holds more slots than there were tokens, nor more than it does of the longest text. One that
         has the prompt come again holds a piece of that twice meanwhile, on pages of its own.
         """
-        piece = self._cache.policy.replays
+        piece = self._cache.policy.reread_prompt
         pages = -(-tokens // PAGE)
         filling = pages if piece is None else -(-(tokens + min(tokens, piece + LEAD)) // PAGE) + 1
         return ([min(most, filling) for most, _ in self._whole],
@@ -117,7 +117,7 @@ def _ahead(kind: LayerGroup, pages: int) -> LayerGroup:
     the longest text are enough."""
     def more(one: PeakUsage) -> PeakUsage:
         return dataclasses.replace(one, codes=max(one.codes, min(one.codes + AHEAD // PAGE, pages)),
-                                   waiting=one.waiting + (AHEAD // PAGE if one.waiting else 0))
+                                   residual=one.residual + (AHEAD // PAGE if one.residual else 0))
 
     return dataclasses.replace(kind, filling=more(kind.filling), decoding=more(kind.decoding))
 

@@ -19,7 +19,7 @@ class LayerState:
 
     Attributes:
         pages: of each key head, in the order of its slots.
-        waiting: of each key head, pages of slots that aren't encoded: the first ones of all, if they never
+        residual: of each key head, pages of slots that aren't encoded: the first ones of all, if they never
             are, and those from slot ``starts[head]`` on.
         lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own, as ``starts`` is.
         steps: decode steps so far.
@@ -27,25 +27,37 @@ class LayerState:
         absorbed: tokens whose queries are in ``sums`` and ``moments``.
         sums: see :attr:`quantkit.kv.base.PolicyView.sums`, of the slots that there were then.
         moments: of all queries, if the policy wants to know.
-        tables: ``pages`` and ``waiting`` as int64 ``[Hkv, n]``, where somebody asked for them.
+        tables: ``pages`` and ``residual`` as int64 ``[Hkv, n]``, where somebody asked for them.
     """
 
-    __slots__ = ("_index", "_owner", "absorbed", "lengths", "moments", "pages", "prompt", "starts", "steps",
-                 "sums", "tables", "waiting")
+    __slots__ = (
+        "_index",
+        "_owner",
+        "absorbed",
+        "lengths",
+        "moments",
+        "pages",
+        "prompt",
+        "residual",
+        "starts",
+        "steps",
+        "sums",
+        "tables",
+    )
 
     def __init__(self, owner: SequenceState, index: int) -> None:
         self._owner, self._index = owner, index
         self.lengths, self.starts = owner.lengths[index], owner.starts[index]
         self.pages: list[list[int]] = [[] for _ in self.lengths]
-        self.waiting: list[list[int]] = [[] for _ in self.lengths]
+        self.residual: list[list[int]] = [[] for _ in self.lengths]
         self.steps = self.prompt = self.absorbed = 0
         self.sums: torch.Tensor | None = None
         self.moments: QueryMoments | None = None
         self.tables: dict[str, torch.Tensor] = {}
 
-    def extents(self) -> torch.Tensor:
+    def max_lengths(self) -> torch.Tensor:
         """How many tokens the sequence was announced to have, int64 ``[1]``: longrope asks."""
-        return torch.tensor([self._owner.extent])
+        return torch.tensor([self._owner.max_length])
 
     @property
     def asked(self) -> QueryWindow:
@@ -78,12 +90,12 @@ class SequenceState:
     """A sequence in all layers.
 
     Attributes:
-        extent: tokens that it was announced to have in the end; 0: few.
+        max_length: tokens that it was announced to have in the end; 0: few.
         first: slots that are never encoded.
         layers: one by one.
         lengths, starts: int32 ``[layers, Hkv]``.
         seen: tokens that each layer had, int64 ``[layers]``.
-        table, waiting: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
+        table, residual: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
         asked: the last queries, while a policy listens.
         tokens: the prompt's, if the policy wants it fed again.
         room: tokens that fit before a page is missing, where there is a table.
@@ -91,13 +103,13 @@ class SequenceState:
             queries are kept, where there is one.
     """
 
-    def __init__(self, layers: int, heads: int, extent: int = 0, first: int = 0) -> None:
-        self.extent, self.first = extent, first
+    def __init__(self, layers: int, heads: int, max_length: int = 0, first: int = 0) -> None:
+        self.max_length, self.first = max_length, first
         self.lengths, self.starts = (np.full((layers, heads), at, np.int32) for at in (0, first))
         self.seen = np.zeros(layers, np.int64)
         self.layers = [LayerState(self, index) for index in range(layers)]
         self.table: PageTable | None = None
-        self.waiting: PageTable | None = None
+        self.residual: PageTable | None = None
         self.asked: QueryWindow | None = None
         self.tokens: list[int] = []
         self.room = 0
@@ -112,24 +124,24 @@ class SequenceState:
             found += 0 if (moments := layer.moments) is None else moments.nbytes
         return found
 
-    def lay_out(self, recent: int | None) -> None:
+    def lay_out(self, residual_length: int | None) -> None:
         """Make the tables if there are none.
 
         Args:
-            recent: the newest slots that wait; ``None``: none ever does.
+            residual_length: the newest slots that wait; ``None``: none ever does.
         """
         if self.table is not None:
             return
         self.table = _table([layer.pages for layer in self.layers])
-        self.waiting = _table([layer.waiting for layer in self.layers])
+        self.residual = _table([layer.residual for layer in self.layers])
         held, waits = (PAGE * np.array([[*map(len, rows)] for rows in pages]) for pages in (
-            [layer.pages for layer in self.layers], [layer.waiting for layer in self.layers]))
-        room = held - self.lengths if recent is None else np.minimum(
-            held + (self.first + PAGE - 1 + recent) - self.lengths,
+            [layer.pages for layer in self.layers], [layer.residual for layer in self.layers]))
+        room = held - self.lengths if residual_length is None else np.minimum(
+            held + (self.first + PAGE - 1 + residual_length) - self.lengths,
             self.starts - self.first + waits - self.lengths)
         self.room = int(room.min())
         self.where = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
-                      self.waiting.ctypes.data, self.waiting.shape[2],
+                      self.residual.ctypes.data, self.residual.shape[2],
                       *((0, 0) if self.asked is None else (self.asked.ring.data_ptr(), self.asked.size)))
 
     def start_tracking(self, asked: QueryWindow | None) -> None:
@@ -140,12 +152,12 @@ class SequenceState:
 
     def closing(self, codings: KVCodecs, count: int) -> int:
         """Pages of a head that are to be encoded with so many more tokens, at most."""
-        ends = np.maximum((self.lengths + (count - codings.recent)) & -PAGE, codings.first)
+        ends = np.maximum((self.lengths + (count - codings.residual_length)) & -PAGE, codings.first)
         return int((ends - self.starts).max()) // PAGE
 
-    def behind(self, recent: int) -> bool:
+    def behind(self, residual_length: int) -> bool:
         """Whether vectors wait that are codes by now."""
-        return bool((self.lengths - recent - PAGE >= self.starts).any())
+        return bool((self.lengths - residual_length - PAGE >= self.starts).any())
 
     def advance(self, count: int) -> None:
         """So many tokens are in its pages now."""

@@ -31,7 +31,7 @@ class Store:
 
     Attributes:
         pages: of codes.
-        waiting: of vectors that wait, if any ever do.
+        residual: of vectors that wait, if any ever do.
 
     Raises:
         UsageError: the head dimension doesn't fit.
@@ -45,7 +45,7 @@ class Store:
         layout: Layout = {**self._named(lambda one: one.layout(dim, dtype)), **places}
         self.pages = PagePool(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
         plain: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
-        self.waiting = PagePool({**plain, **places}, device, moves) if codings.waits(dim, dtype) else None
+        self.residual = PagePool({**plain, **places}, device, moves) if codings.has_residual(dim, dtype) else None
 
     def _named(self, of: Callable[[SideCodec], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {f"{side}.{name}": what for side, one in self._sides.items() for name, what in of(one).items()}
@@ -53,12 +53,12 @@ class Store:
     @property
     def all(self) -> tuple[PagePool, ...]:
         """Both kinds of pages."""
-        return (self.pages,) if self.waiting is None else (self.pages, self.waiting)
+        return (self.pages,) if self.residual is None else (self.pages, self.residual)
 
     @property
     def page_bytes(self) -> tuple[int, int]:
         """Of a page of codes, and of one of vectors that wait: 0 if none ever do."""
-        return self.pages.page_bytes, 0 if self.waiting is None else self.waiting.page_bytes
+        return self.pages.page_bytes, 0 if self.residual is None else self.residual.page_bytes
 
     # -- taking and giving
 
@@ -66,22 +66,22 @@ class Store:
         """Pages for so many more tokens, which no other sequence holds."""
         lengths, first = held.lengths.tolist(), self._codings.first
         ends = [length + count for length in lengths]
-        if self.waiting is None:
+        if self.residual is None:
             moved = _grow(self.pages, held.pages, lengths, ends)
         else:
             starts = held.starts.tolist()
             moved = _grow(self.pages, held.pages, [start - first for start in starts],
                           [self._codings.border(end) - first for end in ends])
             begins, ends = ([first + at - start for at, start in zip(ats, starts)] for ats in (lengths, ends))
-            moved = _grow(self.waiting, held.waiting, begins, ends) or moved
+            moved = _grow(self.residual, held.residual, begins, ends) or moved
         if moved:
             held.moved()
 
     def allocate(self, held: LayerState, count: int) -> list[int]:
         """Slots for that many tokens, by head, then token: of pages that wait, if any do."""
         self.reserve(held, count)
-        pages, before = (held.pages, [0] * self._heads) if self.waiting is None else (
-            held.waiting, [start - self._codings.first for start in held.starts.tolist()])
+        pages, before = (held.pages, [0] * self._heads) if self.residual is None else (
+            held.residual, [start - self._codings.first for start in held.starts.tolist()])
         slots = [slot for own, length, gone in zip(pages, held.lengths.tolist(), before)
                  for slot in slots_of(own, length - gone, count)]
         held.advance(count)
@@ -89,29 +89,29 @@ class Store:
 
     def settle(self, held: LayerState) -> bool:
         """Give back pages whose vectors are codes by now; whether there were any."""
-        if self.waiting is None:
+        if self.residual is None:
             return False
-        before = self.waiting.used
+        before = self.residual.used
         for head, length in enumerate(held.lengths.tolist()):
             start = int(held.starts[head])
             done = (self._codings.border(length) - start) // PAGE
             if done > 0:
                 gone = self._gone(done)
-                self.waiting.give(held.waiting[head][gone])
-                del held.waiting[head][gone]
+                self.residual.give(held.residual[head][gone])
+                del held.residual[head][gone]
                 held.starts[head] = start + done * PAGE
                 held.moved()
-        return self.waiting.used < before
+        return self.residual.used < before
 
     def release(self, held: LayerState) -> None:
         """Give back everything."""
         self.pages.give(itertools.chain.from_iterable(held.pages))
-        if self.waiting is not None:
-            self.waiting.give(itertools.chain.from_iterable(held.waiting))
+        if self.residual is not None:
+            self.residual.give(itertools.chain.from_iterable(held.residual))
 
     def fork(self, held: LayerState, own: LayerState, shared: bool) -> None:
         """``own``, which holds nothing, gets what ``held`` does: the same pages, or copies of them."""
-        for pages, name in zip(self.all, ("pages", "waiting")):
+        for pages, name in zip(self.all, ("pages", "residual")):
             mine = [list(one) for one in getattr(held, name)]
             pages.share(itertools.chain.from_iterable(mine))
             for one in () if shared else mine:
@@ -125,7 +125,7 @@ class Store:
 
     def shrink(self, holders: Sequence[LayerState]) -> None:
         """Give memory back if much of it is free."""
-        for pages, name in zip(self.all, ("pages", "waiting")):
+        for pages, name in zip(self.all, ("pages", "residual")):
             moved = pages.shrink()
             if moved is None:
                 continue
@@ -141,24 +141,24 @@ class Store:
             return
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
         pages, values = self.pages, {"k.values": k, "v.values": v}
-        if self.waiting is None:
+        if self.residual is None:
             values = self._encoded(k, v)
         else:
-            pages, values = self.waiting, {name: self._waitable(x) for name, x in values.items()}
+            pages, values = self.residual, {name: self._waitable(x) for name, x in values.items()}
         if self._numbered:
             values["positions"] = positions.to(torch.int32)
         pages.write(where, values)
 
     def _waitable(self, x: torch.Tensor) -> torch.Tensor:
         """As a page of vectors holds it: nothing is infinite."""
-        assert self.waiting is not None
-        dtype = self.waiting.parts["k.values"].dtype
+        assert self.residual is not None
+        dtype = self.residual.parts["k.values"].dtype
         most = torch.finfo(dtype).max
         return x.clamp(-most, most).to(dtype)
 
     def close(self, held: LayerState) -> None:
         """Encode what has waited long enough; the vectors stay where they are until :meth:`settle`."""
-        if self.waiting is None:
+        if self.residual is None:
             return
         source: list[int] = []
         target: list[int] = []
@@ -166,15 +166,15 @@ class Store:
             start = int(held.starts[head])
             done = (self._codings.border(length) - start) // PAGE
             place = (start - self._codings.first) // PAGE
-            source += held.waiting[head][self._gone(done)]
+            source += held.residual[head][self._gone(done)]
             target += held.pages[head][place:place + done]
         if not source:
             return
         pages = torch.tensor(source, device=self._device)
-        k, v = (self.waiting.parts[f"{side}.values"][pages] for side in "kv")
+        k, v = (self.residual.parts[f"{side}.values"][pages] for side in "kv")
         values = self._encoded(k, v)
         if self._numbered:
-            values["positions"] = self.waiting.parts["positions"][pages]
+            values["positions"] = self.residual.parts["positions"][pages]
         self.pages.fill(torch.tensor(target, device=self._device), values)
 
     def _gone(self, count: int) -> slice:
@@ -201,26 +201,26 @@ class Store:
         names = [name for name in self.pages.parts if name.startswith(f"{side}.")]
         codes = self._sides[side].decode(
             {name.removeprefix(f"{side}."): self.pages.read(name, table) for name in names}).flatten(1, 2)
-        if self.waiting is None:
+        if self.residual is None:
             return codes[:, :most]
         lengths = held.lengths.tolist()
         if borders is None:
             borders = [self._codings.border(length) for length in lengths]
-        waits = self.waiting.read(f"{side}.values", self.table(held, "waiting")).flatten(1, 2)
-        return self._joined(held, codes, waits, borders)
+        residual = self.residual.read(f"{side}.values", self.table(held, "residual")).flatten(1, 2)
+        return self._joined(held, codes, residual, borders)
 
-    def _joined(self, held: LayerState, codes: torch.Tensor, waits: torch.Tensor,
+    def _joined(self, held: LayerState, codes: torch.Tensor, residual: torch.Tensor,
                 borders: Sequence[int]) -> torch.Tensor:
         """What lies in both kinds of pages, by slot: ``[Hkv, S, …]``."""
         first, most = self._codings.first, int(held.lengths.max())
         found = codes.new_zeros(self._heads, most, *codes.shape[2:],
-                                dtype=torch.promote_types(codes.dtype, waits.dtype))
+                                dtype=torch.promote_types(codes.dtype, residual.dtype))
         heads = zip(borders, held.starts.tolist(), held.lengths.tolist())
         for head, (border, start, length) in enumerate(heads):
-            found[head, :min(first, length)] = waits[head, :min(first, length)]
+            found[head, :min(first, length)] = residual[head, :min(first, length)]
             if length > first:
                 found[head, first:border] = codes[head, :border - first]
-                found[head, border:length] = waits[head, first + border - start:first + length - start]
+                found[head, border:length] = residual[head, first + border - start:first + length - start]
         return found
 
     def positions(self, held: LayerState) -> torch.Tensor:
@@ -231,15 +231,15 @@ class Store:
         behind = found >= ends
         if self._numbered:
             coded = self.pages.read("positions", self.table(held)).flatten(1, 2)
-            if self.waiting is None:
+            if self.residual is None:
                 found = coded[:, :most]
             else:
-                waits = self.waiting.read("positions", self.table(held, "waiting")).flatten(1, 2)
-                found = self._joined(held, coded, waits, held.starts.tolist())
+                residual = self.residual.read("positions", self.table(held, "residual")).flatten(1, 2)
+                found = self._joined(held, coded, residual, held.starts.tolist())
         return found.masked_fill(behind, -1)
 
     def table(self, held: LayerState, name: str = "pages") -> torch.Tensor:
-        """``pages`` or ``waiting``, int64 ``[Hkv, n]``, filled up with 0."""
+        """``pages`` or ``residual``, int64 ``[Hkv, n]``, filled up with 0."""
         if name not in held.tables:
             rows: list[list[int]] = getattr(held, name)
             most = max(map(len, rows))
@@ -257,7 +257,7 @@ class Store:
             for head, slots in enumerate(kept):
                 new[head, :len(slots)] = held.sums[head, slots]
             held.sums = new
-        if self.waiting is None:
+        if self.residual is None:
             self._keep_codes(held, kept)
         else:
             self._keep_vectors(held, kept)
@@ -303,8 +303,8 @@ class Store:
         self.pages.write(torch.cat(new), values)
 
     def _keep_vectors(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
-        """Pages of codes before the first dropped slot stay; what follows is encoded again, or waits."""
-        assert self.waiting is not None
+        """Pages of codes before the first dropped slot stay; what follows is encoded again, or residual."""
+        assert self.residual is not None
         places = self.positions(held)
         sides = {side: self.read(held, side) for side in "kv"}
         fixed, target = self._codings.first, list[int]()
@@ -319,9 +319,9 @@ class Store:
             target += own[place:]
             again, stay = slots[begin:border], torch.cat((slots[:fixed], slots[border:]))
             coded.append((sides["k"][head, again], sides["v"][head, again], places[head, again]))
-            _replace(self.waiting, held.waiting[head], 0, -(-len(stay) // PAGE))
+            _replace(self.residual, held.residual[head], 0, -(-len(stay) // PAGE))
             held.lengths[head], held.starts[head] = count, border
-            where = slots_of(held.waiting[head], 0, len(stay))
+            where = slots_of(held.residual[head], 0, len(stay))
             self.write(where, sides["k"][head, stay], sides["v"][head, stay], places[head, stay])
         if not target:
             return

@@ -23,7 +23,7 @@ class KVCacheProtocol(Protocol):
     def next_positions(self, count: int = 1) -> torch.Tensor:
         """Positions int64 ``[B, count]`` that follow what each sequence holds."""
 
-    def extents(self) -> torch.Tensor:
+    def max_lengths(self) -> torch.Tensor:
         """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,

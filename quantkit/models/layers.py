@@ -27,7 +27,7 @@ ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 class HasMaxLengths(Protocol):
     """Knows how long sequences become; see :class:`~quantkit.models.decoder.KVCacheProtocol`."""
 
-    def extents(self) -> torch.Tensor: ...
+    def max_lengths(self) -> torch.Tensor: ...
 
 
 class ForwardContext:
@@ -44,21 +44,21 @@ class ForwardContext:
                  cache: HasMaxLengths | None = None) -> None:
         self.positions = positions
         self._config, self._dtype, self._cache = config, dtype, cache
-        self._rotations: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rope_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         self._seen: dict[int | None, Visibility] = {}
 
-    def rotation(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def rope_tables(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``cos`` and ``sin`` of :func:`~quantkit.ops.rope.tables` for layers with this window."""
         rope = self._config.rope_of(window)
-        if rope not in self._rotations:
+        if rope not in self._rope_tables:
             inverse = inverse_frequencies(rope, self._config.head_dim, self.positions.device)
             if rope.kind == "longrope":
-                ends = self.positions.amax(1) + 1 if self._cache is None else self._cache.extents()
+                ends = self.positions.amax(1) + 1 if self._cache is None else self._cache.max_lengths()
                 long = inverse_frequencies(rope, self._config.head_dim, self.positions.device, True)
                 beyond = (ends.to(inverse.device) > rope.original_max_positions)[:, None, None, None]
                 inverse = torch.where(beyond, long, inverse)
-            self._rotations[rope] = tables(self.positions, inverse, rope.attention_factor, self._dtype)
-        return self._rotations[rope]
+            self._rope_tables[rope] = tables(self.positions, inverse, rope.attention_factor, self._dtype)
+        return self._rope_tables[rope]
 
     def seen(self, window: int | None) -> Visibility:
         """Who sees whom among this step's own positions."""
@@ -119,7 +119,7 @@ class Attention:
         if cache is not None:
             out = cache.attend(self._index, q, k, v, step, self._window)
         else:
-            cos, sin = step.rotation(self._window)
+            cos, sin = step.rope_tables(self._window)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
             out = attention(q, k, v, step.seen(self._window), self._config.attention_scale,
                             self._config.attention_softcap)

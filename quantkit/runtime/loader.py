@@ -61,7 +61,7 @@ class LoadedModel:
             and tied or not, and norms are not counted.
         weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
             pages that are mapped count.
-        unfused: why it isn't run as one program; ``None`` if it is.
+        fallback_reason: why it isn't run as one program; ``None`` if it is.
     """
 
     model: LanguageModel
@@ -73,7 +73,7 @@ class LoadedModel:
     file_bytes: int
     bits_per_weight: float
     weight_bytes: int
-    unfused: str | None = None
+    fallback_reason: str | None = None
 
     @property
     def kv(self) -> KVSpec:

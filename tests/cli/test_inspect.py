@@ -75,7 +75,7 @@ def test_the_kernels_that_are_named_are_those_that_run(tmp_path, family, dtype, 
             assert named[name][phase]["kernel"] == runs, (name, phase)
             if plain is not None and name.endswith("down_proj"):
                 assert runs == plain
-    program = getattr(loaded.model, "declines", lambda batch: loaded.unfused)
+    program = getattr(loaded.model, "declines", lambda batch: loaded.fallback_reason)
     declined = program(KVCache(loaded.config, loaded.kv, loaded.dtype).batch([], "decode"))
     assert {(one["kernel"], one["reason"]) for one in facts["operations"]} == {
         ("torch" if declined else "cpu", declined)}

@@ -33,7 +33,7 @@ def test_a_step_is_counted():
     assert one.bound == "memory" and one.tokens_s == pytest.approx(3 / one.memory_s)
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "int4", "rotation(2)", "int2(recent=100, sinks=70)"])
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "rotation(2)", "int2(residual_length=100, sinks=70)"])
 @pytest.mark.parametrize("context", [100, 1000])
 def test_no_step_reads_less_than_the_cache_says(kv, context):
     """Vectors that wait are read as they are: at least as many as never are codes."""
@@ -47,7 +47,7 @@ def test_no_step_reads_less_than_the_cache_says(kv, context):
     for store, layer in zip(cache.stores, cache.sequence(row).layers):
         store.allocate(layer, context)
     read = step(weights, found, Ceilings(1e11, 1e12, {}), 1).kv_bytes
-    spare = 64 * cache.waiting_bytes_per_token  # of the newest page, which fills
+    spare = 64 * cache.residual_bytes_per_token  # of the newest page, which fills
     assert read <= cache.step_bytes(row) <= read + spare
 
 

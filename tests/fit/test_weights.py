@@ -48,7 +48,7 @@ def test_packed_bytes_are_those_of_the_loaded_model(request, name, model, tmp_pa
     counted = by_recipe(name, open_source(str(source)))
     result = quantize(str(source), name, tmp_path / "out")
     loaded = load(str(tmp_path / "out"))
-    assert isinstance(loaded.model, CpuModel) and counted.unfused is None
+    assert isinstance(loaded.model, CpuModel) and counted.fallback_reason is None
     assert counted.file_bytes == result.plan.disk_bytes
     small = counted.bytes - held_by(loaded.model)  # norms
     assert 0 < small < 4096 and small == sum(
@@ -78,7 +78,7 @@ def test_weights_as_they_are(request, model):
 def test_a_model_that_is_no_program_holds_packed_weights_alone(tmp_path):
     source = tiny_model(tmp_path / "gemma", "gemma2")
     counted = by_recipe("int4-rtn", open_source(str(source)))
-    assert counted.unfused is not None and "capped" in counted.unfused
+    assert counted.fallback_reason is not None and "capped" in counted.fallback_reason
     quantize(str(source), "int4-rtn", tmp_path / "out")
     loaded = load(str(tmp_path / "out"))
     loaded.model.hidden(torch.tensor([[5, 6, 7]]))
@@ -102,7 +102,7 @@ def test_a_token_reads_the_experts_that_it_is_sent_to():
 def test_activations_are_those_of_the_program(tmp_path, family):
     source = tiny_model(tmp_path / family, family, intermediate_size=192)
     loaded = load(str(source))
-    assert loaded.unfused is None
+    assert loaded.fallback_reason is None
     program = loaded.model.program(None)
     rows = [program._hidden, program._mixed, *program._qkv, program._gate, program._up]
     if loaded.config.sandwich_norms:

@@ -112,7 +112,7 @@ def elsewhere(target: str) -> Driver:
 def run(folder: Path, kv: str) -> None:
     """Prompts of several lengths, a few tokens of each, together."""
     loaded = load(str(folder), device="cpu")
-    assert isinstance(loaded.model, GpuModel), loaded.unfused
+    assert isinstance(loaded.model, GpuModel), loaded.fallback_reason
     engine = Engine(loaded, kv=parse_kv(kv), memory=64 << 20)
     tickets = [engine.submit([5 + at % 250 for at in range(size)],
                              Sampling(max_tokens=4, ignore_eos=True, **how)) for size, how in PROMPTS]

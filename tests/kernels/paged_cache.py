@@ -17,20 +17,20 @@ from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, Side
 
 KINDS = {"plain": lambda bits, keys: PlainVectors(None), "int8": lambda bits, keys: Int8Vectors(),
          "fp8": lambda bits, keys: Float8Vectors(), "channel": lambda bits, keys: GroupedGrid(bits, True),
-         "token": lambda bits, keys: GroupedGrid(bits, False), "turned": lambda bits, keys: HadamardVectors(bits, keys)}
+         "token": lambda bits, keys: GroupedGrid(bits, False), "hadamard": lambda bits, keys: HadamardVectors(bits, keys)}
 
 
 def parsed(name, keys):
     """``channel4`` and the like."""
     kind = name.rstrip("234") if name[0] in "ct" else name
     bits = int(name[len(kind):] or {"plain": 16}.get(kind, 8))
-    return KINDS[kind](bits, keys), SideLayout(kind, bits, kind == "turned" and keys)
+    return KINDS[kind](bits, keys), SideLayout(kind, bits, kind == "hadamard" and keys)
 
 
 class _Side:
     """Pages of one side."""
 
-    def __init__(self, name, keys, count, waiting, d, on, seed):
+    def __init__(self, name, keys, count, residual, d, on, seed):
         self.device, self.dtype = on
         self.codec, self.coding = parsed(name, keys)
         self.random = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ class _Side:
             full = (count, *slots, *shape)
             self.parts[part] = torch.full(full, math.nan).to(dtype) if dtype.is_floating_point else (
                 torch.randint(0, 127, full, generator=self.random).to(dtype))
-        self.waiting = torch.full((waiting, PAGE, d), math.nan, dtype=self.dtype) if waiting else None
+        self.residual = torch.full((residual, PAGE, d), math.nan, dtype=self.dtype) if residual else None
 
     def put(self, page, x):
         """Encode ``x [n, D]``, n <= 64, into a page; returns what comes back, float64."""
@@ -59,14 +59,14 @@ class _Side:
         return self.codec.decode(parts).double()
 
     def wait(self, page, x):
-        self.waiting[page, :len(x)] = x
+        self.residual[page, :len(x)] = x
         return x.double()
 
     def side(self):
         parts = {name: part.to(self.device) for name, part in self.parts.items()}
         return Side(self.coding, parts.get("codes", parts.get("values")), parts.get("scale"),
                     parts.get("low", parts.get("mean")),
-                    None if self.waiting is None else self.waiting.to(self.device))
+                    None if self.residual is None else self.residual.to(self.device))
 
 
 class PagedCache:
@@ -78,18 +78,18 @@ class PagedCache:
         d: head dimension.
         on: device and dtype.
         keys, values: codings.
-        recent, first: of vectors that wait; ``None``: none do.
+        residual_length, first: of vectors that wait; ``None``: none do.
         placed: whether positions are kept: a slot from before the step is then at twice its number.
         value_size: of values.
     """
 
-    def __init__(self, lengths, counts, d, on, keys="plain", values="plain", recent=None, first=0,
+    def __init__(self, lengths, counts, d, on, keys="plain", values="plain", residual_length=None, first=0,
                  placed=False, seed=0, value_size=1.0):
         device, dtype = on
         layers, layer = 2, 1
         self.on, self.layer = on, layer
-        self.waits = recent is not None
-        self.recent, self.first = recent or 0, first
+        self.waits = residual_length is not None
+        self.residual_length, self.first = residual_length or 0, first
         self.lengths = torch.tensor(lengths)
         self.counts = counts
         r, hkv = self.lengths.shape
@@ -149,14 +149,14 @@ class PagedCache:
         self.seen = seen
         self.tables = SequenceTables(table.to(device), before.to(device), seen.to(device),
                              wtable.to(device) if self.waits else None,
-                             starts.to(device) if self.waits else None, self.recent, self.first)
+                             starts.to(device) if self.waits else None, self.residual_length, self.first)
         rows = [(s, p) for s in range(r) for p in range(counts[s])]
         self.rows = rows
         whose = torch.tensor(rows, dtype=torch.int32).view(-1, 2)
         self.step = StepTokens(whose.to(device), int(self.lengths.max()))
 
     def border(self, n):
-        return max(self.first, (n - self.recent) & -PAGE)
+        return max(self.first, (n - self.residual_length) & -PAGE)
 
     def reads(self, s, h, n):
         """Keys and values in float64, as the query of the n-th slot reads them."""

@@ -33,11 +33,11 @@ def expected(cache, q, peaks=False, **how):
 
 
 @pytest.mark.parametrize("peaks", [False, True])
-@pytest.mark.parametrize(("keys", "values", "recent", "first"), [
+@pytest.mark.parametrize(("keys", "values", "residual_length", "first"), [
     ("plain", "plain", None, 0), ("int8", "fp8", None, 0), ("channel4", "token4", 10, 64),
-    ("turned3", "turned3", 0, 0)])
-def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, values, recent, first):
-    cache = paged_cache.PagedCache([[170, 2], [150, 140]], [2, 3], 32, on, keys, values, recent, first)
+    ("hadamard3", "hadamard3", 0, 0)])
+def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, values, residual_length, first):
+    cache = paged_cache.PagedCache([[170, 2], [150, 140]], [2, 3], 32, on, keys, values, residual_length, first)
     q = randn(5, 6, 32, seed=5, on=on)
     got = attention_weights(q, cache.pages, cache.tables, cache.step, cache.layer, scale=32**-0.5,
                             peaks=peaks)
@@ -49,10 +49,10 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, va
        d=st.sampled_from([32, 64, 96]), group=st.integers(1, 4), seed=st.integers(0, 99))
 @DRAWN
 def test_sequences_of_any_length(on, randn, obeys_the_rule, paged_cache, lengths, coding, d, group, seed):
-    keys, values, recent = coding
+    keys, values, residual_length = coding
     counts = [3] * len(lengths)
     lengths = [[*one] for one in lengths]
-    cache = paged_cache.PagedCache(lengths, counts, d, on, keys, values, recent, seed=seed)
+    cache = paged_cache.PagedCache(lengths, counts, d, on, keys, values, residual_length, seed=seed)
     q = randn(sum(counts), 2 * group, d, seed=seed, on=on)
     got = attention_weights(q, cache.pages, cache.tables, cache.step, cache.layer, scale=d**-0.5)
     obeys_the_rule(got, *expected(cache, q))

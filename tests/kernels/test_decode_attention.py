@@ -10,8 +10,8 @@ import torch
 from quantkit_kernels.triton.cache import StepTokens
 from quantkit_kernels.triton.decode_attention import PIECE, SplitResults, decode_attention
 
-WAITING = [("channel4", "token4"), ("channel3", "token3"), ("channel2", "token2"), ("turned4", "turned4"),
-           ("turned3", "turned3"), ("turned2", "turned2"), ("int8", "token4")]
+WAITING = [("channel4", "token4"), ("channel3", "token3"), ("channel2", "token2"), ("hadamard4", "hadamard4"),
+           ("hadamard3", "hadamard3"), ("hadamard2", "hadamard2"), ("int8", "token4")]
 
 
 def attend(cache, q, **how):
@@ -27,7 +27,7 @@ def check(cache, q, obeys_the_rule, **how):
 
 
 @pytest.mark.parametrize(("keys", "values"), [("plain", "plain"), ("int8", "int8"), ("fp8", "fp8"),
-                                              ("int8", "token4"), ("fp8", "plain"), ("int8", "turned4")])
+                                              ("int8", "token4"), ("fp8", "plain"), ("int8", "hadamard4")])
 @pytest.mark.parametrize(("group", "d"), [(4, 64), (3, 96), (16, 32)])
 def test_codes_of_single_tokens(on, randn, obeys_the_rule, paged_cache, keys, values, group, d):
     cache = paged_cache.PagedCache([[1, 130], [65, 64]], [1, 1], d, on, keys, values)
@@ -42,25 +42,25 @@ def test_other_head_dimensions(on, randn, obeys_the_rule, paged_cache, kind, d):
 
 
 @pytest.mark.parametrize(("keys", "values"), WAITING)
-@pytest.mark.parametrize(("recent", "first", "d"), [(0, 0, 64), (20, 64, 32)])
-def test_vectors_that_wait(on, randn, obeys_the_rule, paged_cache, keys, values, recent, first, d):
-    cache = paged_cache.PagedCache([[200, 63], [64, 150]], [1, 1], d, on, keys, values, recent, first)
+@pytest.mark.parametrize(("residual_length", "first", "d"), [(0, 0, 64), (20, 64, 32)])
+def test_vectors_that_wait(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, d):
+    cache = paged_cache.PagedCache([[200, 63], [64, 150]], [1, 1], d, on, keys, values, residual_length, first)
     check(cache, randn(2, 4, d, seed=5, on=on), obeys_the_rule)
 
 
-@pytest.mark.parametrize(("keys", "values"), [("channel4", "token4"), ("turned2", "turned3")])
+@pytest.mark.parametrize(("keys", "values"), [("channel4", "token4"), ("hadamard2", "hadamard3")])
 def test_heads_that_no_power_of_two_divides(on, randn, obeys_the_rule, paged_cache, keys, values):
     cache = paged_cache.PagedCache([[140, 70]], [1], 96, on, keys, values, 5, 0)
     check(cache, randn(1, 6, 96, seed=5, on=on), obeys_the_rule)
 
 
 @pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize(("keys", "values", "recent"), [("int8", "int8", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"), [("int8", "int8", None), ("channel4", "token4", 30)])
 @pytest.mark.parametrize(("window", "limit", "sinks"), [(1, None, 0), (None, 40, 70),
                                                         (100, 30, 4), (2**33, 2**33, 2**33)])
-def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, recent, window, limit, sinks):
-    cache = paged_cache.PagedCache([[65, 65], [190, 190]], [1, 1], 32, on, keys, values, recent,
-                                   0 if recent is None else 64, placed)
+def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit, sinks):
+    cache = paged_cache.PagedCache([[65, 65], [190, 190]], [1, 1], 32, on, keys, values, residual_length,
+                                   0 if residual_length is None else 64, placed)
     check(cache, randn(2, 4, 32, seed=5, on=on), obeys_the_rule, window=window, limit=limit, sinks=sinks)
 
 
@@ -87,16 +87,16 @@ def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
     check(cache, randn(1, 8, 64, seed=5, on=on) * 10, obeys_the_rule, softcap=3.0)
 
 
-@pytest.mark.parametrize(("keys", "values", "recent"), [("plain", "plain", None), ("channel4", "token4", 30)])
-def test_several_tokens_of_a_sequence(on, randn, obeys_the_rule, paged_cache, keys, values, recent):
-    cache = paged_cache.PagedCache([[100, 97]], [5], 32, on, keys, values, recent)
+@pytest.mark.parametrize(("keys", "values", "residual_length"), [("plain", "plain", None), ("channel4", "token4", 30)])
+def test_several_tokens_of_a_sequence(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length):
+    cache = paged_cache.PagedCache([[100, 97]], [5], 32, on, keys, values, residual_length)
     check(cache, randn(5, 4, 32, seed=5, on=on), obeys_the_rule)
 
 
-@pytest.mark.parametrize(("keys", "values", "recent"), [("plain", "plain", None), ("channel4", "token4", 30)])
-def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, values, recent):
+@pytest.mark.parametrize(("keys", "values", "residual_length"), [("plain", "plain", None), ("channel4", "token4", 30)])
+def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, values, residual_length):
     cache = paged_cache.PagedCache([[130, 64], [PIECE * 64 + 70, 300], [5, 9]], [1] * 3, 32, on, keys, values,
-                                   recent)
+                                   residual_length)
     q = randn(3, 8, 32, seed=5, on=on)
     whole = attend(cache, q)
     for row, longest in ((0, 130), (2, 9)):

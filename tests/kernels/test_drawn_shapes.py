@@ -100,7 +100,7 @@ def test_rotations(on, randn, obeys_the_rule, n, m, seed):
 
 LENGTHS = st.lists(st.tuples(st.integers(9, 300), st.integers(9, 300)), min_size=1, max_size=2)
 CODINGS = st.sampled_from([("plain", "plain", None), ("int8", "int8", None), ("fp8", "fp8", None),
-                           ("channel4", "token4", 20), ("turned4", "turned4", 0), ("turned3", "turned2", 7)])
+                           ("channel4", "token4", 20), ("hadamard4", "hadamard4", 0), ("hadamard3", "hadamard2", 7)])
 WINDOWS = st.sampled_from([{}, {"window": 50}, {"limit": 30, "sinks": 4}])
 
 
@@ -109,10 +109,10 @@ WINDOWS = st.sampled_from([{}, {"window": 50}, {"limit": 30, "sinks": 4}])
        seed=st.integers(0, 99))
 @DRAWN
 def test_attention(on, randn, obeys_the_rule, paged_cache, prompt, lengths, coding, d, group, how, seed):
-    keys, values, recent = coding
+    keys, values, residual_length = coding
     counts = [min(9, *one) if prompt else 1 for one in lengths]
     lengths = [[*one] for one in lengths]
-    cache = paged_cache.PagedCache(lengths, counts, d, on, keys, values, recent, seed=seed)
+    cache = paged_cache.PagedCache(lengths, counts, d, on, keys, values, residual_length, seed=seed)
     q = randn(sum(counts), 2 * group, d, seed=seed, on=on)
     given_q = q, cache.pages, cache.tables, cache.step, cache.layer
     if prompt:

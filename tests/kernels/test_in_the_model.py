@@ -85,7 +85,7 @@ def test_every_way_to_keep_the_cache(folder, simulated, kv):
     plain, _ = logits(folder, kv)
     simulated()
     ours, model = logits(folder, kv)
-    assert isinstance(model.model, GpuModel) and model.unfused is None
+    assert isinstance(model.model, GpuModel) and model.fallback_reason is None
     assert plain.std() > 0.1 and (ours - plain).abs().max() < 2e-4 * plain.abs().max()
 
 
@@ -159,7 +159,7 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
     rows = [cache.add(4000) for _ in range(20)]
     for row, count in zip(rows, (4000, *[10] * 19)):
         tables.place(cache.batch([row]), [count])
-    held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "waiting", "starts")]
+    held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "residual", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
     assert taken <= table_bytes(cache, 20, 4000) < 3 * taken
 

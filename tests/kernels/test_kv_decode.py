@@ -80,7 +80,7 @@ def test_bytes(half):
 def test_levels(half, bits):
     every, codes = pairs(bits, 1, 0x80018001)
     size = (SIZE if half else SIZE_BF16).value[bits]
-    got = execute(ASM_TEXTS["turned", bits, half], HALF[half], every) * size
+    got = execute(ASM_TEXTS["hadamard", bits, half], HALF[half], every) * size
     want = levels(bits).double()[codes]
     error = (got - want).norm() / want.norm()
     assert error < (5e-4 if half else 2e-3), error

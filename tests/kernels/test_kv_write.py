@@ -11,7 +11,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from quantkit.kv.base import KVCodecs
-from quantkit.kv.batch import _turned
+from quantkit.kv.batch import _hadamard
 from quantkit.kv.codecs.fp8 import Float8Vectors
 from quantkit.kv.codecs.int8 import Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
@@ -36,8 +36,8 @@ H, HKV, EPS = 2, 2, 1e-6
 CODINGS = {"none": PlainVectors(None), "bf16": PlainVectors(torch.bfloat16), "int8": Int8Vectors(), "fp8": Float8Vectors(),
            **{f"token{bits}": GroupedGrid(bits, False) for bits in (2, 3, 4)},
            **{f"channel{bits}": GroupedGrid(bits, True) for bits in (2, 3, 4)},
-           **{f"turned{bits}": HadamardVectors(bits, False) for bits in (2, 3, 4)},
-           **{f"turned{bits}c": HadamardVectors(bits, True) for bits in (2, 3, 4)}}
+           **{f"hadamard{bits}": HadamardVectors(bits, False) for bits in (2, 3, 4)},
+           **{f"hadamard{bits}c": HadamardVectors(bits, True) for bits in (2, 3, 4)}}
 
 
 def kernel_coding(name):
@@ -51,9 +51,9 @@ class Cache:
     """Two layers of a cache, of which the kernels write the second; what is expected lies on the CPU, where
     torch divides exactly."""
 
-    def __init__(self, on, keys, values, dim, recent=0, first=0, numbered=False, sequences=2):
+    def __init__(self, on, keys, values, dim, residual_length=0, first=0, numbered=False, sequences=2):
         self.on, self.dim, self.names = on, dim, (keys, values)
-        self.codings = KVCodecs(CODINGS[keys], CODINGS[values], recent, first)
+        self.codings = KVCodecs(CODINGS[keys], CODINGS[values], residual_length, first)
         self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, MoveCounter())
                                      for device in (torch.device("cpu"), on[0]))
         self.held = [[SequenceState(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
@@ -63,7 +63,7 @@ class Cache:
         """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
         held = self.held[1]
         for one in held:
-            one.lay_out(None if self.store.waiting is None else self.codings.recent)
+            one.lay_out(None if self.store.residual is None else self.codings.residual_length)
 
         def joined(name):
             parts = [getattr(one, name)[0] for one in held]
@@ -77,14 +77,14 @@ class Cache:
             rows = [torch.from_numpy(getattr(one, name)) for one in held]
             return torch.stack([row.expand(2, -1) for row in rows]).to(torch.int32).to(self.on[0])
 
-        waits = self.store.waiting is not None
+        waits = self.store.residual is not None
         seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
-        return SequenceTables(joined("table"), numbers("lengths"), seen, joined("waiting") if waits else None,
-                      numbers("starts") if waits else None, self.codings.recent, self.codings.first)
+        return SequenceTables(joined("table"), numbers("lengths"), seen, joined("residual") if waits else None,
+                      numbers("starts") if waits else None, self.codings.residual_length, self.codings.first)
 
     def pages(self):
         """The second store's, as kernels are given them."""
-        parts, waits = self.store.pages.parts, self.store.waiting
+        parts, waits = self.store.pages.parts, self.store.residual
         sides = []
         for side, name in zip("kv", self.names):
             own = {key[2:]: part for key, part in parts.items() if key.startswith(f"{side}.")}
@@ -102,14 +102,14 @@ class Cache:
         positions = torch.tensor([starts[row] + place for row, place in placed], device=self.on[0])
         q, k, v = parts(qkv, self.dim)
         cos, sin = (t[positions].repeat(1, 2) for t in angles)
-        turned = self.codings.keys.turned, self.codings.values.turned
+        turned = self.codings.keys.hadamard, self.codings.values.hadamard
         if about.get("q_norm") is not None:
             q, k = (normed(x, about[f"{name}_norm"]) for name, x in (("q", q), ("k", k)))
         q, k = (reference.rotate(x.float(), cos, sin).to(self.on[1]) for x in (q, k))
         if turned[0]:
-            q, k = hadamard.apply_hadamard(q), _turned(k)
+            q, k = hadamard.apply_hadamard(q), _hadamard(k)
         if turned[1]:
-            v = _turned(v)
+            v = _hadamard(v)
         at = 0
         for row, count in enumerate(counts):
             own = slice(at, at + count)
@@ -131,7 +131,7 @@ class Cache:
         step, given = StepTokens(where, 1 << 20), qkv[list(order)]
         out = rope_store(given, *angles, self.pages(), tables, step, 1, heads=H, kv_heads=HKV, dim=self.dim,
                          eps=EPS, rotation=self.turn, **about)
-        if self.store.waiting is not None:
+        if self.store.residual is not None:
             close_pages(self.pages(), tables, step, 1)
         return out, q[list(order)]
 
@@ -192,11 +192,11 @@ def test_vectors_by_themselves(on, randn, keys, values, dim):
 @drawn(counts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=3),
        keys=st.sampled_from(["none", "int8", "fp8", "channel4", "channel3", "channel2"]),
        values=st.sampled_from(["none", "int8", "fp8", "token4", "token3", "token2"]),
-       dim=st.sampled_from([32, 64, 96, 128]), recent=st.integers(0, 70), pages=st.integers(0, 1))
+       dim=st.sampled_from([32, 64, 96, 128]), residual_length=st.integers(0, 70), pages=st.integers(0, 1))
 @DRAWN
-def test_steps_of_any_length(on, randn, counts, keys, values, dim, recent, pages):
+def test_steps_of_any_length(on, randn, counts, keys, values, dim, residual_length, pages):
     waits = keys.startswith("channel")
-    cache = Cache(on, keys, values, dim, recent * waits, 64 * pages * waits, numbered=True)
+    cache = Cache(on, keys, values, dim, residual_length * waits, 64 * pages * waits, numbered=True)
     turns = angles(400, dim, on[0])
     for at, some in enumerate(counts):
         out, q = cache.step(some, fused(randn, sum(some), dim, on, seed=at), turns)
@@ -205,16 +205,16 @@ def test_steps_of_any_length(on, randn, counts, keys, values, dim, recent, pages
         cache.settle()
 
 
-@pytest.mark.parametrize(("keys", "values", "dim", "recent", "first", "count"), [
+@pytest.mark.parametrize(("keys", "values", "dim", "residual_length", "first", "count"), [
     ("channel4", "token4", 64, 64, 64, 20), ("channel3", "token3", 96, 0, 0, 20),
     ("channel2", "token2", 32, 10, 0, 70), ("int8", "fp8", 32, 0, 64, 20),
     ("channel4", "none", 32, 64, 0, 20)])
-def test_vectors_that_wait(on, randn, monkeypatch, keys, values, dim, recent, first, count):
+def test_vectors_that_wait(on, randn, monkeypatch, keys, values, dim, residual_length, first, count):
     """A page ends in the middle of a prompt's piece, another with a decoded token: the cache's own bytes."""
     monkeypatch.setattr(close, "FEW", 8)
-    cache = Cache(on, keys, values, dim, recent, first, numbered=True)
+    cache = Cache(on, keys, values, dim, residual_length, first, numbered=True)
     turns = angles(400, dim, on[0])
-    begin = first + recent + 64 - 1
+    begin = first + residual_length + 64 - 1
     cache.fill((begin - 20, begin - 5), randn, turns)
     for at, counts in enumerate(((20, count), (1, 1), (0, 1))):
         shuffled = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(at)).tolist()
@@ -226,14 +226,14 @@ def test_vectors_that_wait(on, randn, monkeypatch, keys, values, dim, recent, fi
     assert cache.store.pages.used >= 2 * HKV
 
 
-@pytest.mark.parametrize(("keys", "values", "dim", "recent"), [
-    ("turned4c", "turned4", 64, 64), ("turned3c", "turned3", 96, 0), ("turned2c", "token2", 32, 0),
-    ("int8", "turned3", 64, 0)])
-def test_rotated_vectors(on, randn, monkeypatch, keys, values, dim, recent):
+@pytest.mark.parametrize(("keys", "values", "dim", "residual_length"), [
+    ("hadamard4c", "hadamard4", 64, 64), ("hadamard3c", "hadamard3", 96, 0), ("hadamard2c", "token2", 32, 0),
+    ("int8", "hadamard3", 64, 0)])
+def test_rotated_vectors(on, randn, monkeypatch, keys, values, dim, residual_length):
     """Vectors that wait have the cache's bits; codes differ where sums of another order do."""
     monkeypatch.setattr(rope, "FEW", 4)
-    cache = Cache(on, keys, values, dim, recent)
-    turns, count = angles(300, dim, on[0]), recent + 58
+    cache = Cache(on, keys, values, dim, residual_length)
+    turns, count = angles(300, dim, on[0]), residual_length + 58
     cache.fill((count, count - 8), randn, turns)
     out, q = cache.step((7, 4), fused(randn, 11, dim, on), turns)
     assert torch.equal(out, q)
@@ -243,9 +243,9 @@ def test_rotated_vectors(on, randn, monkeypatch, keys, values, dim, recent):
         a, b = (CODINGS[name].decode(parts).double() for parts in (mine, other))
         assert torch.isfinite(a).all() and (a - b).norm() <= 1e-3 * b.norm() and b.norm() > 0
         assert (mine["codes"] != other["codes"]).double().mean() < 1e-3
-    if cache.store.waiting is not None:
-        for name, part in cache.expected.waiting.parts.items():
-            assert torch.equal(cache.store.waiting.parts[name].cpu(), part)
+    if cache.store.residual is not None:
+        for name, part in cache.expected.residual.parts.items():
+            assert torch.equal(cache.store.residual.parts[name].cpu(), part)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -299,7 +299,7 @@ def test_three_tensors_and_a_part_that_is_not_rotated(on, randn):
     assert torch.equal(one[..., :width], reference.rotate(q[..., :width].float(), cos, sin).to(on[1]))
 
 
-@pytest.mark.parametrize("values", ["turned4", "token3", "none"])
+@pytest.mark.parametrize("values", ["hadamard4", "token3", "none"])
 def test_a_row_does_not_depend_on_the_others(on, randn, values):
     """Nor on nobody's: those are zeros, store nothing, and may be anything before."""
     n, dim, rows = 17, 32, [(0, at) if at % 2 == 0 else (-1, 5) for at in range(17)]
@@ -318,7 +318,7 @@ def test_a_row_does_not_depend_on_the_others(on, randn, values):
         assert not mine[:, 1:4].bool().any() and not other[:, 1].bool().any()
 
 
-@pytest.mark.parametrize("values", ["int8", "fp8", "token4", "token3", "turned2", "bf16"])
+@pytest.mark.parametrize("values", ["int8", "fp8", "token4", "token3", "hadamard2", "bf16"])
 def test_extremes(on, monkeypatch, values):
     """Zeros, an outlier, ties, the smallest and the largest numbers: finite, and the cache's own codes."""
     monkeypatch.setattr(rope, "FEW", 4)
@@ -337,7 +337,7 @@ def test_extremes(on, monkeypatch, values):
     own = {name[2:]: part for name, part in cache.store.pages.parts.items() if name.startswith("v.")}
     assert torch.isfinite(CODINGS[values].decode(own)).all()
     for name, part in cache.expected.pages.parts.items():
-        if values != "turned2" and name.startswith("v."):
+        if values != "hadamard2" and name.startswith("v."):
             assert torch.equal(cache.store.pages.parts[name].cpu(), part), name
 
 
@@ -393,10 +393,10 @@ def test_what_it_refuses(randn):
     with pytest.raises(ValueError, match="tables"):
         rope_store(qkv, *turns, pages, replace(tables, starts=None), step, 1, **about)
     with pytest.raises(ValueError, match="wait for each other"):
-        rope_store(qkv, *turns, LayerPages(replace(pages.k, waiting=None), replace(pages.v, waiting=None)), tables,
+        rope_store(qkv, *turns, LayerPages(replace(pages.k, residual=None), replace(pages.v, residual=None)), tables,
                    step, 1, **about)
     with pytest.raises(ValueError, match="only vectors that wait"):
         close_pages(cache.pages(), cache.tables(), step, 1)
-    turned = Cache(on, "int8", "turned4", 32)
+    turned = Cache(on, "int8", "hadamard4", 32)
     with pytest.raises(ValueError, match="rotation"):
         rope_store(qkv, *turns, turned.pages(), turned.tables(), step, 1, **about)

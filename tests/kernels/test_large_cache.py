@@ -22,7 +22,7 @@ def test_pages_beyond_two_to_the_31():
     tables = SequenceTables(table, torch.full((1, 1, 1), 63, **number), torch.zeros(1, **number), table,
                     torch.zeros(1, 1, 1, **number))
     plain = SideLayout("plain", 16)
-    pages, step = LayerPages(Side(plain, k, waiting=wk), Side(plain, v, waiting=wv)), StepTokens(
+    pages, step = LayerPages(Side(plain, k, residual=wk), Side(plain, v, residual=wv)), StepTokens(
         torch.zeros(1, 2, **number), 64)
     qkv = torch.ones(1, 3 * dim, dtype=torch.bfloat16, device=on)
     turns = torch.ones(1, dim // 2, device=on), torch.zeros(1, dim // 2, device=on)

@@ -21,13 +21,13 @@ def attend(cache, q, **how):
 
 
 CASES = [("plain", "plain", None, 0), ("int8", "int8", None, 0), ("fp8", "token4", None, 0),
-         ("channel4", "token4", 10, 0), ("turned4", "turned4", 0, 64), ("channel3", "token2", 64, 0)]
+         ("channel4", "token4", 10, 0), ("hadamard4", "hadamard4", 0, 64), ("channel3", "token2", 64, 0)]
 
 
-@pytest.mark.parametrize(("keys", "values", "recent", "first"), CASES)
+@pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES)
 @pytest.mark.parametrize(("group", "d"), [(4, 32), (3, 96)])
-def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, recent, first, group, d):
-    cache = paged_cache.PagedCache([[170, 150], [9, 40]], [100, 9], d, on, keys, values, recent, first)
+def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, group, d):
+    cache = paged_cache.PagedCache([[170, 150], [9, 40]], [100, 9], d, on, keys, values, residual_length, first)
     q = randn(109, 2 * group, d, seed=5, on=on)
     plain, exact = cache.expected(q, scale=d**-0.5)
     # a score is a sum of terms whose magnitudes add up to about 5, and so far it moves a number of size 1
@@ -35,11 +35,11 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, r
 
 
 @pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize(("keys", "values", "recent"), [("int8", "int8", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"), [("int8", "int8", None), ("channel4", "token4", 30)])
 @pytest.mark.parametrize(("window", "limit", "sinks"), [(20, None, 0), (None, 40, 70), (100, 30, 4)])
-def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, recent, window, limit, sinks):
-    cache = paged_cache.PagedCache([[190, 190]], [70], 32, on, keys, values, recent,
-                                   0 if recent is None else 64, placed)
+def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit, sinks):
+    cache = paged_cache.PagedCache([[190, 190]], [70], 32, on, keys, values, residual_length,
+                                   0 if residual_length is None else 64, placed)
     q = randn(70, 4, 32, seed=5, on=on)
     how = {"window": window, "limit": limit, "sinks": sinks}
     obeys_the_rule(attend(cache, q, **how), *cache.expected(q, scale=32**-0.5, **how))
@@ -53,9 +53,9 @@ def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
                    terms=torch.tensor(3.0 * q.numel()**0.5))
 
 
-@pytest.mark.parametrize(("keys", "values", "recent", "first"), CASES[:1] + CASES[3:5])
-def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys, values, recent, first):
-    cache = paged_cache.PagedCache([[150, 140]], [140], 32, on, keys, values, recent, first)
+@pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES[:1] + CASES[3:5])
+def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys, values, residual_length, first):
+    cache = paged_cache.PagedCache([[150, 140]], [140], 32, on, keys, values, residual_length, first)
     q = randn(140, 4, 32, seed=5, on=on)
     whole = attend(cache, q)
     how = {"scale": 32**-0.5}
@@ -65,8 +65,8 @@ def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys,
     assert torch.equal(cut, whole)
     # the rest of the prompt as a step of its own: what the first 45 left is before it
     tables = cache.tables
-    later = SequenceTables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.waiting, tables.starts,
-                   tables.recent, tables.first)
+    later = SequenceTables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.residual, tables.starts,
+                   tables.residual_length, tables.first)
     rows = torch.tensor([[0, at] for at in range(95)], dtype=torch.int32).to(on[0])
     rest = prefill_attention(q[45:], cache.pages, later, StepTokens(rows, 150), cache.layer,
                              torch.tensor(tiles_of([0], [95], 2), dtype=torch.int32).to(on[0]), **how)

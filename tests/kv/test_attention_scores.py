@@ -65,7 +65,7 @@ def test_sums_are_of_all_queries(feeder, cuts, answers):
 
 
 def test_sums_follow_what_stays(feeder):
-    one = feeder("h2o(50, recent=0.4)")
+    one = feeder("h2o(50, residual_length=0.4)")
     number = one.cache.add()
     for layer, (q, k, _) in enumerate(fed(one, number, [130, 70])):
         sums = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
@@ -89,11 +89,11 @@ def test_weights_are_of_the_last_queries(feeder, cuts, size):
 
 @pytest.mark.parametrize("codec", ["none", "rotation(4)"])
 @pytest.mark.parametrize("cuts", [[5], [3, 60], [200, 1, 130]])
-@pytest.mark.parametrize(("keys", "extent"), [({}, 0), (YARN, 0), (LONG, 64), (LONG, 500)],
+@pytest.mark.parametrize(("keys", "max_length"), [({}, 0), (YARN, 0), (LONG, 64), (LONG, 500)],
                          ids=["plain", "yarn", "longrope short", "longrope long"])
-def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts, keys, extent):
+def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, cuts, keys, max_length):
     one = feeder(f"expected(100000)+{codec}", **keys)
-    number, total = one.cache.add(extent), sum(cuts)
+    number, total = one.cache.add(max_length), sum(cuts)
     assert (one.config.rope.attention_factor != 1) == bool(keys), "or vectors keep their lengths"
     for (_, _, plain), held in zip(fed(one, number, cuts), views(one, number)):
         mean, covariance = held.future(20)

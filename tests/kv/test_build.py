@@ -46,9 +46,9 @@ def test_unknown_names(spec):
 
 @pytest.mark.parametrize(("text", "said"), [
     ("int8(4)", "no option 'bits'"), ("int8(recnt=4)", "did you mean 'recent'"),
-    ("int4(recent=-1)", "recent"),
+    ("int4(residual_length=-1)", "residual_length"),
     ("int4(sinks=1.5)", "sinks"), ("rotation(5)", "bits"), ("rotation(2.2)", "bits"), ("rotation(x)", "bits"),
-    ("int8/int4(recent=x)", "recent")])
+    ("int8/int4(residual_length=x)", "residual_length")])
 def test_bad_options_of_codecs_are_named(text, said):
     with pytest.raises(UsageError) as caught:
         build_kv_codecs(parse_kv(text))
@@ -56,9 +56,9 @@ def test_bad_options_of_codecs_are_named(text, said):
 
 
 def test_two_codecs_wait_as_long_as_the_longer_asks():
-    codings = build_kv_codecs(parse_kv("int4(recent=10, sinks=70)/rotation(2, recent=40, sinks=0)"))
-    assert (codings.keys.name, codings.values.name) == ("channel4", "turned2")
-    assert (codings.recent, codings.first) == (40, 128)
+    codings = build_kv_codecs(parse_kv("int4(residual_length=10, sinks=70)/rotation(2, residual_length=40, sinks=0)"))
+    assert (codings.keys.name, codings.values.name) == ("channel4", "hadamard2")
+    assert (codings.residual_length, codings.first) == (40, 128)
 
 
 def test_a_codec_that_does_not_say_how_keys_are_stored_cannot_be_made():

@@ -12,8 +12,8 @@ POLICIES = ("window(SIZE)", "window(SIZE, sinks=70)", "snapkv(SIZE, window=8)", 
             "adakv(SIZE)", "expected(SIZE)", "tova(SIZE, interval=20)", "h2o(SIZE, interval=20)")
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2(recent=0, sinks=0)", "rotation(3)",
-                                   "int4(recent=100, sinks=70)"])
+@pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2(residual_length=0, sinks=0)", "rotation(3)",
+                                   "int4(residual_length=100, sinks=70)"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_more_than_that_is_taken_and_not_much_less(feeder, policy, codec):
     size = 600_000
@@ -52,8 +52,8 @@ def test_what_is_no_size_is_refused_before_there_is_a_cache(kv):
         build_policy(parse_kv(kv))
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "int8(recent=64, sinks=512)",
-                                   "int4(recent=64, sinks=512)"])
+@pytest.mark.parametrize("codec", ["none", "int4", "int8(residual_length=64, sinks=512)",
+                                   "int4(residual_length=64, sinks=512)"])
 @pytest.mark.parametrize("policy", ["snapkv(SIZE, window=8)", "h2o(SIZE, interval=20)", "window(SIZE)"])
 def test_windows_of_the_models_own_count_too(feeder, policy, codec):
     """One of two layers looks at 300 tokens only, and holds them and as many as wait to be given back."""

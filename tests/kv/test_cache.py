@@ -76,15 +76,15 @@ class Plain:
             kept = max(1, int(total * budget)) if budget < 1 else int(budget)
             if kept >= total:
                 return
-            recent = min(options["window"], kept)
+            residual_length = min(options["window"], kept)
             asked = self.queries[:, -options["window"]:]
             full = self.weights(asked, torch.arange(self.seen - asked.shape[1], self.seen))
-            earlier = full.mean(1).view(2, 2, total).mean(1)[:, :total - recent]
+            earlier = full.mean(1).view(2, 2, total).mean(1)[:, :total - residual_length]
             half = options["kernel"] // 2
             padded = F.pad(earlier, (half, half))
             scores = torch.stack([padded[:, i:i + options["kernel"]].sum(1) / options["kernel"]
-                                  for i in range(total - recent)], 1)
-            self.choose(scores, kept, recent, chosen)
+                                  for i in range(total - residual_length)], 1)
+            self.choose(scores, kept, residual_length, chosen)
         elif self.spec.policy == "tova" and (phase == "prefill_end" or (
                 phase == "decode" and self.steps // options["interval"] > before // options["interval"])):
             if total <= options["budget"]:
@@ -93,14 +93,14 @@ class Plain:
             scores = full[:, 0].mean(0)[:-1].expand(2, -1)
             self.choose(scores, options["budget"], 1, chosen)
 
-    def choose(self, scores, kept, recent, chosen):
+    def choose(self, scores, kept, residual_length, chosen):
         total, rows = self.positions.shape[1], []
         assert chosen.shape == (2, kept)
         for head in range(2):
             place = {int(p): i for i, p in enumerate(self.positions[head])}
             slots = torch.tensor([place[int(p)] for p in chosen[head]])
-            assert slots[kept - recent:].tolist() == list(range(total - recent, total)), "the last stay"
-            best, picked = scores[head].topk(kept - recent).values, scores[head][slots[:kept - recent]]
+            assert slots[kept - residual_length:].tolist() == list(range(total - residual_length, total)), "the last stay"
+            best, picked = scores[head].topk(kept - residual_length).values, scores[head][slots[:kept - residual_length]]
             assert torch.allclose(best.sort().values, picked.sort().values, atol=1e-6), "not the best scores"
             rows.append(slots)
         self.keep(rows)

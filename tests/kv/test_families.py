@@ -49,7 +49,7 @@ def divergence(model, kv, cuts):
 
 @pytest.mark.parametrize("cuts", [[], [17, 18, 19, 50], [*range(1, 80)]], ids=["whole", "pieces", "tokens"])
 def test_codecs_cost_what_their_bits_say(model, cuts):
-    cost = [divergence(model, kv, cuts) for kv in ("none", "int8", "int2(recent=0, sinks=0)")]
+    cost = [divergence(model, kv, cuts) for kv in ("none", "int8", "int2(residual_length=0, sinks=0)")]
     assert abs(cost[0]) < 1e-6 < cost[1] < 0.02 and 5 * cost[1] < cost[2] < 2
 
 

@@ -22,8 +22,8 @@ from quantkit.spec import KVSpec
 from quantkit.testing import tiny_model
 
 CHUNK = 128
-SETTINGS = ("none", "int8", "fp8", "int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)",
-            "int8/int4", "rotation(2.5)", "int8(recent=64)", "window(100, sinks=4)", "window(70)+int4",
+SETTINGS = ("none", "int8", "fp8", "int4", "int3(residual_length=0, sinks=0)", "int2(residual_length=100, sinks=70)",
+            "int8/int4", "rotation(2.5)", "int8(residual_length=64)", "window(100, sinks=4)", "window(70)+int4",
             "snapkv(50)+int8", "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)",
             "tova(64)+rotation(3)", "pyramidkv(0.5, window=8)", "adakv(60)+int4", "h2o(0.3, interval=16)",
             "expected(80)+int8", "kvzip(0.5, piece=100)", "kvzip(100)+int4",
@@ -82,9 +82,9 @@ def test_what_a_sequence_holds_from_its_prompt_on(loaded, kv, prompt, decoded, m
     fed.peak = fed.cache.used_bytes
     fed.decode([row], decoded)
     assert found.bytes_per_token == fed.cache.bytes_per_token
-    assert found.waiting_bytes_per_token == fed.cache.waiting_bytes_per_token
+    assert found.residual_bytes_per_token == fed.cache.residual_bytes_per_token
     if fed.cache.policy.queries:  # layers act one after another
-        spare = 2 if fed.cache.policy.alike else 2 + found.layers * found.heads
+        spare = 2 if fed.cache.policy.uniform_budget else 2 + found.layers * found.heads
         assert fed.peak <= found.sequence_bytes <= fed.peak + spare * sum(found.kinds[0].page_bytes)
     else:
         assert fed.peak == found.sequence_bytes
@@ -106,7 +106,7 @@ def test_what_a_prompt_holds_while_it_comes_in(loaded, kv, monkeypatch):
     assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int2(recent=100, sinks=70)", "window(100)",
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int2(residual_length=100, sinks=70)", "window(100)",
                                 "rotation(3)"])
 @torch.inference_mode()
 def test_the_worst_case_of_three_is_met_to_the_byte(loaded, kv, monkeypatch):
@@ -128,7 +128,7 @@ def held_bytes(cache, found, rows):
     """Bytes of the pages of these sequences, by row, then layer."""
     for row in rows:
         sizes = found.kinds[0].page_bytes
-        yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.waiting), sizes) for own in kind)
+        yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.residual), sizes) for own in kind)
                for layer in cache.batch([row]).sequences[0].layers]
 
 
@@ -193,8 +193,8 @@ def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
                            "num_key_value_heads": 1})
     found = footprint(config, parse_kv("int8"), torch.bfloat16, context, prompt, 512)
     assert found.sequence_bytes == -(-context // 64) * 64 * found.bytes_per_token
-    waits = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
-    assert waits.kinds[0].decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
+    residual_slots = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
+    assert residual_slots.kinds[0].decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
 
 
 @pytest.mark.parametrize("kv", ["snapkv(0.5)", "tova(0.5)", "h2o(0.25, interval=24)+int4",

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     one = load(str(tiny_model(tmp_path_factory.mktemp("served") / "m", head_dim=32)))
-    assert one.unfused is None
+    assert one.fallback_reason is None
     return one
 
 

@@ -83,7 +83,7 @@ def test_bytes_are_those_of_the_tensors():
         name: (torch.Size((3, PAGE, *shape)), dtype) for name, (shape, dtype) in LAYOUT.items()}
 
 
-def test_growth_is_an_eighth_and_shrinking_waits_for_a_quarter():
+def test_growth_is_an_eighth_and_shrinking_residual_for_a_quarter():
     pages = PagePool(LAYOUT)
     pages.take(80)
     pages.take(1)

@@ -16,7 +16,7 @@ from quantkit.testing import tiny_model
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    return load(str(tiny_model(tmp_path_factory.mktemp("replay") / "m", head_dim=32)), dtype="float32")
+    return load(str(tiny_model(tmp_path_factory.mktemp("reread") / "m", head_dim=32)), dtype="float32")
 
 
 def ids(count, seed=0):

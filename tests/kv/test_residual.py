@@ -12,8 +12,8 @@ from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
 from quantkit.ops.rope import apply_rope
 
-CODECS = ("int4", "int3(recent=0, sinks=0)", "int2(recent=100, sinks=70)", "int8(recent=64)", "int8/int4",
-          "rotation", "rotation(2.5, recent=10)", "int4(recent=5)/rotation(2, sinks=0)", "fp8(sinks=1)")
+CODECS = ("int4", "int3(residual_length=0, sinks=0)", "int2(residual_length=100, sinks=70)", "int8(residual_length=64)", "int8/int4",
+          "rotation", "rotation(2.5, residual_length=10)", "int4(residual_length=5)/rotation(2, sinks=0)", "fp8(sinks=1)")
 
 
 class Lists:
@@ -28,7 +28,7 @@ class Lists:
         self.seen = 0
 
     def border(self, length):
-        return max(self.codings.first, (length - self.codings.recent) // PAGE * PAGE)
+        return max(self.codings.first, (length - self.codings.residual_length) // PAGE * PAGE)
 
     def close(self):
         """What is old enough becomes codes, once."""
@@ -50,8 +50,8 @@ class Lists:
         """Rotated ``[H, n, D]``, one query at a time."""
         turned = {"k": k, "v": v}
         for side, coding in self.sides.items():
-            turned[side] = hadamard.apply_hadamard(turned[side]) if coding.turned else turned[side]
-        q = hadamard.apply_hadamard(q) if self.sides["k"].turned else q
+            turned[side] = hadamard.apply_hadamard(turned[side]) if coding.hadamard else turned[side]
+        q = hadamard.apply_hadamard(q) if self.sides["k"].hadamard else q
         outs = []
         for i in range(q.shape[1]):
             for head in range(2):
@@ -73,7 +73,7 @@ class Lists:
             outs.append(torch.stack(out))
             self.seen += 1
         out = torch.stack(outs, 1)
-        return hadamard.undo_hadamard(out) if self.sides["v"].turned else out
+        return hadamard.undo_hadamard(out) if self.sides["v"].hadamard else out
 
     def keep(self, kept, whole):
         """Only these positions stay, by head. Codes of pages before the first that is missing stay, and where
@@ -136,7 +136,7 @@ def check_pages(cache, number):
         lengths = cache.held(number)[layer]
         borders = [cache.codings.border(length) for length in lengths]
         assert store.pages.used == sum((border - first) // PAGE for border in borders)
-        assert store.waiting.used == sum(-(-(length - border + first) // PAGE) if length > first
+        assert store.residual.used == sum(-(-(length - border + first) // PAGE) if length > first
                                          else -(-length // PAGE) for length, border in zip(lengths, borders))
         for pages in store.all:
             spare = pages.allocated_bytes - pages.used * pages.page_bytes
@@ -157,7 +157,7 @@ def test_under_a_window_chunks_make_no_difference_and_old_pages_are_given_back(f
             outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
             start += count
         results.append(torch.cat(outs, 3))
-        waits = one.cache.codings.recent + one.cache.codings.first
+        waits = one.cache.codings.residual_length + one.cache.codings.first
         assert one.cache.held(number)[0][0] <= 70 + waits + 4 * PAGE, "far more than a window is held"
     for other in results[1:]:
         assert torch.allclose(results[0], other, atol=1e-5)
@@ -189,6 +189,6 @@ def test_bytes_are_those_of_codes_and_of_what_waits(feeder):
     one.feed([number], [64 * 40], "prefill_end")
     slots, cache = one.layers * one.kv_heads, one.cache
     assert one.cache.bytes_per_token == slots * 2 * 32 * 5 // 8
-    assert one.cache.waiting_bytes_per_token == slots * 2 * 32 * 2
-    assert cache.step_bytes(number) == 64 * (38 * cache.bytes_per_token + 2 * cache.waiting_bytes_per_token)
-    assert cache.used_bytes == 64 * (38 * cache.bytes_per_token + 2 * cache.waiting_bytes_per_token)
+    assert one.cache.residual_bytes_per_token == slots * 2 * 32 * 2
+    assert cache.step_bytes(number) == 64 * (38 * cache.bytes_per_token + 2 * cache.residual_bytes_per_token)
+    assert cache.used_bytes == 64 * (38 * cache.bytes_per_token + 2 * cache.residual_bytes_per_token)

@@ -26,10 +26,10 @@ def config(make_config):
     return make_config("phi3", **KEYS)
 
 
-def through_cache(model, tokens, extents):
-    """Rows one beside the other, cut in pieces, each announced to get as long as ``extents`` says."""
+def through_cache(model, tokens, max_lengths):
+    """Rows one beside the other, cut in pieces, each announced to get as long as ``max_lengths`` says."""
     cache = KVCache(model.config, None, model.dtype)
-    rows, found = [cache.add(extent) for extent in extents], []
+    rows, found = [cache.add(max_length) for max_length in max_lengths], []
     for some in tokens.split([7, 1, tokens.shape[1] - 8], 1):
         found.append(model(some, cache=cache.batch(rows)))
     return torch.cat(found, 1)
@@ -54,7 +54,7 @@ def test_transformers_changes_its_rotation_at_the_same_length(config, make_model
 
 def test_the_choice_is_each_sequences_own(config, make_model):
     model, tokens = make_model(config), ids(2, 20)
-    short, long = (through_cache(model, tokens, [extent] * 2) for extent in (TRAINED, TRAINED + 1))
+    short, long = (through_cache(model, tokens, [max_length] * 2) for max_length in (TRAINED, TRAINED + 1))
     assert (short - long).abs().max() > 0.05
     mixed = through_cache(model, tokens, [TRAINED + 1, TRAINED])
     assert torch.equal(mixed[0], long[0]) and torch.equal(mixed[1], short[1])

@@ -219,7 +219,7 @@ def test_without_a_limit_a_prompt_goes_in_the_largest_chunks(timed, submit):
     assert model.chunks[-1] == 200 and max(gaps_of(times)) > 7 * ITL
 
 
-def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit):
+def test_a_prompt_that_nobody_residual_for_goes_in_the_largest_chunks(timed, submit):
     engine, model = timed(SLOW, max_itl=ITL)
     ticket, _ = submit(engine, 200)
     engine.step()
@@ -229,7 +229,7 @@ def test_a_prompt_that_nobody_waits_for_goes_in_the_largest_chunks(timed, submit
 def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, tmp_path):
     """Experts go operation by operation."""
     loaded = load(str(tiny_model(tmp_path, "mixtral")))
-    assert loaded.unfused
+    assert loaded.fallback_reason
     engine = Engine(loaded, max_itl=0.0)
     submit(engine, 4)
     for _ in range(5):
@@ -310,7 +310,7 @@ def test_who_leaves_at_the_end_of_its_prompt_leaves_nothing(timed, submit, kv, h
     assert engine.cache.used_bytes == 0
 
 
-def test_a_prompt_that_comes_before_the_usual_gap_is_known_waits_for_one_step(timed, submit):
+def test_a_prompt_that_comes_before_the_usual_gap_is_known_residual_for_one_step(timed, submit):
     """Without it every gap of a slow machine would look as if its chunk alone took so long."""
     engine, model = timed(Machine(0.1, 0.0, 0.002, 0.0), max_itl=ITL)
     submit(engine, 4)

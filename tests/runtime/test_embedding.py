@@ -79,10 +79,10 @@ def test_it_computes_what_its_weights_mean(make, way, tied):
     out, plain = make(way, tie_word_embeddings=tied)
     expected = load(str(plain)).model(ids(2, 12))
     exact = load(str(out), dtype="float32")
-    assert "is multiplied by reference" in exact.unfused
+    assert "is multiplied by reference" in exact.fallback_reason
     torch.testing.assert_close(exact.model(ids(2, 12)), expected, rtol=1e-4, atol=1e-4)
     fused = load(str(out))
-    assert fused.unfused is None
+    assert fused.fallback_reason is None
     for found in (fused.model(ids(2, 12)), fused.model._model(ids(2, 12)).float()):
         assert (found - expected).norm() <= 0.03 * expected.norm()
 

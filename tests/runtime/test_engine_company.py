@@ -55,7 +55,7 @@ class Models(dict):
             if not path.exists():
                 quantize(str(source), recipe[0], path)
         self[name] = load(str(path), dtype=DTYPES[dtype])
-        assert (self[name].unfused is not None) == (name in BY_OPERATION)
+        assert (self[name].fallback_reason is not None) == (name in BY_OPERATION)
         return self[name]
 
 

@@ -49,7 +49,7 @@ def test_a_recipe_that_names_the_head_unties_it(tied, tmp_path):
     stored = load_file(out / "model.safetensors")
     assert {"lm_head.weight_packed", "lm_head.weight_scale", EMBEDDING} <= set(stored)
     loaded, plain = load(str(out)), load(str(tied), dtype="float32")
-    assert loaded.unfused is None and loaded.manifest.layers[-1].name == "lm_head"
+    assert loaded.fallback_reason is None and loaded.manifest.layers[-1].name == "lm_head"
     ids = torch.arange(4, 24)[None]
     far = (loaded.model(ids) - plain.model(ids)).norm() / plain.model(ids).norm()
     assert 0 < far < 0.3

@@ -17,17 +17,17 @@ CODINGS = {
     "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
     "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)),
     **{f"int{bits}": (SideLayout(CHANNEL, bits), SideLayout(TOKEN, bits)) for bits in (4, 3, 2)},
-    **{f"turned{bits}": (SideLayout(HADAMARD, bits, True), SideLayout(HADAMARD, bits)) for bits in (4, 3, 2)},
+    **{f"hadamard{bits}": (SideLayout(HADAMARD, bits, True), SideLayout(HADAMARD, bits)) for bits in (4, 3, 2)},
     "int8/int4": (SideLayout(INT8, 8), SideLayout(TOKEN, 4))}
 """Keys and values."""
-MAIN = ("bf16", "int8", "fp8", "int4", "turned4")
+MAIN = ("bf16", "int8", "fp8", "int4", "hadamard4")
 POINTERS = {"q_ptr": "*bf16", "k_wait_ptr": "*bf16", "v_wait_ptr": "*bf16",
             **dict.fromkeys(("k_scale_ptr", "k_shift_ptr", "v_scale_ptr", "v_shift_ptr", "at_ptr",
-                             "wait_at_ptr", "table_ptr", "wait_table_ptr", "start_ptr", "length_ptr",
+                             "wait_at_ptr", "table_ptr", "residual_table_ptr", "start_ptr", "length_ptr",
                              "seen_ptr", "rows_ptr"), "*i32")}
 NUMBERS = {**dict.fromkeys(("factor", "cap"), "fp32"),
-           **dict.fromkeys(("window", "limit", "sinks", "recent", "first", "layer", "layers", "width",
-                            "waits", "q_step"), "i32")}
+           **dict.fromkeys(("window", "limit", "sinks", "residual_length", "first", "layer", "layers", "width",
+                            "residual_width", "q_step"), "i32")}
 
 
 def cases(family: str) -> Iterator[AotCase]:
@@ -55,10 +55,10 @@ def cases(family: str) -> Iterator[AotCase]:
 def _common(d: int, coding: str, family: str, limited: bool, placed: bool,
             capped: bool) -> tuple[str, dict[str, str], dict[str, Any]]:
     k, v = CODINGS[coding]
-    waits = k.bits < 8 or v.bits < 8
+    has_residual = k.bits < 8 or v.bits < 8
     name = f"d{d} {coding}{' window' * (limited and not placed)}{' placed' * placed}{' cap' * capped}"
     types = {f"{side}_ptr": "*bf16" if one.kind == PLAIN else "*i32" for side, one in (("k", k), ("v", v))}
-    common = constants(k, v, HEADS, KV_HEADS, d, waits, limited, placed, capped, family != "cdna")
+    common = constants(k, v, HEADS, KV_HEADS, d, has_residual, limited, placed, capped, family != "cdna")
     return name, POINTERS | types | NUMBERS, common
 
 

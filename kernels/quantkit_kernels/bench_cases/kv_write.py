@@ -76,9 +76,9 @@ def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype
     """Pages of which n tokens are the last: 4-bit keys by channel and values by token."""
     hkv, d, each = shapes.kv_heads, shapes.dim, -(-n // PAGE)
     count = hkv * each
-    waiting = torch.randn(2, count, PAGE, d, dtype=dtype, device=device)
+    residual = torch.randn(2, count, PAGE, d, dtype=dtype, device=device)
     sides = []
-    for kind, grid, x in ((CHANNEL, (PAGE // 32, d), waiting[0]), (TOKEN, (PAGE, d // 32), waiting[1])):
+    for kind, grid, x in ((CHANNEL, (PAGE // 32, d), residual[0]), (TOKEN, (PAGE, d // 32), residual[1])):
         codes = torch.zeros(count, PAGE, d // 2, dtype=torch.uint8, device=device)
         scale, low = torch.zeros(2, count, *grid, dtype=torch.bfloat16, device=device)
         sides.append(Side(SideLayout(kind, 4), codes, scale, low, x))
@@ -90,7 +90,7 @@ def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype
 
     def theirs(at: int) -> torch.Tensor:
         parts = [_decoded(*reference.encode_grid(x.float(), 4, axis), axis)
-                 for x, axis in ((waiting[0], -2), (waiting[1], -1))]
+                 for x, axis in ((residual[0], -2), (residual[1], -1))]
         return torch.cat([part.flatten() for part in parts])
 
     def check() -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype
             parts.append(_decoded(codes, side.scale, side.shift, axis).flatten())
         return torch.cat(parts), theirs(0)
 
-    moved = size(waiting) + sum(size(side.codes) for side in sides) + 8 * count * PAGE * d // 32
+    moved = size(residual) + sum(size(side.codes) for side in sides) + 8 * count * PAGE * d // 32
     return BenchCase("close int4", f"m{n}", ours, theirs, "encode", moved, moved, 0, 1, 1, 0.05, cold=False,
                 check=check)
 

@@ -24,7 +24,7 @@ from quantkit_kernels.triton.cache import (
 CODINGS = {
     "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
     "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)), "int4": (SideLayout(CHANNEL, 4), SideLayout(TOKEN, 4)),
-    "turned4": (SideLayout(HADAMARD, 4, True), SideLayout(HADAMARD, 4))}
+    "hadamard4": (SideLayout(HADAMARD, 4, True), SideLayout(HADAMARD, 4))}
 """Of keys and of values."""
 FIRST, THIRD = 0.240464, 0.00209768
 """Level c of rotated vectors' 4-bit codes is ``u (FIRST + THIRD u²)``, u = c − 7.5."""
@@ -45,7 +45,7 @@ def encoded(x: torch.Tensor, coding: SideLayout) -> Encoded:
         floats = (wide / scale.float()[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         return floats.view(torch.uint8), scale, None, floats.float() * scale.float()[..., None]
     if coding.kind == HADAMARD:
-        return _turned(wide, coding.centered)
+        return _hadamard(wide, coding.centered)
     at = -2 if coding.kind == CHANNEL else -1
     groups = wide.unflatten(at, (-1, 32))
     low = groups.amin(at, keepdim=True).to(torch.bfloat16)
@@ -55,7 +55,7 @@ def encoded(x: torch.Tensor, coding: SideLayout) -> Encoded:
     return (_packed(codes.flatten(at - 1, at)), scale.squeeze(at), low.squeeze(at), found.flatten(at - 1, at))
 
 
-def _turned(x: torch.Tensor, centered: bool) -> Encoded:
+def _hadamard(x: torch.Tensor, centered: bool) -> Encoded:
     mean = x.mean(-2).to(torch.bfloat16) if centered else None
     if mean is not None:
         x = x - mean.float()[:, None]
@@ -83,7 +83,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[SideLayout, SideLayou
     batch, heads, length, dim = k.shape
     device, each = k.device, -(-length // PAGE)
     count = batch * heads * each
-    waits = min(coding.bits for coding in codings) < 8
+    has_residual = min(coding.bits for coding in codings) < 8
     order = torch.randperm(count, device=device)
     table = order.to(torch.int32).view(batch, 1, heads, each)
     sides, read = [], []
@@ -91,18 +91,18 @@ def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[SideLayout, SideLayou
         rows = F.pad(x, (0, 0, 0, each * PAGE - length)).reshape(count, PAGE, dim)
         *parts, found = encoded(rows, coding)
         found = found.view(batch, heads, -1, dim)[:, :, :length].to(x.dtype)
-        waiting = None
-        if waits:
+        residual = None
+        if has_residual:
             found[:, :, length // PAGE * PAGE:] = x[:, :, length // PAGE * PAGE:]
-            waiting = _placed(rows, order)
+            residual = _placed(rows, order)
         codes, scale, shift = (None if part is None else _placed(part, order) for part in parts)
         assert codes is not None
-        sides.append(Side(coding, codes, scale, shift, waiting))
+        sides.append(Side(coding, codes, scale, shift, residual))
         read.append(found)
     # vectors of all slots wait here, those before the last page beside their codes: they aren't read
     before = torch.full((batch, 1, heads), length - new, dtype=torch.int32, device=device)
-    tables = SequenceTables(table, before, before[:, 0, 0].clone(), table if waits else None,
-                    torch.zeros_like(before) if waits else None)
+    tables = SequenceTables(table, before, before[:, 0, 0].clone(), table if has_residual else None,
+                    torch.zeros_like(before) if has_residual else None)
     whose = [[row, place] for row in range(batch) for place in range(new)]
     step = StepTokens(torch.tensor(whose, dtype=torch.int32, device=device), length)
     return LayerPages(sides[0], sides[1]), tables, step, read[0], read[1]
@@ -118,9 +118,9 @@ def _placed(part: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def cloned(pages: LayerPages) -> LayerPages:
     """The same elsewhere in memory."""
     def side(of: Side) -> Side:
-        scale, shift, waiting = (None if part is None else part.clone()
-                                 for part in (of.scale, of.shift, of.waiting))
-        return Side(of.coding, of.codes.clone(), scale, shift, waiting)
+        scale, shift, residual = (None if part is None else part.clone()
+                                 for part in (of.scale, of.shift, of.residual))
+        return Side(of.coding, of.codes.clone(), scale, shift, residual)
 
     return LayerPages(side(pages.k), side(pages.v))
 

@@ -72,7 +72,7 @@ class _Attend:
         first, count, sequence = (e.load(tile, I64, 8 * i) for i in range(3))
         self.held = HeadPages(e, a, self.codecs, self.dim, sequence, self.head)
         self.tile = a.scratch + thread * a.scratch_private
-        if not self.codecs.waits:
+        if not self.codecs.residual:
             self._rows(first, count, split)
             e.ret()
             return
@@ -83,7 +83,7 @@ class _Attend:
             begin = first + done.get()
             sees = self.held.length + e.load(a.rows, I64, begin * 24 + 8) + 1
             self.border = self.held.border(sees)
-            some = e.min(count - done.get(), e.const(I64, PAGE) - ((sees - a.recent) & (PAGE - 1)))
+            some = e.min(count - done.get(), e.const(I64, PAGE) - ((sees - a.residual_length) & (PAGE - 1)))
             self._rows(begin, some, split)
             done.set(done.get() + some)
         e.ret()
@@ -134,7 +134,7 @@ class _Attend:
             position = e.load(a.rows, I64, self.first * 24 + 16)
             start.set(e.max(position - a.window + 1, e.const(I64, 0)) // SPLIT * SPLIT)
         # pages of codes may be none at all; those that wait have this step's own tokens
-        with e.when(e.present(a.waiting_positions if self.codecs.waits else a.positions)):
+        with e.when(e.present(a.residual_positions if self.codecs.residual else a.positions)):
             start.set(0)
         return start.get()
 
@@ -178,7 +178,7 @@ class _Attend:
         """The slots of a page as float32 in the tile; on the way also their positions."""
         e, a = self.e, self.a
         where = self.places + (at & (SPLIT - 1)) * 4
-        if not self.codecs.waits:
+        if not self.codecs.residual:
             base = self.held.slot(at)
             self._codes(side, at, base, count, self.limit)
             if places:
@@ -190,11 +190,11 @@ class _Attend:
             if places:
                 self._positions(a.positions, base, where, at, count)
             otherwise()
-            base = self.held.waiting(at)
+            base = self.held.residual(at)
             with e.loop(0, count) as i:
                 self._keep(i, self.codecs.vectors.load(e, self.held.vector(side, base + i), self.dim, []))
             if places:
-                self._positions(a.waiting_positions, base, where, at, count)
+                self._positions(a.residual_positions, base, where, at, count)
 
     def _codes(self, side: str, at: Value, base: Value, count: Value, end: Value) -> None:
         """Decode, and fetch the next page's keys, which lie anywhere, and this one's values."""

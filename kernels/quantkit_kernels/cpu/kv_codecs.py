@@ -40,7 +40,7 @@ class PageCodec:
         common: ``(e, shared, group, head dimension)``: what all of a group's slots need, loaded once.
         gather: ``(e, shared, slots, head dimension)``: fills ``shared`` from float32 ``[PAGE, D]`` before
             its slots are stored.
-        turned: vectors are rotated before.
+        hadamard: vectors are rotated before.
     """
 
     name: str
@@ -50,7 +50,7 @@ class PageCodec:
     shared: Sizes = lambda dim: {}
     common: Callable[[Emitter, Parts, Value, int], list[Value]] = lambda e, shared, group, dim: []
     gather: Callable[[Emitter, Parts, Value, int], None] | None = None
-    turned: bool = False
+    hadamard: bool = False
 
 
 def lanes(dim: int) -> int:
@@ -191,7 +191,7 @@ def _by_channel(bits: int) -> PageCodec:
                    lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
 
 
-def _turned(bits: int, centered: bool) -> PageCodec:
+def _hadamard(bits: int, centered: bool) -> PageCodec:
     """``level(code) · scale + mean``, the mean of 64 slots."""
     first, third = CURVES[bits]
     book = [u * (first + third * u * u) for u in (c - (2**bits - 1) / 2 for c in range(2**bits))]
@@ -239,8 +239,8 @@ def _turned(bits: int, centered: bool) -> PageCodec:
         return {"codes": dim * bits // 8, "scale": 2}
 
     if not centered:
-        return PageCodec(f"turned{bits}", sizes, store, load, turned=True)
-    return PageCodec(f"turned{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
+        return PageCodec(f"hadamard{bits}", sizes, store, load, hadamard=True)
+    return PageCodec(f"hadamard{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
 
 
 def _nearest(e: Emitter, steps: Value, top: float) -> Value:
@@ -259,6 +259,6 @@ INT8 = PageCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _l
 FP8 = PageCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
 CODECS = {codec.name: codec for codec in (
     BF16, FP16, FP32, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
-    *(_turned(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}
+    *(_hadamard(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}
 PARTS = ("values", "codes", "scale", "low", "mean")
 """Names of parts, in the order of a record's pointers."""

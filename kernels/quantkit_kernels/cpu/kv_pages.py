@@ -11,14 +11,14 @@ from quantkit_kernels.cpu.values import I32, I64, PTR, Value
 
 SEQUENCE = 8
 """Words of a sequence's record."""
-CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_waiting", "*v_waiting", "*positions",
-         "*waiting_positions", "*rows", "*sequences", "layer", "heads", "recent", "first")
+CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_residual", "*v_residual", "*positions",
+         "*residual_positions", "*rows", "*sequences", "layer", "heads", "residual_length", "first")
 """Arguments that say where keys and values lie: the layer's pages; those of vectors that wait;
 ``rows`` int64 ``[M, 3]``: sequence, place in this step, position; ``sequences`` int64 ``[B, 8]``: pointer to
 page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
 ``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
 ``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, tokens of this step;
-``positions``: null if a slot's number is its position; ``heads``: of keys; ``recent`` newest slots wait, and
+``positions``: null if a slot's number is its position; ``heads``: of keys; ``residual_length`` newest slots wait, and
 the ``first``."""
 
 
@@ -27,25 +27,25 @@ class PageCodecs:
     """Of keys and of values.
 
     Attributes:
-        waits: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or ``f32``;
+        residual: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or ``f32``;
             ``None``: none do.
     """
 
     keys: str
     values: str
-    waits: str | None = None
+    residual: str | None = None
 
     @property
     def name(self) -> str:
         """As part of a function's."""
         both = self.keys if self.keys == self.values else f"{self.keys}_{self.values}"
-        return both + (f"_waits_{self.waits}" if self.waits else "")
+        return both + (f"_residual_{self.residual}" if self.residual else "")
 
     @property
     def vectors(self) -> PageCodec:
         """Of what waits."""
-        assert self.waits is not None
-        return CODECS[self.waits]
+        assert self.residual is not None
+        return CODECS[self.residual]
 
     def side(self, side: str) -> PageCodec:
         """``k`` or ``v``."""
@@ -72,14 +72,14 @@ class HeadPages:
         one, index = a.sequences + sequence * (8 * SEQUENCE), a.layer * a.heads + head
         self._table = e.load(one, PTR) + index * e.load(one, I64, 8) * 4
         self.length = e.load(e.load(one, PTR, 16) + index * 4, I32).sext(I64)
-        if codecs.waits:
-            self._waiting = e.load(one, PTR, 24) + index * e.load(one, I64, 32) * 4
+        if codecs.residual:
+            self._residual = e.load(one, PTR, 24) + index * e.load(one, I64, 32) * 4
             self._start = self.border(self.length)
         self.count = e.load(one, I64, 56)
 
     def border(self, length: Value) -> Value:
         """Of so many slots those in ``[first, border)`` are read as codes."""
-        return self._e.max((length - self._a.recent) & -PAGE, self._a.first)
+        return self._e.max((length - self._a.residual_length) & -PAGE, self._a.first)
 
     @property
     def start(self) -> Value:
@@ -88,12 +88,12 @@ class HeadPages:
 
     def slot(self, at: Value) -> Value:
         """The place of a slot among all pages of codes."""
-        return _place(self._e, self._table, at - self._a.first if self._codecs.waits else at)
+        return _place(self._e, self._table, at - self._a.first if self._codecs.residual else at)
 
-    def waiting(self, at: Value) -> Value:
+    def residual(self, at: Value) -> Value:
         """The place of a slot among all pages of vectors that wait."""
         first = self._a.first
-        return _place(self._e, self._waiting, self._e.select(at < first, at, at - self._start + first))
+        return _place(self._e, self._residual, self._e.select(at < first, at, at - self._start + first))
 
     def parts(self, side: str, slot: Value) -> dict[str, Value]:
         """Pointers to what a slot of codes holds."""
@@ -108,7 +108,7 @@ class HeadPages:
     def vector(self, side: str, slot: Value) -> dict[str, Value]:
         """The same of a vector that waits."""
         size = self._codecs.vectors.bytes(self._dim)["values"]
-        return {"values": getattr(self._a, f"{side}_waiting") + slot * size}
+        return {"values": getattr(self._a, f"{side}_residual") + slot * size}
 
 
 def _place(e: Emitter, table: Value, index: Value) -> Value:

@@ -56,7 +56,7 @@ class RopeStore:
         half = self.dim // 2
         angle = [e.load(p, vec(F32, half), position * (half * 4)) for p in (a.cos, a.sin)]
         eps = a.eps.trunc(I32).bits(F32)
-        turned = {side: self.codecs.side(side).turned for side in "kv"}
+        turned = {side: self.codecs.side(side).hadamard for side in "kv"}
         room = e.room(hadamard.room_bytes(self.dim)) if any(turned.values()) else None
         with e.loop(0, a.group) as one:
             q = a.q + row * a.q_stride + (head * a.group + one) * (self.dim * 4)
@@ -66,18 +66,18 @@ class RopeStore:
         k, v = (p + row * a.kv_stride + head * (self.dim * 4) for p in (a.k, a.v))
         self._turn(e, k, angle, a.k_norm, eps, None)
         held = HeadPages(e, a, self.codecs, self.dim, sequence, head)
-        at, waits = held.length + place, self.codecs.waits
-        slot = held.waiting(at) if waits else held.slot(at)
+        at, residual = held.length + place, self.codecs.residual
+        slot = held.residual(at) if residual else held.slot(at)
         width = lanes(self.dim)
         for side, source in (("k", k), ("v", v)):
             if turned[side]:
                 _mixed(e, a, source, room, self.dim, FARTHEST)
             values = [e.load(source, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
-            if waits:
+            if residual:
                 self.codecs.vectors.store(e, held.vector(side, slot), values)
             else:
                 self.codecs.side(side).store(e, held.parts(side, slot), values)
-        places = a.waiting_positions if waits else a.positions
+        places = a.residual_positions if residual else a.positions
         with e.when(e.present(places)):
             e.store(places, position.trunc(I32), slot * 4)
         e.ret()
@@ -121,7 +121,7 @@ class EncodePages:
         at = held.start + block * PAGE
         scratch, width = a.scratch + thread * a.scratch_private, lanes(self.dim)
         with e.when(at < held.border(held.length + held.count)):
-            source, target = held.waiting(at), held.slot(at)
+            source, target = held.residual(at), held.slot(at)
             for side in "kv":
                 codec = self.codecs.side(side)
                 with e.loop(0, PAGE) as slot:
@@ -139,7 +139,7 @@ class EncodePages:
                         parts = held.parts(side, target + slot)
                         codec.store(e, parts, values, *([common] if common else []))
             with e.when(e.present(a.positions)), e.loop(0, PAGE) as slot:
-                place = e.load(a.waiting_positions, I32, (source + slot) * 4)
+                place = e.load(a.residual_positions, I32, (source + slot) * 4)
                 e.store(a.positions, place, (target + slot) * 4)
         e.ret()
 

@@ -30,7 +30,7 @@ VALUES = {PLAIN: (16,), INT8: (8,), FP8: (8,), TOKEN: (2, 3, 4), HADAMARD: (2, 3
 """Kinds and bits that are read; only keys are centered."""
 HEADS = 16
 """At most so many query heads share a key head."""
-CHANGING = ["window", "limit", "sinks", "recent", "first", "layer", "layers", "width", "waits", "pieces"]
+CHANGING = ["window", "limit", "sinks", "residual_length", "first", "layer", "layers", "width", "residual_width", "pieces"]
 """Integers for which nothing is compiled anew."""
 
 
@@ -59,24 +59,24 @@ def check(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: Step
     rows, layers, hkv, _ = tables.pages.shape
     sides = (pages.k, pages.v)
     whole = [tables.pages, tables.lengths, tables.seen, step.rows]
-    whole += [t for t in (tables.waiting, tables.starts, pages.positions, pages.waiting_positions)
+    whole += [t for t in (tables.residual, tables.starts, pages.positions, pages.residual_positions)
               if t is not None]
     if (q.stride()[1:] != (d, 1) or h % hkv or h // hkv > HEADS or not 0 <= layer < layers
             or tables.lengths.shape != (rows, layers, hkv) or step.rows.shape != (n, 2)
             or any(t.dtype != torch.int32 or not t.is_contiguous() for t in whole)
-            or (pages.k.waiting is None) != (pages.v.waiting is None)
-            or pages.waits != (tables.waiting is not None and tables.starts is not None)
+            or (pages.k.residual is None) != (pages.v.residual is None)
+            or pages.has_residual != (tables.residual is not None and tables.starts is not None)
             or any(not _fits(side, q.dtype, d) for side in sides)):
         raise ValueError("q, pages, tables and step don't fit together")
 
 
 def _fits(side: Side, dtype: torch.dtype, d: int) -> bool:
     bits = side.codes.element_size() * 8 if side.coding.kind == PLAIN else side.coding.bits
-    parts = [t for t in (side.codes, side.scale, side.shift, side.waiting) if t is not None]
+    parts = [t for t in (side.codes, side.scale, side.shift, side.residual) if t is not None]
     return (side.codes.shape[1:] == (64, d * bits // side.codes.element_size() // 8)
             and all(t.is_contiguous() for t in parts)
             and (side.coding.kind != PLAIN or side.codes.dtype == dtype)
-            and (side.waiting is None or side.waiting.dtype == dtype)
+            and (side.residual is None or side.residual.dtype == dtype)
             and all(t.dtype == torch.bfloat16 for t in (side.scale, side.shift) if t is not None)
             and (side.coding.kind == PLAIN or side.scale is not None)
             and (side.shift is not None) == (side.coding.kind in (CHANNEL, TOKEN) or side.coding.centered))
@@ -90,9 +90,9 @@ def pointers(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: S
         found[f"{name}_ptr"] = side.codes if side.coding.kind == PLAIN else side.codes.view(torch.int32)
         for part, t in (("scale", side.scale), ("shift", side.shift)):
             found[f"{name}_{part}_ptr"] = nothing if t is None else t.flatten().view(torch.int32)
-        found[f"{name}_wait_ptr"] = q if side.waiting is None else side.waiting
-    rest = {"at_ptr": pages.positions, "wait_at_ptr": pages.waiting_positions, "table_ptr": tables.pages,
-            "wait_table_ptr": tables.waiting, "start_ptr": tables.starts, "length_ptr": tables.lengths,
+        found[f"{name}_wait_ptr"] = q if side.residual is None else side.residual
+    rest = {"at_ptr": pages.positions, "wait_at_ptr": pages.residual_positions, "table_ptr": tables.pages,
+            "residual_table_ptr": tables.residual, "start_ptr": tables.starts, "length_ptr": tables.lengths,
             "seen_ptr": tables.seen, "rows_ptr": step.rows}
     return found | {name: nothing if t is None else t for name, t in rest.items()}
 
@@ -103,9 +103,9 @@ def numbers(q: torch.Tensor, tables: SequenceTables, layer: int, scale: float, w
     e = math.log2(math.e)
     factor, cap = (scale * e, 0.0) if softcap is None else (2 * scale / softcap * e, softcap * e)
     return {"factor": factor, "cap": cap, "window": _at_most(window), "limit": _at_most(limit),
-            "sinks": min(sinks, FARTHEST), "recent": tables.recent, "first": tables.first,
+            "sinks": min(sinks, FARTHEST), "residual_length": tables.residual_length, "first": tables.first,
             "layer": layer, "layers": tables.pages.shape[1],
-            "width": tables.pages.shape[3], "waits": 0 if tables.waiting is None else tables.waiting.shape[3],
+            "width": tables.pages.shape[3], "residual_width": 0 if tables.residual is None else tables.residual.shape[3],
             "q_step": q.stride(0)}
 
 
@@ -113,11 +113,11 @@ def _at_most(window: int | None) -> int:
     return FARTHEST if window is None else min(window, FARTHEST)
 
 
-def constants(k: SideLayout, v: SideLayout, h: int, hkv: int, d: int, waits: bool, limited: bool, placed: bool,
+def constants(k: SideLayout, v: SideLayout, h: int, hkv: int, d: int, has_residual: bool, limited: bool, placed: bool,
               capped: bool, asm: bool) -> dict[str, Any]:
     """Compile-time arguments."""
     return {"HKV": hkv, "G": h // hkv, "D": d, "DP": max(16, triton.next_power_of_2(d)),
-            "KK": k.kind, "KB": k.bits, "KC": k.centered, "VK": v.kind, "VB": v.bits, "WAITS": waits,
+            "KK": k.kind, "KB": k.bits, "KC": k.centered, "VK": v.kind, "VB": v.bits, "HAS_RESIDUAL": has_residual,
             "LIMITED": limited, "PLACED": placed and limited, "CAPPED": capped, "ASM": asm}
 
 
@@ -126,5 +126,5 @@ def constants_of(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, win
     """The same for these tensors."""
     asm = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
     return constants(pages.k.coding, pages.v.coding, q.shape[1], tables.pages.shape[2], q.shape[2],
-                     pages.waits, window is not None or limit is not None, pages.positions is not None,
+                     pages.has_residual, window is not None or limit is not None, pages.positions is not None,
                      softcap is not None, asm)

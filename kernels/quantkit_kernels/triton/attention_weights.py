@@ -15,7 +15,7 @@ from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
 from quantkit_kernels.triton.decode_attention import JOIN, PIECE, SplitResults, run_pieces
 from quantkit_kernels.triton.fragment import family_of
 from quantkit_kernels.triton.kv_operands import key_dims, scores, vector_scores
-from quantkit_kernels.triton.softmax import scaled, visible, waiting_page, walk
+from quantkit_kernels.triton.softmax import residual_page, scaled, visible, walk
 
 
 @triton.jit
@@ -31,14 +31,14 @@ def _of_group(s: tl.tensor, seen: tl.tensor, base: tl.tensor, total: tl.tensor, 
 def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
                    k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
                    v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                   wait_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
+                   residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
                    seen_ptr: tl.tensor, rows_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor,
                    w_ptr: tl.tensor, factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor,
-                   sinks: tl.tensor, recent: tl.tensor, first: tl.tensor, layer: tl.tensor,
-                   layers: tl.tensor, width: tl.tensor, waits: tl.tensor, q_step: tl.tensor,
+                   sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor,
+                   layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor, q_step: tl.tensor,
                    pieces: tl.tensor, slots: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                    DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr,
-                   VB: tl.constexpr, WAITS: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
+                   VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
                    CAPPED: tl.constexpr, ASM: tl.constexpr, PEAKS: tl.constexpr, COUNT: tl.constexpr,
                    JOIN: tl.constexpr, STAGES: tl.constexpr) -> None:
     """One piece of one key head of one token: w float32 ``[N, HKV, slots]``, written where a page is read; m
@@ -54,7 +54,7 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, recent, first, WAITS,
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first, HAS_RESIDUAL,
                                    LIMITED, PLACED)
     rg, rd, rt, rj = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64), tl.arange(0, JOIN)
     used = (length + 64 * COUNT - 1) // (64 * COUNT)
@@ -89,12 +89,12 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
                 where = tl.load(at_ptr + page * 64 + rt)
             seen &= visible(where, query, window, limit, sinks)
         tl.store(w_ptr + at, _of_group(s, seen, base, total, G, PEAKS), mask=at < length)
-    if WAITS:
+    if HAS_RESIDUAL:
         plain = tl.load(q_ptr + rd[None, :], mask=(rg < G)[:, None] & (rd < D)[None, :], other=0.0)
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, rest, fixed, start)
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed, start)
             at = i * 64 + rt
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
             seen = at < length

@@ -2,7 +2,7 @@
 
 A page holds 64 slots of one key head. Some codings encode a page's 64 vectors together; where they do, or
 where the newest vectors stay as they are, vectors **wait** in pages of their own. Of n slots a query reads
-those in ``[first, border(n))`` as codes, ``border(n) = max(first, ⌊(n − recent) / 64⌋ · 64)``, and the
+those in ``[first, border(n))`` as codes, ``border(n) = max(first, ⌊(n − residual_length) / 64⌋ · 64)``, and the
 others as vectors. Slots before ``first`` always wait.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 PAGE = 64
 PLAIN, INT8, FP8 = "plain", "int8", "fp8"
-CHANNEL, TOKEN, HADAMARD = "channel", "token", "turned"
+CHANNEL, TOKEN, HADAMARD = "channel", "token", "hadamard"
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Side:
             last 32 slots), ``[P, 64, D / 32]`` by token.
         shift: bfloat16, added: the lowest number, of scale's shape, by channel and by token; of turned and
             centered ones the mean ``[P, D]``.
-        waiting: ``[Q, 64, D]`` as computed; ``None`` where none wait.
+        residual: ``[Q, 64, D]`` as computed; ``None`` where none wait.
     """
 
     coding: SideLayout
     codes: torch.Tensor
     scale: torch.Tensor | None = None
     shift: torch.Tensor | None = None
-    waiting: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class LayerPages:
     """A layer's.
 
     Attributes:
-        k, v: both sides; either both have ``waiting`` or neither.
+        k, v: both sides; either both have ``residual`` or neither.
         positions: int32 ``[P, 64]``, or ``None`` where a slot's number is its position.
-        waiting_positions: int32 ``[Q, 64]``, likewise, of those that wait.
+        residual_positions: int32 ``[Q, 64]``, likewise, of those that wait.
     """
 
     k: Side
     v: Side
     positions: torch.Tensor | None = None
-    waiting_positions: torch.Tensor | None = None
+    residual_positions: torch.Tensor | None = None
 
     @property
-    def waits(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether there are vectors that wait."""
-        return self.k.waiting is not None
+        return self.k.residual is not None
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class SequenceTables:
             last page anything.
         lengths: int32 ``[R, L, Hkv]``, slots that a head held before this step.
         seen: int32 ``[R]``, tokens that a sequence had before this step: position of its next one.
-        waiting: int32 ``[R, L, Hkv, V]``, pages of vectors that wait: those of slots before ``first``, then
+        residual: int32 ``[R, L, Hkv, V]``, pages of vectors that wait: those of slots before ``first``, then
             those from slot ``starts`` on; ``None`` where none wait.
         starts: int32 ``[R, L, Hkv]``.
-        recent, first: see above; ``first`` is a multiple of 64.
+        residual_length, first: see above; ``first`` is a multiple of 64.
     """
 
     pages: torch.Tensor
     lengths: torch.Tensor
     seen: torch.Tensor
-    waiting: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
     starts: torch.Tensor | None = None
-    recent: int = 0
+    residual_length: int = 0
     first: int = 0
 
 
@@ -120,6 +120,6 @@ class StepTokens:
 
 
 @triton.jit
-def border(length: tl.tensor, recent: tl.tensor, first: tl.tensor) -> tl.tensor:
+def border(length: tl.tensor, residual_length: tl.tensor, first: tl.tensor) -> tl.tensor:
     """Of so many slots those in ``[first, border)`` are read as codes."""
-    return tl.maximum((length - recent) & -64, first)
+    return tl.maximum((length - residual_length) & -64, first)

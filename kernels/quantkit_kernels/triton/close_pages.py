@@ -21,12 +21,12 @@ FEW = 256
 """Up to this many tokens each has programs of its own; of more, most don't end a page."""
 
 
-@triton.jit(do_not_specialize=["n", "layer", "width", "waiting_width", "recent", "first"])
+@triton.jit(do_not_specialize=["n", "layer", "width", "residual_width", "residual_length", "first"])
 def close_pages_kernel(kc_ptr: tl.tensor, ks_ptr: tl.tensor, kl_ptr: tl.tensor, vc_ptr: tl.tensor,
                        vs_ptr: tl.tensor, vl_ptr: tl.tensor, kw_ptr: tl.tensor, vw_ptr: tl.tensor,
                        at_ptr: tl.tensor, atw_ptr: tl.tensor, rows_ptr: tl.tensor, table_ptr: tl.tensor,
-                       waiting_ptr: tl.tensor, length_ptr: tl.tensor, start_ptr: tl.tensor, n: tl.tensor,
-                       layer: tl.tensor, width: tl.tensor, waiting_width: tl.tensor, recent: tl.tensor,
+                       residual_ptr: tl.tensor, length_ptr: tl.tensor, start_ptr: tl.tensor, n: tl.tensor,
+                       layer: tl.tensor, width: tl.tensor, residual_width: tl.tensor, residual_length: tl.tensor,
                        first: tl.tensor, LAYERS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
                        DP: tl.constexpr, BT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
                        CENTERED: tl.constexpr, VKIND: tl.constexpr, VBITS: tl.constexpr,
@@ -40,7 +40,7 @@ def close_pages_kernel(kc_ptr: tl.tensor, ks_ptr: tl.tensor, kl_ptr: tl.tensor, 
     row = tl.load(rows_ptr + rt * 2, mask=rt < n, other=-1).to(tl.int64)
     place = tl.load(rows_ptr + rt * 2 + 1, mask=rt < n, other=0)
     own = (row * LAYERS + layer) * HKV + head
-    end = tl.load(length_ptr + own, mask=row >= 0, other=0) + place + 1 - recent
+    end = tl.load(length_ptr + own, mask=row >= 0, other=0) + place + 1 - residual_length
     ends = (row >= 0) & (end % 64 == 0) & (end > first)
     rp, rd = tl.arange(0, 64), tl.arange(0, DP)
     inside = (rp >= 0)[:, None] & (rd < D)[None, :]
@@ -49,7 +49,7 @@ def close_pages_kernel(kc_ptr: tl.tensor, ks_ptr: tl.tensor, kl_ptr: tl.tensor, 
         one = tl.sum(tl.where(rt == token, own, 0))
         begin = tl.sum(tl.where(rt == token, end, 0)) - 64
         index = begin - tl.load(start_ptr + one) + first
-        source = tl.load(waiting_ptr + one * waiting_width + index // 64).to(tl.int64)
+        source = tl.load(residual_ptr + one * residual_width + index // 64).to(tl.int64)
         target = tl.load(table_ptr + one * width + (begin - first) // 64).to(tl.int64)
         here = source * (64 * D) + rp[:, None] * D + rd[None, :]
         if tl.program_id(2) == 0:
@@ -87,17 +87,17 @@ def close_pages(pages: LayerPages, tables: SequenceTables, step: StepTokens, lay
     Raises:
         ValueError: no vectors wait, or the tables and pages don't fit together.
     """
-    if pages.k.waiting is None or pages.v.waiting is None or tables.waiting is None or tables.starts is None:
+    if pages.k.residual is None or pages.v.residual is None or tables.residual is None or tables.starts is None:
         raise ValueError("only vectors that wait are encoded later")
     n, hkv = len(step.rows), tables.lengths.shape[2]
     check_tables(pages, tables, hkv)
     if n == 0:
         return
-    common = constants(n, hkv, pages.k.waiting.shape[2], pages)
+    common = constants(n, hkv, pages.k.residual.shape[2], pages)
     places: tuple[torch.Tensor, torch.Tensor] = (step.rows, step.rows)
-    if pages.positions is not None and pages.waiting_positions is not None:
-        places = pages.positions, pages.waiting_positions
+    if pages.positions is not None and pages.residual_positions is not None:
+        places = pages.positions, pages.residual_positions
     close_pages_kernel[(-(-n // common["BT"]), hkv, 2)](
-        *pointers(pages.k), *pointers(pages.v), pages.k.waiting, pages.v.waiting, *places, step.rows,
-        tables.pages, tables.waiting, tables.lengths, tables.starts, n, layer, tables.pages.shape[3],
-        tables.waiting.shape[3], tables.recent, tables.first, LAYERS=tables.pages.shape[1], **common)
+        *pointers(pages.k), *pointers(pages.v), pages.k.residual, pages.v.residual, *places, step.rows,
+        tables.pages, tables.residual, tables.lengths, tables.starts, n, layer, tables.pages.shape[3],
+        tables.residual.shape[3], tables.residual_length, tables.first, LAYERS=tables.pages.shape[1], **common)

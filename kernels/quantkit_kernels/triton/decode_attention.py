@@ -31,7 +31,7 @@ from quantkit_kernels.triton.kv_operands import (
     scores,
     vector_scores,
 )
-from quantkit_kernels.triton.softmax import scaled, update, visible, waiting_page, walk
+from quantkit_kernels.triton.softmax import residual_page, scaled, update, visible, walk
 
 PIECE = 8
 """Pages that one program reads: 512 slots."""
@@ -43,13 +43,13 @@ JOIN = 16
 def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
                  k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
                  v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                 wait_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
+                 residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
                  rows_ptr: tl.tensor, o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor,
                  factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor,
-                 recent: tl.tensor, first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor,
-                 waits: tl.tensor, q_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr,
+                 residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor,
+                 residual_width: tl.tensor, q_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr,
                  D: tl.constexpr, DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr,
-                 VK: tl.constexpr, VB: tl.constexpr, WAITS: tl.constexpr, LIMITED: tl.constexpr,
+                 VK: tl.constexpr, VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr,
                  PLACED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, VALUES: tl.constexpr,
                  COUNT: tl.constexpr, STAGES: tl.constexpr) -> None:
     """One piece of one key head of one token.
@@ -68,7 +68,7 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, recent, first, WAITS,
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first, HAS_RESIDUAL,
                                    LIMITED, PLACED)
     dtype = q_ptr.dtype.element_ty
     rg, rd, rt = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64)
@@ -94,12 +94,12 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
         if VALUES:
             acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, held,
                              VK, VB, D, DP, dtype, ASM)
-    if WAITS:
+    if HAS_RESIDUAL:
         plain = tl.load(q_ptr + rd[None, :], mask=(rg < G)[:, None] & (rd < D)[None, :], other=0.0)
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, rest, fixed, start)
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed, start)
             at = i * 64 + rt
             held = at < length
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)

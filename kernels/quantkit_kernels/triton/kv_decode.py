@@ -87,7 +87,7 @@ def _asm(kind: str, bits: int, dtype: torch.dtype) -> str:
         lop3.b32 c, $1, 0x00ff00ff, 0x64806480, 0x6A;
         mov.b32 by, {number(-1152)};
         fma.rn.f16x2 $0, c, one, by;"""
-    elif kind == "turned":
+    elif kind == "hadamard":
         added = ADDED_BF16[bits] if dtype == torch.bfloat16 else ADDED.value[bits]
         text = f"""
         lop3.b32 c, $1, 0x{2 * top * 0x10001:08x}, base, 0xEA;{offset(-base - top)}
@@ -113,7 +113,7 @@ def _asm(kind: str, bits: int, dtype: torch.dtype) -> str:
 
 
 ASM_TEXTS = {(kind, bits, half): _asm(kind, bits, torch.float16 if half else torch.bfloat16)
-             for kind, widths in (("int8", (8,)), ("fp8", (8,)), ("turned", (2, 3, 4)), ("grid", (2, 3, 4)))
+             for kind, widths in (("int8", (8,)), ("fp8", (8,)), ("hadamard", (2, 3, 4)), ("grid", (2, 3, 4)))
              for bits in widths for half in (False, True)}
 
 
@@ -141,7 +141,7 @@ def lift(kind: str, dtype: Any) -> float:
 
     The largest scale of float16 numbers is 516 of int8, 147 of fp8, and 415 of levels.
     """
-    return 64.0 if dtype.is_fp16() and kind in ("int8", "fp8", "turned") else 1.0
+    return 64.0 if dtype.is_fp16() and kind in ("int8", "fp8", "hadamard") else 1.0
 
 
 @triton.constexpr_function
@@ -183,7 +183,7 @@ def _field(x: tl.tensor, y: tl.tensor, F: tl.constexpr, KIND: tl.constexpr, BITS
     if BITS == 8:
         out = (x << 8 if F == 0 else x) if KIND == "fp8" else (x if F == 0 else x >> 8)
     else:
-        UP: tl.constexpr = 1 if KIND == "turned" else 0
+        UP: tl.constexpr = 1 if KIND == "hadamard" else 0
         WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
         RIGHT: tl.constexpr = WIDTH * F - UP
         out = x >> RIGHT if RIGHT >= 0 else x << -RIGHT

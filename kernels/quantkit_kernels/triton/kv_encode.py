@@ -141,7 +141,7 @@ def _store_codes(ptr: tl.tensor, codes: tl.tensor, slot: tl.tensor, stored: tl.t
 
 
 @triton.jit
-def _store_turned(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, slot: tl.tensor,
+def _store_hadamard(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, slot: tl.tensor,
                   stored: tl.tensor, D: tl.constexpr, BITS: tl.constexpr) -> None:
     codes, scale = _levels(x, D, BITS)
     _store_codes(codes_ptr, codes, slot, stored, D, BITS)
@@ -172,8 +172,8 @@ def store_vectors(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, shif
         seen = stored[:, None] & (rg < D // 32)[None, :]
         tl.store(scale_ptr + there, _narrow(scale.reshape(ROWS, N // 32)), mask=seen)
         tl.store(shift_ptr + there, _narrow(low.reshape(ROWS, N // 32)), mask=seen)
-    elif KIND == "turned":
-        _store_turned(within(x, FARTHEST), codes_ptr, scale_ptr, slot, stored, D, BITS)
+    elif KIND == "hadamard":
+        _store_hadamard(within(x, FARTHEST), codes_ptr, scale_ptr, slot, stored, D, BITS)
     else:
         if KIND == "int8":
             codes, scale = _int8(x)
@@ -203,7 +203,7 @@ def store_page(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, shift_p
         x = within(x, FARTHEST)
         mean = _narrow(tl.sum(x, 0) * (1.0 / 64))
         tl.store(shift_ptr + page * D + rd, mean, mask=rd < D)
-        _store_turned(x - _wide(mean)[None, :], codes_ptr, scale_ptr, slot, stored, D, BITS)
+        _store_hadamard(x - _wide(mean)[None, :], codes_ptr, scale_ptr, slot, stored, D, BITS)
     else:
         store_vectors(x, codes_ptr, scale_ptr, shift_ptr, slot, stored, D, KIND, BITS)
 

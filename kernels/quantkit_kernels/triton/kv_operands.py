@@ -145,7 +145,7 @@ def scores(q: tl.tensor, ptr: tl.tensor, scale: tl.tensor, shift: tl.tensor, pag
                input_precision="ieee")
     if KIND == "int8" or KIND == "fp8":
         s *= scales(scale, page)[None, :]
-    if KIND == "turned":
+    if KIND == "hadamard":
         s *= scales(scale, page)[None, :] * level_size(BITS, q.dtype, ASM)
         if CENTERED:
             mean = _mean(shift, page, BITS, D, DP, q.dtype)
@@ -221,7 +221,7 @@ def add_values(acc: tl.tensor, p: tl.tensor, ptr: tl.tensor, scale: tl.tensor, s
         else:
             a, b = numbers(pairs, KIND, BITS, DT, ASM)
             s = scales(scale, page)
-            if KIND == "turned":
+            if KIND == "hadamard":
                 s *= level_size(BITS, DT, ASM)
             p = p * tl.where(held, s * lift(KIND, DT), 0.0)[None, :]
         v = tl.join(a, b).trans(0, 4, 3, 2, 1).reshape(64, DP)

@@ -25,7 +25,7 @@ from quantkit_kernels.triton.kv_operands import (
     scores,
     vector_scores,
 )
-from quantkit_kernels.triton.softmax import at_or_after, scaled, spans, update, visible, waiting_page
+from quantkit_kernels.triton.softmax import at_or_after, residual_page, scaled, spans, update, visible
 
 ROWS = 128
 """Of a tile: tokens times query heads that share a key head. Where registers are short, a part at a time."""
@@ -35,13 +35,13 @@ ROWS = 128
 def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
                 k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
                 v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                wait_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
+                residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
                 rows_ptr: tl.tensor, tile_ptr: tl.tensor, y_ptr: tl.tensor, factor: tl.tensor,
-                cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor, recent: tl.tensor,
-                first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor, waits: tl.tensor,
+                cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor, residual_length: tl.tensor,
+                first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor,
                 q_step: tl.tensor, y_step: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                 DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr,
-                VB: tl.constexpr, WAITS: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
+                VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
                 CAPPED: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr, GP: tl.constexpr,
                 STAGES: tl.constexpr) -> None:
     """A tile's tokens by one key head: y ``[N, HKV * G, D]``; tile int32 ``[n_tiles, 3]``."""
@@ -67,16 +67,16 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
     lengths = shortest + tl.minimum(rm // GP, count - 1)
     longest = shortest + count - 1
     end = tl.maximum(longest + 63, 0) // 64
-    fixed, coded, waiting = 0, end, end
+    fixed, coded, residual = 0, end, end
     borders = lengths
-    if WAITS:
-        borders = border(lengths, recent, first)
-        fixed, coded = first // 64, border(longest, recent, first) // 64
-        waiting = border(shortest, recent, first) // 64
+    if HAS_RESIDUAL:
+        borders = border(lengths, residual_length, first)
+        fixed, coded = first // 64, border(longest, residual_length, first) // 64
+        residual = border(shortest, residual_length, first) // 64
     a, b, c, low = 0, 0, 0, 0
     if LIMITED and not PLACED:
         a, b, c = spans(query, window, limit, sinks)
-        low, waiting = at_or_after(0, a, b, c), at_or_after(waiting, a, b, c)
+        low, residual = at_or_after(0, a, b, c), at_or_after(residual, a, b, c)
     dtype = q_ptr.dtype.element_ty
     q_ptr += (start_token + rm // GP)[:, None] * q_step + to
     dims = key_dims(KK, KB, DP)
@@ -104,12 +104,12 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
         p, shrink, most, total = update(s, most, total)
         acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, held, VK, VB, D,
                          DP, dtype, ASM)
-    if WAITS:
+    if HAS_RESIDUAL:
         plain = tl.load(q_ptr + rd[None, :], mask=rows[:, None] & (rd < D)[None, :], other=0.0)
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
-        for j in tl.range(0, early + tl.maximum(end - waiting, 0), num_stages=STAGES):
-            i, page = waiting_page(wait_table_ptr + row * waits, j, early, low, waiting, fixed, start)
+        for j in tl.range(0, early + tl.maximum(end - residual, 0), num_stages=STAGES):
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, residual, fixed, start)
             at = i * 64 + rt
             held = at < longest
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)

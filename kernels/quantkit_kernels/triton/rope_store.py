@@ -22,7 +22,7 @@ FEW = 16
 
 
 @triton.jit
-def _turned(x: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, DTYPE: tl.constexpr, D: tl.constexpr,
+def _hadamard(x: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, DTYPE: tl.constexpr, D: tl.constexpr,
             COUNT: tl.constexpr, PADDED: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr) -> tl.tensor:
     """Vectors float32 ``[rows, n]``, 0 from D on, times the rotation of width D, rounded to DTYPE."""
     rd = tl.arange(0, x.shape[1])
@@ -68,13 +68,13 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
                       v_step: tl.tensor, eps: tl.tensor, LAYERS: tl.constexpr, H: tl.constexpr,
                       HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
                       BT: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                      VKIND: tl.constexpr, VBITS: tl.constexpr, WAITS: tl.constexpr, PLACED: tl.constexpr,
+                      VKIND: tl.constexpr, VBITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLACED: tl.constexpr,
                       TURN: tl.constexpr, VTURN: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
                       LOG: tl.constexpr, ROOT: tl.constexpr) -> None:
     """BT tokens of one head: of q (program_id(1) < H), of k, or of v.
 
     ``*_step``: elements from a token to the next. DP: D rounded up to a power of two. ``kc, ks, kl``: codes,
-    scale and shift of keys, ``v*`` of values; with WAITS those are the pages that wait, as is the table.
+    scale and shift of keys, ``v*`` of values; with HAS_RESIDUAL those are the pages that wait, as is the table.
     """
     head = tl.program_id(1)
     rt = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -89,14 +89,14 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
         x = _rotated(q_ptr, q_norm_ptr, cos_ptr, sin_ptr, token * q_step + head * D, position, stored, eps, D,
                      DP, R, NORM)
         if TURN:
-            x = _turned(x, signs_ptr, mix_ptr, q_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
+            x = _hadamard(x, signs_ptr, mix_ptr, q_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
         tl.store(out_ptr + ((token * H + head) * D)[:, None] + rd[None, :], x.to(out_ptr.dtype.element_ty),
                  mask=there[:, None] & (rd < D)[None, :])
     else:
         own = (row * LAYERS + layer) * HKV + (head - H) % HKV
         at = tl.load(length_ptr + own, mask=stored, other=0) + place
         index = at
-        if WAITS:
+        if HAS_RESIDUAL:
             index = tl.where(at < first, at, at - tl.load(start_ptr + own, mask=stored, other=0) + first)
         page = tl.load(table_ptr + own * width + index // 64, mask=stored, other=0).to(tl.int64)
         slot = page * 64 + at % 64
@@ -104,7 +104,7 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
             x = _rotated(k_ptr, k_norm_ptr, cos_ptr, sin_ptr, token * k_step + (head - H) * D, position,
                          stored, eps, D, DP, R, NORM)
             if TURN:
-                x = _turned(x, signs_ptr, mix_ptr, k_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
+                x = _hadamard(x, signs_ptr, mix_ptr, k_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
             store_vectors(x, kc_ptr, ks_ptr, kl_ptr, slot, stored, D, KIND, BITS)
             if PLACED:
                 tl.store(at_ptr + slot, position.to(tl.int32), mask=stored)
@@ -112,7 +112,7 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
             here = (token * v_step + (head - H - HKV) * D)[:, None] + rd[None, :]
             x = tl.load(v_ptr + here, mask=stored[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
             if VTURN:
-                x = _turned(x, signs_ptr, mix_ptr, v_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
+                x = _hadamard(x, signs_ptr, mix_ptr, v_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
             store_vectors(x, vc_ptr, vs_ptr, vl_ptr, slot, stored, D, VKIND, VBITS)
 
 
@@ -120,10 +120,10 @@ def constants(n: int, heads: int, kv_heads: int, dim: int, pages: LayerPages) ->
     """Compile-time arguments and options for n tokens, but LAYERS, R and NORM."""
     shape = {"BT": 1, "num_warps": 1} if n <= FEW else {"BT": 16, "num_warps": 4}
     k, v = pages.k.coding, pages.v.coding
-    kinds = (PLAIN, 0, PLAIN, 0) if pages.waits else (k.kind, k.bits, v.kind, v.bits)
-    placed = pages.waiting_positions if pages.waits else pages.positions
+    kinds = (PLAIN, 0, PLAIN, 0) if pages.has_residual else (k.kind, k.bits, v.kind, v.bits)
+    placed = pages.residual_positions if pages.has_residual else pages.positions
     return {"H": heads, "HKV": kv_heads, "D": dim, "DP": triton.next_power_of_2(dim),
-            **dict(zip(("KIND", "BITS", "VKIND", "VBITS"), kinds)), "WAITS": pages.waits,
+            **dict(zip(("KIND", "BITS", "VKIND", "VBITS"), kinds)), "HAS_RESIDUAL": pages.has_residual,
             "PLACED": placed is not None, "TURN": k.kind == HADAMARD, "VTURN": v.kind == HADAMARD,
             **factors(dim), "enable_fp_fusion": False, **shape}
 
@@ -177,9 +177,9 @@ def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tenso
     q, k, v = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k, v))
     table, places = tables.pages, pages.positions
     sides = (*pointers(pages.k), *pointers(pages.v))
-    if pages.k.waiting is not None and pages.v.waiting is not None and tables.waiting is not None:
-        table, places = tables.waiting, pages.waiting_positions
-        sides = (pages.k.waiting,) * 3 + (pages.v.waiting,) * 3
+    if pages.k.residual is not None and pages.v.residual is not None and tables.residual is not None:
+        table, places = tables.residual, pages.residual_positions
+        sides = (pages.k.residual,) * 3 + (pages.v.residual,) * 3
     common = constants(n, h, hkv, d, pages)
     rope_store_kernel[(-(-n // common["BT"]), h + 2 * hkv)](
         q, k, v, q if q_norm is None else q_norm, q if k_norm is None else k_norm, cos, sin, signs, mix, y,
@@ -202,23 +202,23 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor,
         raise ValueError("q, k, v, cos, sin and the step's rows don't fit together")
     check_tables(pages, tables, hkv)
     codings = pages.k.coding, pages.v.coding
-    if not pages.waits and any(one.kind == CHANNEL or one.centered for one in codings):
+    if not pages.has_residual and any(one.kind == CHANNEL or one.centered for one in codings):
         raise ValueError("64 vectors that are encoded together must wait for each other")
     if any(one.kind == HADAMARD for one in codings):
         small = d // (d & -d)
         if rotation is None or rotation[0].shape != (d,) or rotation[1].shape != (small, small):
-            raise ValueError(f"turned vectors need a rotation: signs [{d}] and a matrix [{small}, {small}]")
+            raise ValueError(f"hadamard vectors need a rotation: signs [{d}] and a matrix [{small}, {small}]")
 
 
 def check_tables(pages: LayerPages, tables: SequenceTables, kv_heads: int) -> None:
     """Raises ValueError if a layer's pages and the tables don't fit together."""
     rows, layers = tables.lengths.shape[:2]
     of_heads: list[torch.Tensor | None] = [tables.pages, tables.lengths]
-    waits: list[torch.Tensor | None] = []
-    if pages.waits:
-        of_heads += [tables.waiting, tables.starts]
-        waits = [pages.k.waiting, pages.v.waiting]
+    residuals: list[torch.Tensor | None] = []
+    if pages.has_residual:
+        of_heads += [tables.residual, tables.starts]
+        residuals = [pages.k.residual, pages.v.residual]
     if (any(t is None or t.shape[:3] != (rows, layers, kv_heads) or t.dtype != torch.int32
-            or not t.is_contiguous() for t in of_heads) or any(t is None for t in waits)
+            or not t.is_contiguous() for t in of_heads) or any(t is None for t in residuals)
             or tables.seen.shape != (rows,) or tables.seen.dtype != torch.int32):
         raise ValueError("the tables and the layer's pages don't fit together")

@@ -17,7 +17,7 @@ MOST = 448.0
 class Float8Vectors:
     """``x ≈ codes · scale``: codes e4m3, the scale bfloat16."""
 
-    name, turned = "fp8", False
+    name, hadamard = "fp8", False
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``codes [dim]`` and one ``scale``: dim + 2 bytes."""

@@ -16,7 +16,7 @@ LEVELS = 127
 class Int8Vectors:
     """``x ≈ codes · scale``: symmetric, codes int8 in [−127, 127], the scale bfloat16."""
 
-    name, turned = "int8", False
+    name, hadamard = "int8", False
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``codes [dim]`` and one ``scale``: dim + 2 bytes."""

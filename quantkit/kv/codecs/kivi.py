@@ -29,7 +29,7 @@ class GroupedGrid:
         channels: groups lie along tokens, a grid for each channel; else along channels, one for each token.
     """
 
-    turned = False
+    hadamard = False
 
     def __init__(self, bits: int, channels: bool) -> None:
         self.bits, self.channels = bits, channels
@@ -72,7 +72,7 @@ class KiviCodec(KVCodec):
     """Keys by channel, values by token; the newest tokens and the first stay as they were computed."""
 
     bits: ClassVar[int]
-    recent: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
+    residual_length: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
     sinks: int = Field(default=1, ge=0, le=MAX_RESIDUAL)
 
     def keys(self) -> SideCodec:

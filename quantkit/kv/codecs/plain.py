@@ -17,7 +17,7 @@ class PlainVectors:
         dtype: what it is rounded to; ``None``: the dtype that it was computed in.
     """
 
-    turned = False
+    hadamard = False
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype

@@ -38,11 +38,11 @@ class HadamardVectors:
         centered: 64 tokens share a mean; else there is none.
     """
 
-    turned = True
+    hadamard = True
 
     def __init__(self, bits: int, centered: bool) -> None:
         self.bits, self.centered = bits, centered
-        self.name = f"turned{bits}{'c' if centered else ''}"
+        self.name = f"hadamard{bits}{'c' if centered else ''}"
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``codes`` and a bfloat16 ``scale``."""
@@ -86,7 +86,7 @@ class RotationCodec(KVCodec):
 
     name: ClassVar[str] = "rotation"
     bits: float = Field(default=4, ge=2, le=4, multiple_of=0.5)
-    recent: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
+    residual_length: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
     sinks: int = Field(default=1, ge=0, le=MAX_RESIDUAL)
 
     def keys(self) -> SideCodec:

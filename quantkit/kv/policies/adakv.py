@@ -20,7 +20,7 @@ class AdaKV(SnapKV):
     """
 
     name: ClassVar[str] = "adakv"
-    alike: ClassVar[bool] = False
+    uniform_budget: ClassVar[bool] = False
     floor: float = Field(default=0.2, ge=0, le=1)
 
     def choose(self, scores: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:

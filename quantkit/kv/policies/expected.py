@@ -28,7 +28,7 @@ class ExpectedAttention(KVPolicy):
 
     name: ClassVar[str] = "expected"
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "moments"
+    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = "moments"
     budget: float = Field(gt=0, le=MAX_TOKENS)
     steps: int = Field(default=512, ge=1, le=MAX_TOKENS)
     sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)

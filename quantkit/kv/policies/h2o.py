@@ -21,7 +21,7 @@ class H2O(DecodingPolicy):
     """
 
     name: ClassVar[str] = "h2o"
-    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "sums"
+    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = "sums"
     recent: float = Field(default=0.5, ge=0, le=1)
 
     @property

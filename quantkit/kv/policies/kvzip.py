@@ -26,9 +26,9 @@ class KVzip(KVPolicy):
     """
 
     name: ClassVar[str] = "kvzip"
-    alike: ClassVar[bool] = False
+    uniform_budget: ClassVar[bool] = False
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    watches: ClassVar[Literal["sums", "peaks", "moments"] | None] = "peaks"
+    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = "peaks"
     budget: float = Field(gt=0, le=MAX_TOKENS)
     piece: int = Field(default=2048, ge=64, le=MAX_TOKENS)
     sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
@@ -39,7 +39,7 @@ class KVzip(KVPolicy):
         return PAGE
 
     @property
-    def replays(self) -> int | None:
+    def reread_prompt(self) -> int | None:
         return self.piece
 
     def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:

@@ -19,7 +19,7 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
-    alike: ClassVar[bool] = False
+    uniform_budget: ClassVar[bool] = False
     beta: float = Field(default=20, ge=1, le=1000)
 
     def share(self, held: PolicyView) -> int:

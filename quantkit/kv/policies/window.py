@@ -34,7 +34,7 @@ class WindowPolicy(KVPolicy):
         return PAGE
 
     @property
-    def beside(self) -> int:
+    def slack(self) -> int:
         return self.sinks + PAGE
 
     @property
@@ -60,12 +60,12 @@ class ModelWindow(WindowPolicy):
         first: so many first positions stay where they are, whatever is given back.
     """
 
-    whole: ClassVar[int] = SUMMED
+    release_granularity: ClassVar[int] = SUMMED
     sinks: int = Field(default=0, ge=0, le=0)
     first: int = Field(default=0, ge=0, le=MAX_TOKENS)
 
     @property
-    def beside(self) -> int:
+    def slack(self) -> int:
         return self.first + PAGE + SUMMED - 1
 
     def keep(self, held: PolicyView) -> torch.Tensor | None:

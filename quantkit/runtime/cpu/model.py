@@ -49,12 +49,12 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return reason
     if (reason := cpu_linear.unavailable()) is not None:
         return reason
-    from quantkit_kernels.cpu.hadamard import refuses as turning_refuses
+    from quantkit_kernels.cpu.hadamard import refuses as hadamard_refuses
 
     for name, weight in quantized.items():
         if not isinstance(kernel := _kernel(weight, dtype), cpu_linear.CpuKernel):
             return f"{name} is multiplied by {kernel.name}"
-        if weight.spec.rotation and (reason := turning_refuses(weight.shape[1])) is not None:
+        if weight.spec.rotation and (reason := hadamard_refuses(weight.shape[1])) is not None:
             return f"{name}: {reason}"
     return None
 
@@ -194,4 +194,4 @@ def codecs_of(cache: KVCache) -> PageCodecs:
     plain = cpu_linear.PLAIN[cache.dtype]
     keys, values = (plain if one.name == "none" else one.name for one in (
         cache.codings.keys, cache.codings.values))
-    return PageCodecs(keys, values, None if cache.stores[0].waiting is None else plain)
+    return PageCodecs(keys, values, None if cache.stores[0].residual is None else plain)

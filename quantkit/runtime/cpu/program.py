@@ -42,7 +42,7 @@ class CpuProgram:
 
     def __init__(self, model: CausalLM, codecs: PageCodecs) -> None:
         from quantkit_kernels.cpu.attention import scratch_bytes
-        from quantkit_kernels.cpu.hadamard import room_bytes as turning_bytes
+        from quantkit_kernels.cpu.hadamard import room_bytes as hadamard_bytes
         from quantkit_kernels.cpu.kv_pages import SEQUENCE
         from quantkit_kernels.cpu.kv_write import close_bytes
         from quantkit_kernels.cpu.matmul import STRIPE, SUB
@@ -59,7 +59,7 @@ class CpuProgram:
         packed = [packed_of(one) for one in (*model.linears().values(), model.head)]
         room = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
                    *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed),
-                   *(turning_bytes(one.shape[1]) for one in packed if one.rotated))
+                   *(hadamard_bytes(one.shape[1]) for one in packed if one.rotated))
         self._scratch = torch.empty(threads, -(-room // 64) * 64, dtype=torch.uint8)
         self._ids = torch.zeros(MOST_ROWS, dtype=torch.int64)
         self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
@@ -127,14 +127,14 @@ class CpuProgram:
                           for one in (attention.q_norm, attention.k_norm))
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
-        turning: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
-        store = program.add(RopeStore(self._codecs, dim), **where, **turning, q=q, k=k, v=v, q_norm=q_norm,
+        hadamard_arguments: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
+        store = program.add(RopeStore(self._codecs, dim), **where, **hadamard_arguments, q=q, k=k, v=v, q_norm=q_norm,
                             k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k), group=self._group,
                             eps=self._eps)
         self._keeps.append(program.add(
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
             q_stride=stride_of(q), query_heads=config.num_heads))
-        if self._codecs.waits:
+        if self._codecs.residual:
             self._closes.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
             store,
@@ -142,8 +142,8 @@ class CpuProgram:
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
                         window=UNBOUNDED if window is None else window),
             program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed), query_heads=config.num_heads)))
-        if self._codecs.side("v").turned:
-            program.add(UndoHadamard(dim), **turning, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
+        if self._codecs.side("v").hadamard:
+            program.add(UndoHadamard(dim), **hadamard_arguments, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)
@@ -174,9 +174,9 @@ class CpuProgram:
             made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MOST_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
-                              subgroups=columns // SUB, **made.written, **self._turning(rotated), **values)
+                              subgroups=columns // SUB, **made.written, **self._hadamard(rotated), **values)
 
-    def _turning(self, width: int) -> dict[str, Any]:
+    def _hadamard(self, width: int) -> dict[str, Any]:
         """What a row operation needs to rotate rows of this width, if it is not 0."""
         return {**dict(zip(("signs", "mix"), hadamard_factors(width))), "room": self._scratch,
                 "room_private": self._scratch.shape[1]} if width else {}
@@ -380,7 +380,7 @@ class CpuProgram:
         now = (cache.number, cache.moves.count)
         if now == self._pages_now:
             return
-        rule = {"recent": cache.codings.recent, "first": cache.codings.first}
+        rule = {"residual_length": cache.codings.residual_length, "first": cache.codings.first}
         closes = self._closes or itertools.repeat(None)
         for (store, attend, _), close, layer, policy in zip(
                 self._attention, closes, cache.stores, cache.policies):

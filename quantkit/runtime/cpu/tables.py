@@ -23,12 +23,12 @@ def page_addresses(store: Store) -> dict[str, int]:
     from quantkit_kernels.cpu.kv_codecs import PARTS
 
     where = {name.replace(".", "_"): part.data_ptr() for name, part in store.pages.parts.items()}
-    if store.waiting is not None:
-        waits = store.waiting.parts
-        where |= {f"{side}_waiting": waits[f"{side}.values"].data_ptr() for side in "kv"}
-        where["waiting_positions"] = waits["positions"].data_ptr() if "positions" in waits else 0
+    if store.residual is not None:
+        residual = store.residual.parts
+        where |= {f"{side}_residual": residual[f"{side}.values"].data_ptr() for side in "kv"}
+        where["residual_positions"] = residual["positions"].data_ptr() if "positions" in residual else 0
     return {name: where.get(name, 0) for name in (
-        "positions", "waiting_positions", "k_waiting", "v_waiting",
+        "positions", "residual_positions", "k_residual", "v_residual",
         *(f"{side}_{part}" for side in "kv" for part in PARTS))}
 
 

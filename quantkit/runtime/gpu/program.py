@@ -84,7 +84,7 @@ class GpuProgram:
         done()
         self.step_bytes = self._head.nbytes + sum(j.nbytes for one in self._layers for j in one.joints)
         signs, mix = hadamard_factors(config.head_dim)
-        self._turning = signs.to(device), mix.to(device)
+        self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._angles_now = self.moves = 0
 
@@ -162,21 +162,21 @@ class GpuProgram:
         cos, sin = self._cos_sin[index]
         q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
                        kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
-                       k_norm=norms.get("k"), eps=self._eps, rotation=self._turning)
+                       k_norm=norms.get("k"), eps=self._eps, rotation=self._hadamard)
         if kept is not None:
             kept.append(q)
         limit, sinks = cache.policies[index].visible or (None, 0)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         how: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
                "sinks": sinks, "softcap": config.attention_softcap}
-        if pages.waits:
+        if pages.has_residual:
             close_pages(pages, tables, step, index)
         out = decode_attention(q, pages, tables, step, index, **how) if tiles is None else (
             prefill_attention(q, pages, tables, step, index, tiles, **how))
-        if pages.v.coding.kind == "turned":
+        if pages.v.coding.kind == "hadamard":
             from quantkit_kernels.triton.hadamard import apply_hadamard
 
-            out = apply_hadamard(out.view(-1, config.head_dim), *self._turning, back=True).view(out.shape)
+            out = apply_hadamard(out.view(-1, config.head_dim), *self._hadamard, back=True).view(out.shape)
         mixed = out.view(out.shape[0], -1)
         if (weight := norms.get("after_attention")) is not None:
             return x + self._normed(layer.o(mixed), weight)

@@ -26,8 +26,8 @@ def table_bytes(cache: KVCache, sequences: int, context: int) -> int:
     """What :class:`DeviceTables` of so many sequences, and of one that policies try things with, take, one of
     them of ``context`` tokens; half of it once more while they grow."""
     entries = _power(-(-context // PAGE)) + 1
-    if cache.stores[0].waiting is not None:
-        entries += _power(-(-(cache.codings.first + cache.codings.recent) // PAGE) + WIDTH) + 1
+    if cache.stores[0].residual is not None:
+        entries += _power(-(-(cache.codings.first + cache.codings.residual_length) // PAGE) + WIDTH) + 1
     return 4 * _power(sequences + 1) * len(cache.stores) * cache.heads * entries * 3 // 2
 
 
@@ -91,7 +91,7 @@ class DeviceTables:
             self._rows[number].seen += 1
             self._cache.settle(held, 1)
             if held.table is None or held.room < 1:
-                more = min(AHEAD, held.extent - int(held.seen[-1]))
+                more = min(AHEAD, held.max_length - int(held.seen[-1]))
                 if more > 0:
                     self._cache.reserve(held, more)
 
@@ -99,7 +99,7 @@ class DeviceTables:
         """Rows for new sequences, and room for the longest tables."""
         tables = self.tables
         missing = [number for number in batch.numbers if number not in self._rows]
-        rows, width, waits = tables.pages.shape[0], tables.pages.shape[3], 0
+        rows, width, residual_width = tables.pages.shape[0], tables.pages.shape[3], 0
         if missing:
             alive = set(self._cache.numbers)
             self._rows = {number: row for number, row in self._rows.items() if number in alive}
@@ -109,16 +109,16 @@ class DeviceTables:
             free = iter(index for index in range(rows) if index not in taken)
             self._rows |= {number: _Row(next(free)) for number in missing}
         for held in batch.sequences:
-            assert held.table is not None and held.waiting is not None
-            width, waits = max(width, held.table.shape[2]), max(waits, held.waiting.shape[2])
-        before = 0 if tables.waiting is None else tables.waiting.shape[3]
-        if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or waits > before:
-            self.tables = self._made(rows, _power(width), _power(max(waits, before)))
+            assert held.table is not None and held.residual is not None
+            width, residual_width = max(width, held.table.shape[2]), max(residual_width, held.residual.shape[2])
+        before = 0 if tables.residual is None else tables.residual.shape[3]
+        if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or residual_width > before:
+            self.tables = self._made(rows, _power(width), _power(max(residual_width, before)))
             self.moves += 1
             for row in self._rows.values():
                 row.table = None
 
-    def _made(self, rows: int, width: int, waits: int) -> SequenceTables:
+    def _made(self, rows: int, width: int, residual_width: int) -> SequenceTables:
         """Of so many sequences, pages of codes and pages that wait."""
         from quantkit_kernels.triton.cache import SequenceTables
 
@@ -128,19 +128,19 @@ class DeviceTables:
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=cache.device)
 
-        waiting = starts = None
-        if cache.stores[0].waiting is not None:
-            waiting, starts = zeros(*shape, max(waits, WIDTH)), zeros(*shape)
-        return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), waiting, starts,
-                      cache.codings.recent, cache.codings.first)
+        residual = starts = None
+        if cache.stores[0].residual is not None:
+            residual, starts = zeros(*shape, max(residual_width, WIDTH)), zeros(*shape)
+        return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), residual, starts,
+                      cache.codings.residual_length, cache.codings.first)
 
     def _copy(self, row: _Row, held: SequenceState) -> None:
         """All that the host knows."""
         tables = self.tables
-        assert held.table is not None and held.waiting is not None
+        assert held.table is not None and held.residual is not None
         tables.pages[row.index, :, :, :held.table.shape[2]] = self._sent(held.table)
-        if tables.waiting is not None and tables.starts is not None:
-            tables.waiting[row.index, :, :, :held.waiting.shape[2]] = self._sent(held.waiting)
+        if tables.residual is not None and tables.starts is not None:
+            tables.residual[row.index, :, :, :held.residual.shape[2]] = self._sent(held.residual)
             tables.starts[row.index] = self._sent(held.starts)
         self._count(row, held)
         row.table = held.table

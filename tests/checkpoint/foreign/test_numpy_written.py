@@ -80,7 +80,7 @@ def test_awq_scales_that_float16_lacks_are_refused(write, awq, value) -> None:
 def test_kernels_run_them_as_they_run_ours(write, gptq) -> None:
     theirs, plain = write(gptq)
     loaded = load(str(theirs), dtype="bfloat16")
-    assert loaded.unfused is None
+    assert loaded.fallback_reason is None
     assert {one.weight.name for one in loaded.model.linears().values()} == {"cpu-int4", "cpu-bf16"}
     expected = load(str(plain), dtype="float32").model(IDS)
     assert (loaded.model(IDS) - expected).norm() / expected.norm() < 0.05

@@ -17,8 +17,8 @@ from quantkit_kernels.cpu.program import Program
 
 MANY = 2**31 - 1
 GROUP, HEADS = 2, 2
-SETTINGS = ("int4", "int3(sinks=0)", "int2(recent=0, sinks=0)", "int8(recent=64)", "fp8(recent=1, sinks=1)",
-            "int8/int4(recent=100)", "int4/int8", "rotation(2)", "rotation(3.5, recent=10)",
+SETTINGS = ("int4", "int3(sinks=0)", "int2(residual_length=0, sinks=0)", "int8(residual_length=64)", "fp8(residual_length=1, sinks=1)",
+            "int8/int4(residual_length=100)", "int4/int8", "rotation(2)", "rotation(3.5, residual_length=10)",
             "rotation(4, sinks=0)", "rotation(3)/int4", "bf16(sinks=65)/int2")
 
 
@@ -60,17 +60,17 @@ class Kernels:
         size = max(attention.scratch_bytes(self.dim, tile * GROUP), kv_write.close_bytes(self.dim))
         scratch = self.room(self.pool.threads, size, dtype=torch.uint8)
         parts = {name.replace(".", "_"): part for name, part in store.pages.parts.items()}
-        waits = store.waiting.parts
-        turning = dict(zip(("signs", "mix"), hadamard_factors(self.dim)))
+        waits = store.residual.parts
+        hadamard_arguments = dict(zip(("signs", "mix"), hadamard_factors(self.dim)))
         where = {**{f"{s}_{name}": parts.get(f"{s}_{name}") for s in "kv" for name in PARTS},
-                 "positions": parts.get("positions"), "waiting_positions": waits.get("positions"),
-                 "k_waiting": waits["k.values"], "v_waiting": waits["v.values"], "layer": 0, "heads": HEADS,
+                 "positions": parts.get("positions"), "residual_positions": waits.get("positions"),
+                 "k_residual": waits["k.values"], "v_residual": waits["v.values"], "layer": 0, "heads": HEADS,
                  "rows": torch.tensor([[0, i, begin + i] for i in range(count)]),
-                 "sequences": torch.tensor([[*held.where, count]]), "recent": codings.recent,
+                 "sequences": torch.tensor([[*held.where, count]]), "residual_length": codings.residual_length,
                  "first": codings.first}
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         program = Program(self.isa)
-        program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **turning, q=q, k=k, v=v,
+        program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **hadamard_arguments, q=q, k=k, v=v,
                     cos=cos, sin=sin, q_stride=width, kv_stride=HEADS * self.dim * 4, group=GROUP)
         program.add(kv_write.EncodePages(codecs, self.dim), HEADS * blocks, **where, scratch=scratch, blocks=blocks,
                     scratch_private=scratch.shape[1])
@@ -79,8 +79,8 @@ class Kernels:
                     group=GROUP, window=MANY, limit=MANY, splits=splits, scratch_private=scratch.shape[1])
         program.add(attention.ReduceSplits(self.dim), count * queries if splits > 1 else 0, partial=partial,
                     out=out, out_stride=width, query_heads=queries, splits=splits)
-        if codings.values.turned:
-            program.add(kv_write.UndoHadamard(self.dim), count, **turning, x=out, x_stride=width, heads=queries)
+        if codings.values.hadamard:
+            program.add(kv_write.UndoHadamard(self.dim), count, **hadamard_arguments, x=out, x_stride=width, heads=queries)
         program.finish()
         self.pool.run(program.records)
         cache.settle(held, count)
@@ -121,18 +121,18 @@ def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kv", ["int4", "int8(recent=64)", "rotation(3)"])
+@pytest.mark.parametrize("kv", ["int4", "int8(residual_length=64)", "rotation(3)"])
 def test_vectors_wait_in_the_dtype_that_the_cache_has(isa, kernels, kv, dtype):
     one = kernels(isa, kv, 64, 260, dtype=dtype)
     for count in (150, 1, 108, 1):
         found, expected = one.step(count), one.expected(count)
         assert float((found - expected).abs().mean()) < 3e-3 * float(expected.abs().mean()), count
-    mine, its = (cache.stores[0].waiting.parts["k.values"] for cache in (one.cache, one.twin))
+    mine, its = (cache.stores[0].residual.parts["k.values"] for cache in (one.cache, one.twin))
     assert mine.dtype == its.dtype == dtype
     assert float((mine - its).abs().max()) <= torch.finfo(dtype).eps * 4 * float(its.abs().max())
 
 
-@pytest.mark.parametrize("kv", ["int3(recent=70, sinks=0)", "rotation(3)"])
+@pytest.mark.parametrize("kv", ["int3(residual_length=70, sinks=0)", "rotation(3)"])
 def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, kernels, kv):
     whole = kernels(isa, kv, 64, 700)
     expected = whole.step(700)
@@ -142,7 +142,7 @@ def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, kernels, kv):
     assert torch.equal(torch.cat(found), expected)
 
 
-@pytest.mark.parametrize("kv", ["rotation(3)", "rotation(4, recent=0, sinks=0)"])
+@pytest.mark.parametrize("kv", ["rotation(3)", "rotation(4, residual_length=0, sinks=0)"])
 def test_the_largest_numbers_stay_finite_when_vectors_are_rotated(isa, kernels, kv):
     one = kernels(isa, kv, 64, 200)
     most = torch.finfo(torch.bfloat16).max / 4  # positions turn a pair of numbers, which may add up
@@ -161,7 +161,7 @@ def test_codecs_that_read_the_same_bits_are_the_ones_that_the_cache_has():
         codings = build_kv_codecs(parse_kv(kv))
         for side, coding in (("k", codings.keys), ("v", codings.values)):
             kernel = CODECS[coding.name]
-            assert kernel.turned == coding.turned
+            assert kernel.hadamard == coding.hadamard
             for of, layout in ((kernel.bytes(64), coding.layout), (kernel.shared(64), coding.shared)):
                 want = {name: torch.Size(shape).numel() * dtype.itemsize
                         for name, (shape, dtype) in layout(64, torch.bfloat16).items()}

@@ -11,14 +11,14 @@ from quantkit.kv.policies.snapkv import SnapKV
 def chosen(weights, kept, window, kernel):
     """Slots of one head: votes of the last queries, averaged over neighbours (zeros outside), the best."""
     groups, queries, total = weights.shape
-    recent = min(window, kept)
+    residual_length = min(window, kept)
     votes = [sum(float(weights[g, q, s]) for g in range(groups) for q in range(queries)) / (groups * queries)
-             for s in range(total - recent)]
+             for s in range(total - residual_length)]
     half = kernel // 2
     pooled = [sum(votes[j] for j in range(s - half, s - half + kernel) if 0 <= j < len(votes)) / kernel
               for s in range(len(votes))]
-    best = sorted(range(len(votes)), key=lambda s: -pooled[s])[:kept - recent]
-    return sorted(best) + list(range(total - recent, total))
+    best = sorted(range(len(votes)), key=lambda s: -pooled[s])[:kept - residual_length]
+    return sorted(best) + list(range(total - residual_length, total))
 
 
 @pytest.mark.parametrize(("budget", "kept"), [(0.5, 20), (0.99, 39), (0.001, 1), (7, 7), (7.9, 7), (1, 1),

@@ -114,7 +114,7 @@ def test_steps_of_both_kinds_take_turns(fused, plain):
     assert (torch.cat(found, 1) - expected).norm() <= 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("kv", ["none", "int8(recent=64)"])
+@pytest.mark.parametrize("kv", ["none", "int8(residual_length=64)"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_pages_of_another_type_are_read_as_what_they_are(fused, dtype, kv):
     found = []
@@ -162,7 +162,7 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
     if recipe is not None:
         folder = quantize(str(folder), recipe, tmp_path / "out").out
     loaded = load(str(folder))
-    assert isinstance(loaded.model, CpuModel) and loaded.unfused is None
+    assert isinstance(loaded.model, CpuModel) and loaded.fallback_reason is None
     tokens = ids(3, 70)
     expected, found = loaded.model._model(tokens).float(), loaded.model(tokens)
     assert (found - expected).norm() <= 0.03 * expected.norm()
@@ -183,13 +183,13 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
         "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "the sequence's length")])
 def test_what_has_no_kernel_says_so_and_runs(tmp_path, family, keys, reason):
     loaded = load(str(tiny_model(tmp_path / "model", family, **keys)))
-    assert isinstance(loaded.model, CausalLM) and reason in loaded.unfused
+    assert isinstance(loaded.model, CausalLM) and reason in loaded.fallback_reason
     assert torch.isfinite(loaded.model(ids(2, 30))).all()
 
 
 @pytest.mark.parametrize("kv", ["snapkv(20, window=4)", "snapkv(20, window=4)+int4",
-                                "snapkv(20, window=4)+int8(recent=64)",
-                                "snapkv(150, window=4)+int4(recent=0)"])
+                                "snapkv(20, window=4)+int8(residual_length=64)",
+                                "snapkv(150, window=4)+int4(residual_length=0)"])
 def test_what_was_kept_is_seen_through_a_models_own_window(tmp_path, kv):
     """Slots are no positions any more, also where no page of codes is left."""
     folder = tiny_model(tmp_path / "m", "mistral", sliding_window=40, head_dim=32, dtype="bfloat16")
@@ -243,8 +243,8 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
         assert (ends[0] - ends[1]).norm() <= 0.03 * ends[1].norm()
 
 
-@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int4(recent=200)", "int4(sinks=128)",
-                                "int8(recent=64, sinks=300)", "rotation(3, recent=0)"])
+@pytest.mark.parametrize("kv", ["none", "int8", "int4", "int4(residual_length=200)", "int4(sinks=128)",
+                                "int8(residual_length=64, sinks=300)", "rotation(3, residual_length=0)"])
 def test_when_a_window_of_the_models_own_is_given_back_changes_no_bit(tmp_path, kv):
     loaded = load(str(tiny_model(tmp_path / "model", "gemma3_text", sliding_window=40, head_dim=32,
                                  query_pre_attn_scalar=32)))
