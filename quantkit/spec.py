@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +30,29 @@ class Frozen(BaseModel):
     """Base of every spec: immutable, no coercion, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+def accept_old_names(values: Any, renamed: Mapping[str, str]) -> Any:
+    """Options as they were written, under the names that they have now.
+
+    Args:
+        values: options by name; anything else passes as it is.
+        renamed: old name → new name. A :class:`FutureWarning` names every old one that was used.
+
+    Raises:
+        ValueError: an option is given under both names.
+    """
+    if not isinstance(values, Mapping) or not renamed.keys() & values.keys():
+        return values
+    current = dict(values)
+    for old, new in renamed.items():
+        if old in current:
+            if new in current:
+                raise ValueError(f"{old} is the old name of {new}: give one of them")
+            warnings.warn(f"the option {old!r} is now called {new!r}; the old name still works",
+                          FutureWarning, stacklevel=2)
+            current[new] = current.pop(old)
+    return current
 
 
 class Granularity(Frozen):

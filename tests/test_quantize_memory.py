@@ -217,7 +217,7 @@ WIDE = """
 rules:
   - match: "*.down_proj"
     method: gptq
-    options: {visits: 0, refit: 1}
+    options: {descent_passes: 0, refit: 1}
     spec: {bits: 4, granularity: {strategy: group, size: 64}}
   - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 64}}}
 """

@@ -241,7 +241,7 @@ class QualityRun:
         if budget := one.spec.get("budget"):
             extra += ["--budget", budget]
             said = CANDIDATES + "".join(
-                f"  - {{method: gptq, options: {{visits: 3}}, spec: {{bits: {bits}, granularity: {grain}, "
+                f"  - {{method: gptq, options: {{descent_passes: 3}}, spec: {{bits: {bits}, granularity: {grain}, "
                 f"symmetric: {str(one.spec['symmetric']).lower()}}}}}\n" for bits in WIDTHS)
         else:
             said = RECIPE.format(rule=one.spec["rule"].format(group=grain),

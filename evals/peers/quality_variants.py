@@ -26,15 +26,15 @@ RULES = {  # ours: bits, calibrated, rule
                       "scale_dtype: float32}}"),
     "gptq int8 channel": (8, True, "method: gptq, spec: {{bits: 8, " + CHANNEL + "}}"),
     "gptq int8": (8, True, "method: gptq, spec: {{bits: 8, " + GROUP + "}}"),
-    "gptq int5 asym": (5, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 5, symmetric: false, "
+    "gptq int5 asym": (5, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 5, symmetric: false, "
                        + GROUP + "}}"),
-    "gptq int4": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
-    "gptq int4 asym": (4, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 4, symmetric: false, "
+    "gptq int4": (4, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
+    "gptq int4 asym": (4, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 4, symmetric: false, "
                        + GROUP + "}}"),
-    "gptq int3": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, " + GROUP + "}}"),
-    "gptq int3 asym": (3, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 3, symmetric: false, "
+    "gptq int3": (3, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 3, " + GROUP + "}}"),
+    "gptq int3 asym": (3, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 3, symmetric: false, "
                        + GROUP + "}}"),
-    "gptq int2 asym": (2, True, "method: gptq, options: {{visits: 3}}, spec: {{bits: 2, symmetric: false, "
+    "gptq int2 asym": (2, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 2, symmetric: false, "
                        + GROUP + "}}"),
     "awq int4": (4, True, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP + "}}"),
     "autoround int4": (4, True, "method: autoround, spec: {{bits: 4, " + GROUP + "}}"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from quantkit.spec import Frozen
+from quantkit.spec import Frozen, accept_old_names
 
 Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "reread"]
 """``prefill``: a whole chunk of the prompt; ``prefill_part``: less than a chunk, after which no policy acts;
@@ -56,7 +56,22 @@ class SideCodec(Protocol):
         """What :meth:`encode` made → ``[..., n, D]``, in the dtype to compute attention in."""
 
 
-class KVCodec(Frozen):
+class KVOptions(Frozen):
+    """Base of what policies and codecs take as options.
+
+    Attributes:
+        renamed: old name → the name that an option has now; settings may still say the old one.
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, values: Any) -> Any:
+        return accept_old_names(values, cls.renamed)
+
+
+class KVCodec(KVOptions):
     """How keys and values are stored. A subclass adds its options as fields, the first called ``bits``.
 
     Attributes:
@@ -65,6 +80,7 @@ class KVCodec(Frozen):
     """
 
     name: ClassVar[str]
+    renamed: ClassVar[Mapping[str, str]] = {"recent": "residual_length"}
     residual_length: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
     sinks: int = Field(default=0, ge=0, le=MAX_RESIDUAL)
 
@@ -134,7 +150,7 @@ class PolicyView:
     future: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
-class KVPolicy(Frozen):
+class KVPolicy(KVOptions):
     """Which positions stay. A subclass adds its options as fields, the first called ``budget``.
 
     Attributes:

@@ -13,10 +13,10 @@ from quantkit.kv.base import MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, Side
 from quantkit.kv.policies.window import ModelWindow
 from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry
-from quantkit.spec import Frozen, KVSpec
+from quantkit.spec import KVSpec
 from quantkit.units import bytes_of
 
-Made = TypeVar("Made", bound=Frozen)
+Made = TypeVar("Made", KVCodec, KVPolicy)
 
 
 def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -> KVPolicy:
@@ -90,7 +90,7 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 
-def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: Mapping[str, object],
+def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str, options: Mapping[str, object],
            example: str) -> Made:
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UsageError(f"the KV {what} {name!r} can't be made",
@@ -98,7 +98,7 @@ def _built(kind: type[Made], base: type[Frozen], what: str, name: str, options: 
                          next="see docs/plugins.md, and update the plugin")
     fields = kind.model_fields
     for option in options:
-        if option not in fields:
+        if option not in fields and option not in kind.renamed:
             raise UsageError(f"the KV {what} {name!r} has no option {option!r}",
                              why=did_you_mean(option, fields), next="leave it out, or see docs/kv.md")
     try:

@@ -11,7 +11,9 @@ best step; the first one is ``rtn``. What :mod:`~quantkit.methods.descent` finds
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -44,14 +46,16 @@ class AutoRoundOptions(MethodOptions):
         steps: of signed gradient descent.
         rate: how far the first step moves; by default ``1 / steps``.
         clip: learn the ends of the groups' ranges too.
-        visits: to every level after learning, each with a refit of the scales, as in ``gptq``.
+        descent_passes: passes of coordinate descent over all levels after learning, each followed by a refit
+            of the scales, as in ``gptq``.
         block: columns visited before the rest is updated; changes speed, not the result.
     """
 
     steps: int = Field(default=200, ge=1, le=10000)
     rate: float | None = Field(default=None, gt=0, le=1)
     clip: bool = True
-    visits: int = Field(default=1, ge=0, le=100)
+    renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
+    descent_passes: int = Field(default=1, ge=0, le=100)
     block: int = Field(default=128, ge=1)
 
 
@@ -90,7 +94,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
     for part in row_parts(weight, spec, TOGETHER):
         rows = weight[part]
         best = _learn(rows, hessian, spec, options)
-        if reached and options.visits:
+        if reached and options.descent_passes:
             _visit(best, rows, hessian, damped, spec, options)
         made.append(to_codes(best.levels, Grid(best.scale, best.zero), spec))
     return join(made, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
@@ -99,7 +103,7 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, op
 def _visit(best: _Best, weight: torch.Tensor, hessian: torch.Tensor, damped: torch.Tensor, spec: QuantSpec,
            options: AutoRoundOptions) -> None:
     levels, grid = best.levels, Grid(best.scale, best.zero)
-    for _ in range(options.visits):
+    for _ in range(options.descent_passes):
         levels = descend_levels(weight[None], levels[None], [grid], damped[None], spec, options.block)[0]
         grid = descend_scales(weight, levels, grid, damped, spec, 3)
     best.take(_loss(weight, levels, grid, hessian)[0], levels, grid)

@@ -5,21 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from quantkit.errors import SpecError
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes
-from quantkit.spec import QuantSpec
+from quantkit.spec import QuantSpec, accept_old_names
 
 
 class MethodOptions(BaseModel):
-    """Base of a method's own options; unknown keys are errors."""
+    """Base of a method's own options; unknown keys are errors.
+
+    Attributes:
+        renamed: old name → the name that an option has now; recipes may still say the old one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names(cls, values: Any) -> Any:
+        return accept_old_names(values, cls.renamed)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ rounding serves better is kept rounded, so that the loss on ``H`` is never above
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -54,7 +55,7 @@ class GptqOptions(MethodOptions):
         block: columns solved before the rest is updated; changes speed, not the result.
         clip_search: choose the groups' ranges by error weighted with ``diag(H)``.
         refit: rounds of refitting the scales after solving, and after each visit to the levels.
-        visits: to every level after solving.
+        descent_passes: passes of coordinate descent over all levels after solving.
     """
 
     damp: float = Field(default=0.01, gt=0, le=1)
@@ -62,7 +63,8 @@ class GptqOptions(MethodOptions):
     block: int = Field(default=128, ge=1)
     clip_search: bool = True
     refit: int = Field(default=3, ge=0, le=20)
-    visits: int = Field(default=1, ge=0, le=100)
+    renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
+    descent_passes: int = Field(default=1, ge=0, le=100)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
@@ -92,7 +94,7 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         hessian = hessian_of(weight, known)
         factors, notes = factorize(hessian, options.damp, options.act_order)
         if spec.kind == "trellis":
-            found[number] = trellis.solve(weight, hessian, factors, spec, options.visits, notes)
+            found[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue
         plain = find_grid(weight, spec)
         if factors is None:
@@ -157,7 +159,7 @@ def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slic
 
     grids = [one.grid.rows(part) for one in begun]
     grids = refitted()
-    for _ in range(options.visits):
+    for _ in range(options.descent_passes):
         visited = descend_levels(stacked([one.weight[part] for one in begun]),
                                  stacked([mine[part] for mine in levels]), grids, form, spec, options.block)
         for mine, one in zip(levels, visited, strict=True):
@@ -236,4 +238,4 @@ def _solve_block(work: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, 
 
 METHOD = Method(name="gptq", paper="https://arxiv.org/abs/2210.17323", quantize=quantize,
                 needs=frozenset({"hessian"}), options=GptqOptions, kinds=frozenset({"int", "fp", "trellis"}),
-                quick={"refit": 0, "visits": 0}, together=together)
+                quick={"refit": 0, "descent_passes": 0}, together=together)

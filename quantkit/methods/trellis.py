@@ -34,7 +34,7 @@ def nearest(weight: torch.Tensor, spec: QuantSpec, notes: tuple[str, ...] = ()) 
     return Codes(resolve(spec), unring(symbols), unring(scale.unsqueeze(1)), notes=notes)
 
 
-def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec, visits: int,
+def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec, descent_passes: int,
           notes: tuple[str, ...]) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) so that ``tr((W - Q) H (W - Q)ᵀ)`` becomes small.
 
@@ -45,7 +45,7 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors |
         hessian: float32 ``[in, in]``.
         factors: of the damped Hessian; ``None``: round to nearest.
         spec: of kind ``trellis``.
-        visits: to every column after solving, the others fixed.
+        descent_passes: passes over all columns after solving, each with the others fixed.
         notes: for the result.
     """
     plain = nearest(weight, spec, notes)
@@ -57,7 +57,7 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors |
     scale = rings(plain.scale).squeeze(1)
     symbols, values = viterbi.feed_back(wanted.clone(), factors.upper, scale, *_code(spec))
     scale = _refit(wanted, values, form, scale, spec)
-    for _ in range(visits):
+    for _ in range(descent_passes):
         slopes = form @ (wanted - values * scale.unsqueeze(1))
         viterbi.visit(slopes, form, scale, *_code(spec), symbols, values)
         scale = _refit(wanted, values, form, scale, spec)

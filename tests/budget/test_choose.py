@@ -61,7 +61,7 @@ def test_a_quantized_embedding_is_no_linear(source, bits, text):
 
 def test_candidates_that_differ_in_method_or_options_are_told_apart(source):
     alike = (candidate(4), candidate(4, method="gptq"),
-             candidate(4, method="gptq", options={"visits": 2}), candidate(8))
+             candidate(4, method="gptq", options={"descent_passes": 2}), candidate(8))
     labels = ["rtn int4 g32 sym", "gptq int4 g32 sym #2", "gptq int4 g32 sym #3", "int8 g32 sym"]
     assert labels_of(alike) == labels
     choice = chosen(source, "5bpw", candidates=alike)

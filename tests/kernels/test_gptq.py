@@ -116,7 +116,7 @@ def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, siz
     stats = LayerStats(200, x.T @ x / 200)
     spec = QuantSpec(bits=4, symmetric=symmetric, scale_dtype="bfloat16", granularity=Granularity(
         strategy="channel" if size is None else "group", size=size))
-    options = gptq.GptqOptions(act_order=act_order, block=block, refit=0, visits=0)
+    options = gptq.GptqOptions(act_order=act_order, block=block, refit=0, descent_passes=0)
     assert stats.hessian is not None
     plain = gptq.METHOD.run(weight, stats, spec, options)
     used = []

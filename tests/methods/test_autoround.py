@@ -85,7 +85,7 @@ def test_it_steps_as_autograd_does(bits: int, symmetric: bool, size: int | None)
     weight, stats = problem(64, 24, bits)
     assert stats.hessian is not None
     spec = spec_of(bits, size, symmetric)
-    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=12, visits=0))
+    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=12, descent_passes=0))
     expected = by_autograd(weight, stats.hessian, spec, 12)
     found = losses(codes, weight, stats)
     # where a gradient is 0 but for rounding, its sign is chance: that may happen to a row, not to many
@@ -96,12 +96,12 @@ def test_it_steps_as_autograd_does(bits: int, symmetric: bool, size: int | None)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(bits=st.integers(2, 8), rows=st.sampled_from([1, 17]), groups=st.integers(1, 3),
        size=st.sampled_from([None, 2, 13]), symmetric=st.booleans(), clip=st.booleans(),
-       visits=st.integers(0, 1), tokens=st.sampled_from([1, 5, 200]), seed=st.integers(0, 9999))
+       descent_passes=st.integers(0, 1), tokens=st.sampled_from([1, 5, 200]), seed=st.integers(0, 9999))
 def test_no_row_is_worse_than_rounded(bits: int, rows: int, groups: int, size: int | None, symmetric: bool,
-                                      clip: bool, visits: int, tokens: int, seed: int) -> None:
+                                      clip: bool, descent_passes: int, tokens: int, seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
     spec = spec_of(bits, size, symmetric)
-    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=8, clip=clip, visits=visits))
+    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=8, clip=clip, descent_passes=descent_passes))
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats)
     assert bool((losses(codes, weight, stats) <= plain * (1 + 1e-4) + 1e-9).all())
 
@@ -112,8 +112,8 @@ def test_learning_helps_and_learning_the_ends_helps_more() -> None:
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats).sum()
     by = {name: float(losses(METHOD.run(weight, stats, spec, AutoRoundOptions(**options)), weight,
                              stats).sum() / plain)
-          for name, options in {"rounding": {"clip": False, "visits": 0}, "ends": {"visits": 0},
-                                "visited": {"visits": 1}}.items()}
+          for name, options in {"rounding": {"clip": False, "descent_passes": 0}, "ends": {"descent_passes": 0},
+                                "visited": {"descent_passes": 1}}.items()}
     assert by["rounding"] < 0.8 and by["ends"] < by["rounding"] and by["visited"] < by["ends"]
 
 

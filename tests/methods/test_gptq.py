@@ -16,7 +16,7 @@ from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.spec import Granularity, QuantSpec
 
-PAPER = {"clip_search": False, "refit": 0, "visits": 0}
+PAPER = {"clip_search": False, "refit": 0, "descent_passes": 0}
 
 
 def spec_of(bits: int, size: int | None = None, symmetric: bool = True, dtype: str = "bfloat16") -> QuantSpec:
@@ -51,14 +51,14 @@ def loss(codes: Codes, weight: torch.Tensor, stats: LayerStats) -> float:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(bits=st.integers(2, 8), rows=st.sampled_from([1, 3, 17]), groups=st.integers(1, 4),
        size=st.sampled_from([None, 2, 8, 13]), symmetric=st.booleans(), act_order=st.booleans(),
-       clip_search=st.booleans(), refit=st.integers(0, 2), visits=st.integers(0, 2),
+       clip_search=st.booleans(), refit=st.integers(0, 2), descent_passes=st.integers(0, 2),
        block=st.sampled_from([1, 5, 128]), tokens=st.sampled_from([1, 5, 200]), seed=st.integers(0, 9999))
 def test_loss_is_never_above_that_of_rounding(bits: int, rows: int, groups: int, size: int | None,
                                               symmetric: bool, act_order: bool, clip_search: bool, refit: int,
-                                              visits: int, block: int, tokens: int, seed: int) -> None:
+                                              descent_passes: int, block: int, tokens: int, seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
     spec = spec_of(bits, size, symmetric)
-    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, visits=visits,
+    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, descent_passes=descent_passes,
                           block=block)
     solved = loss(METHOD.run(weight, stats, spec, options), weight, stats)
     rounded = loss(RTN.run(weight, None, spec, RtnOptions()), weight, stats)
@@ -118,14 +118,14 @@ def test_equals_the_paper_in_numpy(act_order: bool, bits: int, block: int) -> No
 
 def test_each_addition_lowers_the_loss() -> None:
     """Over several problems: the clip search, the refit and the visits, for symmetric 3-bit groups."""
-    steps = {"paper": PAPER, "search": {"refit": 0, "visits": 0}, "refit": {"visits": 0}, "visits": {}}
+    steps = {"paper": PAPER, "search": {"refit": 0, "descent_passes": 0}, "refit": {"descent_passes": 0}, "descent_passes": {}}
     total = dict.fromkeys(steps, 0.0)
     for seed in range(6):
         weight, stats = problem(48, 64, seed)
         for name, options in steps.items():
             codes = METHOD.run(weight, stats, spec_of(3, 32), GptqOptions(**options))
             total[name] += loss(codes, weight, stats)
-    assert total["visits"] < total["refit"] < total["search"] < total["paper"]
+    assert total["descent_passes"] < total["refit"] < total["search"] < total["paper"]
 
 
 def test_refitted_scales_are_rounded_as_stored() -> None:
@@ -152,12 +152,12 @@ def test_dead_inputs() -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(strategy=st.sampled_from(["tensor", "channel"]), rows=st.sampled_from([1, 3, 17]),
        cols=st.sampled_from([11, 32]), act_order=st.booleans(), clip_search=st.booleans(),
-       refit=st.integers(0, 2), visits=st.integers(0, 2), seed=st.integers(0, 9999))
+       refit=st.integers(0, 2), descent_passes=st.integers(0, 2), seed=st.integers(0, 9999))
 def test_floats_are_never_worse_than_rounded(strategy: str, rows: int, cols: int, act_order: bool,
-                                             clip_search: bool, refit: int, visits: int, seed: int) -> None:
+                                             clip_search: bool, refit: int, descent_passes: int, seed: int) -> None:
     weight, stats = problem(rows, cols, seed)
     spec = QuantSpec(kind="fp", bits=8, scale_dtype="bfloat16", granularity=Granularity(strategy=strategy))
-    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, visits=visits)
+    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, descent_passes=descent_passes)
 
     def lost(codes: Codes) -> float:
         error = (FLOATS.dequantize(FLOATS.pack(codes, torch.bfloat16)) - weight).double()
@@ -238,14 +238,14 @@ def test_bad_statistics() -> None:
         METHOD.run(weight * float("inf"), stats, spec_of(4, 8), GptqOptions())
 
 
-@pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1}, {"visits": -1},
+@pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1}, {"descent_passes": -1},
                                    {"actorder": True}])
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GptqOptions(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{}, {"act_order": False, "visits": 3}, PAPER])
+@pytest.mark.parametrize("options", [{}, {"act_order": False, "descent_passes": 3}, PAPER])
 @pytest.mark.parametrize("size", [None, 8])
 def test_several_at_once_come_to_what_each_comes_to_alone(size, options):
     spec, chosen = spec_of(4, size, symmetric=False), GptqOptions(**options)

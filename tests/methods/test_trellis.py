@@ -55,7 +55,7 @@ def test_closer_than_a_grid(bits):
 def test_each_addition_lowers_the_loss():
     weight, stats = weight_of(), stats_of()
     rounded = loss(weight, RTN.run(weight, None, spec_of(3), RtnOptions()), stats).sum()
-    found = [loss(weight, GPTQ.run(weight, stats, spec_of(3), GptqOptions(visits=n)), stats).sum()
+    found = [loss(weight, GPTQ.run(weight, stats, spec_of(3), GptqOptions(descent_passes=n)), stats).sum()
              for n in range(3)]
     assert found[0] < 0.7 * rounded and found[1] < found[0] and found[2] < found[1]
 
