@@ -81,8 +81,8 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
     ways = [PromptComparison(exact, spec, prompt, of_exact), PromptComparison(gpu, spec, prompt, of_gpu),
             DecodeComparison(gpu, spec, prompt, of_gpu), PromptComparison(cpu, spec, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
-    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.fallback_reason, "cpu_unfused": cpu.fallback_reason,
-            **{name: {key: one.value for key, one in found.items()}
+    return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.fallback_reason,
+            "cpu_unfused": cpu.fallback_reason, **{name: {key: one.value for key, one in found.items()}
                for name, found in zip(names, compare(ways, tokens, prompt=prompt))}}
 
 

@@ -208,7 +208,8 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
     try:
         for index, members in units.items():
             unit = REST if index is None else f"layer-{index}"
-            progress(ProgressEvent(len(units) - 1 if index is None else index, len(units), unit.replace("-", " ")))
+            progress(ProgressEvent(len(units) - 1 if index is None else index, len(units),
+                                   unit.replace("-", " ")))
             if writer.finished or writer.has(unit):
                 continue
             mine = [n for n in other if layer_of(n, shape.num_layers) == index]
@@ -220,7 +221,7 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
     except KeyboardInterrupt:
         raise Stopped(f"stopped; {len(writer.units())} of {len(units)} units are kept in {writer.partial}",
                       next="run the same command again to go on") from None
-    except InexactLayout:
+    except InexactError:
         writer.abandon()
         raise
 
@@ -244,7 +245,7 @@ def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) 
     return tensors
 
 
-class InexactLayout(CheckpointError):
+class InexactError(CheckpointError):
     """A layout can't hold a layer's values as they are."""
 
 
@@ -258,7 +259,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         spec: what it is there: of other scales' dtype, with or without zero points.
 
     Raises:
-        Inexact: the format can't hold a scale or a zero point as it is.
+        InexactError: the format can't hold a scale or a zero point as it is.
     """
     codes: Codes = registry("formats").get(packed.format).unpack(packed)
     zero = codes.zero
@@ -266,29 +267,29 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
         zero = torch.full(codes.scale.shape, middle(spec), dtype=torch.uint8)
     if spec.symmetric and zero is not None:
         if bool((zero != middle(spec)).any()):
-            raise InexactLayout(f"layer {name} has zero points, for which format {form.name} has no place",
-                          why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
-                          next=f"quantize the original with symmetric: true and format: {form.name}")
+            raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",
+                               why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
+                               next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
     if spec.scale_dtype != "model":
         held = codes.scale.to(FLOATS[spec.scale_dtype]).float()
         if (lost := int((held != codes.scale).sum())):
             worst = codes.scale[held != codes.scale]
-            raise InexactLayout(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
-                          why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format {form.name} "
-                              f"keeps scales in {spec.scale_dtype}",
-                          next=f"quantize the original by a recipe with format: {form.name}: scales are then "
-                               "rounded before the levels are chosen")
+            raise InexactError(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
+                               why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format "
+                                   f"{form.name} keeps scales in {spec.scale_dtype}",
+                               next=f"quantize the original by a recipe with format: {form.name}: scales are "
+                                    "then rounded before the levels are chosen")
     wanted = replace(codes, spec=spec, zero=zero)
     try:
         again = form.pack(wanted, packed.dtype)
     except SpecError as error:
-        raise InexactLayout(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
+        raise InexactError(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
     back = form.unpack(again)
     if not torch.equal(back.scale, codes.scale) or not torch.equal(_signed(back), _signed(wanted)):
-        raise InexactLayout(f"layer {name} doesn't come back from format {form.name} as it was",
-                      why="a scale has no exact place there",
-                      next=f"quantize the original by a recipe with format: {form.name}")
+        raise InexactError(f"layer {name} doesn't come back from format {form.name} as it was",
+                            why="a scale has no exact place there",
+                            next=f"quantize the original by a recipe with format: {form.name}")
     return again
 
 

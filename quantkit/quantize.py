@@ -233,7 +233,8 @@ class _Run:
                     stats[head] = runner.measure_head(head)
             del runner
             for left, unit in zip(range(len(outside), 0, -1), outside, strict=True):
-                self.progress(ProgressEvent(total - left, total, TABLE if unit == TABLE else "embeddings and head"))
+                self.progress(ProgressEvent(total - left, total, TABLE
+                                            if unit == TABLE else "embeddings and head"))
                 self._whole(writer, unit, stats, elsewhere)
 
     def _elsewhere(self, units: Iterable[tuple[str, list[PlanRow]]]) -> Generator[list[Solved], None, None]:

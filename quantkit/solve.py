@@ -133,7 +133,8 @@ def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
 
 
 def _rotated(stats: LayerStats) -> LayerStats:
-    return stats if stats.hessian is None else dataclasses.replace(stats, hessian=rotate_hessian(stats.hessian))
+    return stats if stats.hessian is None else dataclasses.replace(stats,
+                                                                   hessian=rotate_hessian(stats.hessian))
 
 
 def solve_data_free(origin: ModelOrigin, plans: tuple[PlanRow, ...]) -> list[Solved]:

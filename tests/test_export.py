@@ -13,7 +13,7 @@ from quantkit.checkpoint.manifest import Manifest
 from quantkit.checkpoint.open import open_checkpoint
 from quantkit.checkpoint.verify import verify
 from quantkit.errors import CheckpointError, QuantkitError, SpecError, UsageError
-from quantkit.export import InexactLayout, export, repack
+from quantkit.export import InexactError, export, repack
 from quantkit.formats.base import Codes
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
@@ -131,14 +131,14 @@ def test_scales_that_float16_does_not_hold_are_refused_and_nothing_is_left(made,
     name = "model.layers.1.mlp.up_proj.weight_scale"
     stored[name][3, 1] = 1e-7
     save_file(stored, first / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InexactLayout, match=r"layers\.1\.mlp\.up_proj has scales that float16") as caught:
+    with pytest.raises(InexactError, match=r"layers\.1\.mlp\.up_proj has scales that float16") as caught:
         export(str(first), "gptq", tmp_path / "out")
     assert "1 of 256" in caught.value.why and "format: gptq" in caught.value.next
     assert [p.name for p in tmp_path.iterdir()] == ["first"]
 
 
 def test_half_precision_scales_do_not_fit_bfloat16_layouts(made, tmp_path):
-    with pytest.raises(InexactLayout, match="bfloat16 doesn't hold exactly"):
+    with pytest.raises(InexactError, match="bfloat16 doesn't hold exactly"):
         export(str(made("int4", "gptq")), "pack-quantized", tmp_path / "out")
 
 
@@ -156,7 +156,7 @@ def test_zero_points_need_a_place():
     other = registry("formats").get("gptq-v2").pack(
         Codes(spec, codes.codes.repeat(8, 8), torch.ones(32, 1), torch.full((32, 1), 127, dtype=torch.uint8)),
         torch.float16)
-    with pytest.raises(InexactLayout, match="has zero points"):
+    with pytest.raises(InexactError, match="has zero points"):
         repack("q", other, form, narrow)
 
 
@@ -165,7 +165,7 @@ def test_asymmetric_weights_do_not_become_symmetric(made, tmp_path, tiny):
     recipe.write_text("rules:\n  - {match: '*', method: rtn, spec: {bits: 8, symmetric: false, "
                       "granularity: {strategy: channel}}}\n")
     out = quantize(str(tiny), str(recipe), tmp_path / "asym").out
-    with pytest.raises(InexactLayout, match="has zero points"):
+    with pytest.raises(InexactError, match="has zero points"):
         export(str(out), "bnb-int8", tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 

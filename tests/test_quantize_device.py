@@ -53,7 +53,8 @@ def weights(folder):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("importance", ["equal", "gradient"])
 @pytest.mark.parametrize("method, options, spec, transforms", [
-    ("gptq", "{}", GROUPS, "[]"), ("gptq", "{descent_passes: 3}", GROUPS.replace("4,", "4, symmetric: false,"), "[]"),
+    ("gptq", "{}", GROUPS, "[]"), ("gptq", "{descent_passes: 3}",
+                                   GROUPS.replace("4,", "4, symmetric: false,"), "[]"),
     ("gptq", "{}", GROUPS, "[awq]"), ("gptq", "{}", GROUPS[:-1] + ", rotation: hadamard}", "[]"),
     ("autoround", "{}", GROUPS, "[]"), ("gptq", "{}", TRELLIS, "[]")])
 def test_a_gpu_comes_to_the_same(model, tmp_path, importance, method, options, spec, transforms):

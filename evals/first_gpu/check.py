@@ -49,7 +49,8 @@ def weights(n: int, k: int, device: torch.device,
     yield "nf4", nf4.pack(codes, absmax, gated=True), dequantize_nf4(codes, absmax, nf4.LEVELS)
 
 
-def product(kind: str, packed: TritonWeight, exact: torch.Tensor, x: torch.Tensor, times: int) -> dict[str, Any]:
+def product(kind: str, packed: TritonWeight, exact: torch.Tensor, x: torch.Tensor,
+            times: int) -> dict[str, Any]:
     """One product, computed so many times."""
     first = multiply(x, packed, gated="silu")
     others = sum(not torch.equal(multiply(x, packed, gated="silu"), first) for _ in range(times - 1))

@@ -50,8 +50,8 @@ class SpeedRow:
     their_kv: str = "f16"
 
 
-ROWS = (SpeedRow("bf16", "BF16"), SpeedRow("int8", "Q8_0"), SpeedRow("int4 g32", "Q4_0"), SpeedRow("int4 g64", "Q4_0"),
-        SpeedRow("nf4", "Q4_0"))
+ROWS = (SpeedRow("bf16", "BF16"), SpeedRow("int8", "Q8_0"), SpeedRow("int4 g32", "Q4_0"),
+        SpeedRow("int4 g64", "Q4_0"), SpeedRow("nf4", "Q4_0"))
 LONG = (SpeedRow("int4 g64", "Q4_0", 8000), SpeedRow("int4 g64", "Q4_0", 8000, "int8", "q8_0"),
         SpeedRow("int4 g64", "Q4_0", 8000, "int4", "q4_0"))
 

@@ -29,7 +29,8 @@ def cpu_seconds(before: os.times_result) -> float:
 class LlamaQuality:
     """The types; the model's own logits and the importance matrix are made when first needed."""
 
-    def __init__(self, theirs: LlamaCpp, base: Path, work: Path, given: argparse.Namespace, text: Path) -> None:
+    def __init__(self, theirs: LlamaCpp, base: Path, work: Path, given: argparse.Namespace,
+                 text: Path) -> None:
         self._theirs, self._base, self._work = theirs, base, work
         self._given, self._calibration = given, text
 

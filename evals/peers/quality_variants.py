@@ -26,15 +26,19 @@ RULES = {  # ours: bits, calibrated, rule
                       "scale_dtype: float32}}"),
     "gptq int8 channel": (8, True, "method: gptq, spec: {{bits: 8, " + CHANNEL + "}}"),
     "gptq int8": (8, True, "method: gptq, spec: {{bits: 8, " + GROUP + "}}"),
-    "gptq int5 asym": (5, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 5, symmetric: false, "
+    "gptq int5 asym": (5, True,
+                       "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 5, symmetric: false, "
                        + GROUP + "}}"),
     "gptq int4": (4, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 4, " + GROUP + "}}"),
-    "gptq int4 asym": (4, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 4, symmetric: false, "
+    "gptq int4 asym": (4, True,
+                       "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 4, symmetric: false, "
                        + GROUP + "}}"),
     "gptq int3": (3, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 3, " + GROUP + "}}"),
-    "gptq int3 asym": (3, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 3, symmetric: false, "
+    "gptq int3 asym": (3, True,
+                       "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 3, symmetric: false, "
                        + GROUP + "}}"),
-    "gptq int2 asym": (2, True, "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 2, symmetric: false, "
+    "gptq int2 asym": (2, True,
+                       "method: gptq, options: {{descent_passes: 3}}, spec: {{bits: 2, symmetric: false, "
                        + GROUP + "}}"),
     "awq int4": (4, True, "method: rtn, options: {{clip_search: true}}, spec: {{bits: 4, " + GROUP + "}}"),
     "autoround int4": (4, True, "method: autoround, spec: {{bits: 4, " + GROUP + "}}"),
@@ -90,14 +94,15 @@ UNQUANTIZED = PeerVariant("", "unquantized", 16, False)
 
 def variants(group: int) -> list[PeerVariant]:
     """All of them, quick ones first."""
-    ours = [PeerVariant("ours", name, bits, data, {"rule": rule}) for name, (bits, data, rule) in RULES.items()]
+    ours = [PeerVariant("ours", name, bits, data, {"rule": rule})
+            for name, (bits, data, rule) in RULES.items()]
     ours += [PeerVariant("ours", f"{name} self", bits, True, {"rule": rule, "text": "self"})
              for name, (bits, _, rule) in RULES.items() if name in OWN_TEXT]
     if group == 64:
         ours += [PeerVariant("ours", f"recipe {name}", bits, data, {"recipe": name})
                  for name, (bits, data) in SHIPPED.items()]
         ours += [PeerVariant("ours", f"recipe {name} as typed", SHIPPED[name][0], True,
-                         {"recipe": name, "text": "builtin"}) for name in TYPED]
+                             {"recipe": name, "text": "builtin"}) for name in TYPED]
     ours += [PeerVariant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
              for name, (bits, budget, symmetric) in BUDGETS.items()]
     quick = [one for one in ours if not one.calibrated]
@@ -106,11 +111,12 @@ def variants(group: int) -> list[PeerVariant]:
               for bits in (8, 4, 3, 2)]
     grids = [(4, True), (4, False), (3, True), (3, False), (2, False), (8, True)]
     slow = [PeerVariant("llmcompressor", f"gptq int{bits}{'' if symmetric else ' asym'}", bits, True,
-                    {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
+                        {"bits": bits, "group": group, "symmetric": symmetric}) for bits, symmetric in grids]
     slow += [PeerVariant("gptqmodel", f"gptq int{bits}", bits, True,
-                     {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
-    slow += [PeerVariant("autoround", f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}",
-                     bits, True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
+                         {"bits": bits, "group": group, "symmetric": True}) for bits in (4, 3, 2, 8)]
+    slow += [PeerVariant("autoround",
+                         f"autoround int{bits}{'' if symmetric else ' asym'}{' light' * bool(more)}", bits,
+                         True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
              for bits, symmetric, more in ((4, True, {}), (4, False, {}), (3, False, LIGHT),
                                            (2, False, LIGHT), (8, True, LIGHT))]
     return [*quick, *(one for one in ours if one.calibrated), *slow]

@@ -30,7 +30,8 @@ NOTE = ("regs: a thread; load: bits of the widest;\n"
 
 @dataclass(frozen=True)
 class AotRow:
-    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.KernelFacts`, and what is wrong."""
+    """A kernel on a target: the facts of :class:`~quantkit_kernels.assembly.KernelFacts`, and what is
+    wrong."""
 
     kernel: str
     target: str
@@ -88,7 +89,7 @@ def judge(case: AotCase, target: str) -> AotRow:
     if case.most is not None and per_weight is not None and target == "sm_90" and per_weight > case.most:
         faults.append(f"{per_weight:.2f} instructions a weight, the limit is {case.most}")
     return AotRow(case.name, target, facts.registers, facts.spills, facts.shared, facts.widest, facts.matrix,
-               per_weight, tuple(faults))
+                  per_weight, tuple(faults))
 
 
 def _compile(source: Any, target: Any, options: dict[str, Any]) -> tuple[Any, str]:

@@ -98,11 +98,11 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
     count = Counter(one.split()[0].split(".")[0] for one in code)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
     return KernelFacts(int(registers[1]), count["LDL"] + count["STL"], shared,
-                 max(map(_bits, loads), default=0),
-                 sum(_bits(one.split()[0]) == 128 for one in loop or code
-                     if one.split(".")[0] in ("LDG", "LDGSTS")),
-                 any(count[name] for name in MATRIX["cuda"]), len(loop) or None,
-                 wgmma.hazards(guarded, labels))
+                       max(map(_bits, loads), default=0),
+                       sum(_bits(one.split()[0]) == 128 for one in loop or code
+                           if one.split(".")[0] in ("LDG", "LDGSTS")),
+                       any(count[name] for name in MATRIX["cuda"]), len(loop) or None,
+                       wgmma.hazards(guarded, labels))
 
 
 def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:
@@ -133,4 +133,4 @@ def _amd(text: str, shared: int) -> KernelFacts:
     # scalar registers are parked in vector registers, which is no memory; scratch is
     spills = number("vgpr_spill_count") or number("private_segment_fixed_size")
     return KernelFacts(number("vgpr_count"), spills, shared, max(loads, default=0),
-                 sum(bits == 128 for bits in loads), "v_mfma" in text, None)
+                       sum(bits == 128 for bits in loads), "v_mfma" in text, None)

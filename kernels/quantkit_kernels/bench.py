@@ -299,8 +299,9 @@ def main(arguments: list[str] | None = None) -> int:
         rounds, shapes, size = 1, REHEARSAL, 1 << 20
     torch.manual_seed(0)
     copy = copy_bandwidth(timer, rounds, device, size)
-    report = BenchReport({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds, "pdl": chosen.pdl},
-                    chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
+    report = BenchReport({**machine(device), "copy_bytes_per_second": copy, "rounds": rounds,
+                          "pdl": chosen.pdl},
+                         chosen.json, markdown, None if chosen.rehearse else Peers(shapes, device, dtype))
     print(report.title(), end="\n\n")
     every = (case for case in cases(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     try:

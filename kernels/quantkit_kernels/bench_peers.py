@@ -85,7 +85,7 @@ def _tinygemm(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerW
     grids = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
     return PeerWeight(lambda: (packed.clone(), grids.clone()), dense, n * k // 2 + 4 * n * k // GROUP,
-                  lambda x, held: torch.ops.aten._weight_int4pack_mm(x, held[0], GROUP, held[1]))
+                      lambda x, held: torch.ops.aten._weight_int4pack_mm(x, held[0], GROUP, held[1]))
 
 
 def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -99,7 +99,7 @@ def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerW
     fast: Any = torch.compile(product, dynamic=False, fullgraph=True,
                               options={"coordinate_descent_tuning": True})
     return PeerWeight(lambda: (codes.clone(), scale.clone()), codes.to(dtype) * scale[:, None], n * k + 2 * n,
-                  lambda x, held: fast(x, *held))
+                      lambda x, held: fast(x, *held))
 
 
 def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -120,7 +120,7 @@ def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> P
     kind = getattr(helper, "A16W8_INT8", None) or helper.A16W8
     dense = torch.randn(n, k, dtype=dtype, device=device) * 0.02
     return PeerWeight(lambda: kind(device=str(device)).from_weights(dense, None), dense, n * k + 2 * n,
-                  lambda x, held: held(x))
+                      lambda x, held: held(x))
 
 
 def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -134,7 +134,7 @@ def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> P
     packed, state = make()
     dense = functional.dequantize_4bit(packed, state).to(dtype).view(n, k)
     return PeerWeight(make, dense, n * k // 2 + 4 * n * k // 64,
-                  lambda x, held: bitsandbytes.matmul_4bit(x, held[0].t(), quant_state=held[1]))
+                      lambda x, held: bitsandbytes.matmul_4bit(x, held[0].t(), quant_state=held[1]))
 
 
 PEERS = (PeerKernel("tinygemm", "w4a16 g128", (1, 4, 16, 64), "torch", _tinygemm),
@@ -196,4 +196,4 @@ class Peers:
         weight, packs = self._held[key]
         x = torch.randn(m, k, dtype=self.dtype, device=self.device)
         return PeerRun(peer.name, lambda at: weight.run(x, packs[at]), len(packs), weight.nbytes,
-                      lambda: (weight.run(x, packs[0]), F.linear(x, weight.dense)))
+                       lambda: (weight.run(x, packs[0]), F.linear(x, weight.dense)))

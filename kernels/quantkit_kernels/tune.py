@@ -116,8 +116,8 @@ def programs(m: int) -> Iterator[Parameters]:
     yield {"pdl": 1}
 
 
-def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEntry], timer: Timer, spills: Callable[[], int],
-         deadline: float) -> Iterator[str]:
+def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEntry], timer: Timer,
+         spills: Callable[[], int], deadline: float) -> Iterator[str]:
     """Fill ``table``, and give a line about each case that was measured once it is in there.
 
     The first number of rows that is measured of a product decides its segments. Stops at the deadline.

@@ -94,7 +94,8 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
     found: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
                              "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
-                             "unfused": loaded.fallback_reason, "pdl": settings.pdl, "prefill": [], "cases": []}
+                             "unfused": loaded.fallback_reason, "pdl": settings.pdl, "prefill": [],
+                             "cases": []}
     runner = _Runner(loaded, ids, settings, progress, runs)
     with torch.inference_mode(), tuned.trial({"pdl": 1}) if settings.pdl else nullcontext():
         for kv in settings.kv:
@@ -223,7 +224,8 @@ class _Runner:
             if not samples_on_device(logits, samplers):
                 tokens = self._best(logits)
                 continue
-            flying, before = sample_async(logits, samplers), flying  # as the engine does: nobody waits for a step
+            flying, before = sample_async(logits,
+                                          samplers), flying  # as the engine does: nobody waits for a step
             if before is not None:
                 _finite(before.tokens())
         if flying is not None:

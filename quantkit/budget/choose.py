@@ -98,8 +98,8 @@ class BudgetChoice:
                 counts[self.chosen[names[0]]] += 1
             flat = [rows[name] for names in groups for name in names]
             found.append(SharedChoice(place, _bits(flat, sum(row.bytes_after for row in flat)),
-                              math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
-                              {labels[i]: n for i, n in enumerate(counts) if n}))
+                                      math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
+                                      {labels[i]: n for i, n in enumerate(counts) if n}))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
         "description": told, "calibration": recipe.calibration, "candidates": (),
         "rules": recipe.rules + rules_of(chosen, recipe.candidates)})
     return BudgetChoice(budget, resolved, make_plan(resolved, source), recipe.candidates, chosen, costs,
-                  _uniform(recipe, linears, other, rows, costs, taken))
+                        _uniform(recipe, linears, other, rows, costs, taken))
 
 
 def labels_of(candidates: Sequence[Candidate]) -> list[str]:
@@ -272,7 +272,7 @@ def _uniform(recipe: Recipe, linears: Sequence[PlanRow], other: int, rows: Rows,
             continue
         size = fixed + sum(one[index].bytes_after for one in rows.values())
         found.append(UniformCandidate(labels[index], _bits(linears, size), other + size,
-                             math.fsum(one[index] for one in costs.values())))
+                                      math.fsum(one[index] for one in costs.values())))
     return tuple(sorted(found, key=lambda one: one.disk_bytes))
 
 

@@ -21,8 +21,9 @@ from quantkit.errors import CheckpointError
 OWN_FILES = frozenset({CONFIG, CARD, INDEX, MANIFEST, GPTQ_CONFIG})
 
 
-def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[LayerRow], config: Mapping[str, Any],
-             side_files: Mapping[str, bytes], manifest: Manifest, shard_bytes: int) -> str:
+def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[LayerRow],
+             config: Mapping[str, Any], side_files: Mapping[str, bytes], manifest: Manifest,
+             shard_bytes: int) -> str:
     """Fill an empty folder with a whole, verified checkpoint.
 
     Args:

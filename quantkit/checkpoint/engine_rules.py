@@ -144,7 +144,8 @@ def vllm_kernel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
               if (reason := refuses(row, out)) is not None]
     yield from _told(f"kernel on {subject.device}", faults, "every weight has one")
     if subject.device == "cpu" and not faults and any(row.format not in BYTES for row in subject.packed):
-        yield VerifyCheck("instruction set", "note", "on x86 its kernel needs AVX-512: the AVX2 build has none")
+        yield VerifyCheck("instruction set", "note",
+                          "on x86 its kernel needs AVX-512: the AVX2 build has none")
 
 
 def _vllm_cuda(row: LayerRow, out: int) -> str | None:
@@ -192,13 +193,14 @@ def no_order(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Group activation order was dropped; with one group a row it means nothing."""
     bad = subject.quantization.get("desc_act") is True and subject.quantization.get("group_size") != -1
     yield VerifyCheck("desc_act", "failed" if bad else "ok",
-                "desc_act: true is refused, even where groups are in order" if bad else "false")
+                      "desc_act: true is refused, even where groups are in order" if bad else "false")
 
 
 def half_scales(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Nothing wrong, but another model by a little."""
     if subject.dtype != "float16":
-        yield VerifyCheck("scales", "note", f"float16 scales are rounded to the activations' {subject.dtype}; "
+        yield VerifyCheck("scales", "note",
+                          f"float16 scales are rounded to the activations' {subject.dtype}; "
                                       "start it with --dtype float16 for those of the file")
 
 
@@ -245,7 +247,8 @@ def vllm_rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     rounded = any(row.format == "int-quantized" and row.spec and row.spec.activations
                   for row in subject.packed)
     if subject.device == "cpu" and rounded:
-        yield VerifyCheck("dtype", "note", "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
+        yield VerifyCheck("dtype", "note",
+                          "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
                                      "(scale_C: scalar path not implemented)")
 
 
@@ -279,7 +282,8 @@ def vllm_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 def plain_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """SGLang quantizes Linears."""
     if subject.embedding is not None:
-        yield VerifyCheck("embedding", "failed", f"{subject.embedding.name} is quantized: it takes plain ones only")
+        yield VerifyCheck("embedding", "failed",
+                          f"{subject.embedding.name} is quantized: it takes plain ones only")
 
 
 def needs(packages: str) -> Rule:
@@ -332,8 +336,9 @@ def sglang_gptq(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         if check.status != "failed":
             yield check
         elif subject.dtype == "float16":
-            yield VerifyCheck(check.name, "note", "Marlin doesn't take every layer; a slower kernel with float16 "
+            yield VerifyCheck(check.name, "note",
+                              "Marlin doesn't take every layer; a slower kernel with float16 "
                                             "activations does")
         else:
             yield VerifyCheck(check.name, "failed",
-                        check.detail + f"; others need float16 activations, not {subject.dtype}")
+                              check.detail + f"; others need float16 activations, not {subject.dtype}")

@@ -51,7 +51,8 @@ class DescribedCheckpoint(Protocol):
     def config(self) -> dict[str, Any]: ...
 
 
-def check_engine(engine: str, checkpoint: DescribedCheckpoint, device: str = "cuda") -> tuple[VerifyCheck, ...]:
+def check_engine(engine: str, checkpoint: DescribedCheckpoint,
+                 device: str = "cuda") -> tuple[VerifyCheck, ...]:
     """What an engine would say of a checkpoint: ``failed`` means that it refuses to load it.
 
     Args:
@@ -83,8 +84,9 @@ def check_layers(engine: str, config: Mapping[str, Any], layers: Sequence[LayerR
         return (VerifyCheck("quant_method", "ok", "nothing is quantized"),)
     readers = ENGINES[engine]
     if subject.method not in readers:
-        return (VerifyCheck("quant_method", "failed", f"{engine} reads {', '.join(readers)}, not {subject.method}"
-                      + (EXTRA.get((engine, subject.method)) or "")),)
+        return (VerifyCheck("quant_method", "failed",
+                            f"{engine} reads {', '.join(readers)}, not {subject.method}"
+                            + (EXTRA.get((engine, subject.method)) or "")),)
     checks = [VerifyCheck("quant_method", "ok", subject.method)]
     for rule in readers[subject.method]:
         checks += rule(subject)

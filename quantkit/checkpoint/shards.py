@@ -97,8 +97,8 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
         header = parse_object(handle.read(length), f"the header of {file}", error=CheckpointError)
     header.pop("__metadata__", None)
     return [StoredTensor(name, entry["dtype"], tuple(entry["shape"]),
-                   entry["data_offsets"][1] - entry["data_offsets"][0], file,
-                   8 + length + entry["data_offsets"][0]) for name, entry in header.items()]
+                         entry["data_offsets"][1] - entry["data_offsets"][0], file,
+                         8 + length + entry["data_offsets"][0]) for name, entry in header.items()]
 
 
 def split(tensors: Iterable[StoredTensor], limit: int = SHARD_BYTES) -> list[list[StoredTensor]]:

@@ -115,7 +115,7 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",
-                    "quantization_config doesn't say what the layers of the manifest are")
+                          "quantization_config doesn't say what the layers of the manifest are")
 
 
 def _loads(checkpoint: Checkpoint) -> VerifyCheck:

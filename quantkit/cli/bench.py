@@ -102,8 +102,8 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
 
         loaded = random_model(model, random, find_device(device))
     settings = DecodeSettings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
-                        [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
-                        prompt, tokens, repeats, not no_fallback, pdl)
+                              [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
+                              prompt, tokens, repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:
         found = bench_decode(loaded, settings, progress, lambda found: _write(found, out))
     rows = [(one["kv"], f"{one['tokens']}", "", f"{one['tok_s']['median']:.0f}", "", "")

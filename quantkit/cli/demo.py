@@ -45,7 +45,8 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     made = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
-        result = evaluate([model, *made], EvalSettings(window=WINDOW, windows=windows, decode=DECODE), progress)
+        result = evaluate([model, *made], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
+                          progress)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
     with ProgressLine("answering", quiet) as progress:

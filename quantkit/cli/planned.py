@@ -78,7 +78,8 @@ def _sum(chosen: Combination) -> Iterator[str]:
                            f"{8 * cache.bytes_per_token / numbers:.4g} bits", f"{cache.bytes_per_token:,} B")]
     codings = build_kv_codecs(chosen.kv)
     if cache.residual_bytes_per_token:
-        rows.append(("  as computed", f"the newest {codings.residual_length} to {codings.residual_length + PAGE - 1}"
+        rows.append(("  as computed",
+                     f"the newest {codings.residual_length} to {codings.residual_length + PAGE - 1}"
                      + (f", the first {codings.first}" if codings.first else ""),
                      f"{cache.residual_bytes_per_token:,} B"))
     rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
@@ -129,8 +130,8 @@ def _remarks(chosen: Combination) -> Iterator[str]:
                f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
                "context and the KV setting")
     if chosen.weights.fallback_reason is not None:
-        yield (f"no single program for this model on a CPU (it {chosen.weights.fallback_reason}): activations are an "
-               "estimate")
+        yield (f"no single program for this model on a CPU (it {chosen.weights.fallback_reason}): "
+               "activations are an estimate")
     if any(one.row.spec is not None and one.row.spec.kind == "trellis" for one in chosen.weights.layers):
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
                "slower than these bounds (docs/results.md)")

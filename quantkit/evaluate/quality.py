@@ -51,8 +51,9 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
 
 
 @torch.inference_mode()
-def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor, progress: Listener = silent,
-            prompt: int = 0, exact: LoadedModel | TeacherForcedModel | None = None) -> list[dict[str, Interval]]:
+def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
+            progress: Listener = silent, prompt: int = 0,
+            exact: LoadedModel | TeacherForcedModel | None = None) -> list[dict[str, Interval]]:
     """Score every model; the first is the reference.
 
     Args:

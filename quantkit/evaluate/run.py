@@ -153,8 +153,8 @@ def _ready(settings: EvalSettings) -> list[ReadyTask]:
     return prepare_tasks(settings.tasks, data=settings.task_data, limit=settings.limit)
 
 
-def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[ModelResult], tasks: Sequence[ReadyTask],
-           progress: Listener) -> str:
+def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[ModelResult],
+           tasks: Sequence[ReadyTask], progress: Listener) -> str:
     """Scores into the rows' metrics, as ``task/metric``; what was run, for the protocol."""
     from quantkit.evaluate.tasks import run_tasks
 
@@ -196,13 +196,14 @@ def _protocol(models: Sequence[LoadedModel], settings: EvalSettings, text: EvalT
         cpu_name(), cpu_cores(), torch.get_num_threads(), prompt, gpu=gpu_name(models[0].model.device))
 
 
-def _row(runner: LoadedModel | TeacherForcedModel, metrics: dict[str, Interval], protocol: Protocol) -> ModelResult:
+def _row(runner: LoadedModel | TeacherForcedModel, metrics: dict[str, Interval],
+         protocol: Protocol) -> ModelResult:
     model = runner.loaded if isinstance(runner, TeacherForcedModel) else runner
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
     if protocol.words and not protocol.prompt and (tokens := metrics.get("perplexity")):
         metrics["word_perplexity"] = per_word(tokens, protocol.scored / protocol.words)
     row = ModelResult(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
-              manifest_sha256=digest)
+                      manifest_sha256=digest)
     if isinstance(runner, TeacherForcedModel):
         row.kv = str(runner.kv)
         row.kv_bytes, row.kv_bytes_per_token = runner.kv_bytes, runner.kv_bytes_per_token

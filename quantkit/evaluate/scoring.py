@@ -213,7 +213,7 @@ class Scorer:
                     for index in contexts[context][fed.ids]:
                         token = requests[index].continuation[-1]
                         found[index] = ScoredContinuation(fed.logprob + float(logprobs[0, token]),
-                                                  fed.greedy and int(best) == token)
+                                                          fed.greedy and int(best) == token)
                 done(sum(len(contexts[context][fed.ids]) for fed in some))
             cache.free([row])
 

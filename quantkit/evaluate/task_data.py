@@ -35,7 +35,8 @@ class RenderedRows:
     examples: tuple[Row, ...]
 
 
-def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int | None = None) -> list[RenderedRows]:
+def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int
+                 | None = None) -> list[RenderedRows]:
     """Read a task's data and fill in its templates.
 
     Args:
@@ -68,7 +69,7 @@ def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int | Non
                              + (f" of {field} {group!r}" if field else ""), why=f"there are {len(own)}",
                              next=f"set num_fewshot in {label}, or add rows")
         found.append(RenderedRows(group, tuple(render(row, at) for at, row in some),
-                             tuple(render(row, at) for at, row in own) if task.num_fewshot else ()))
+                                  tuple(render(row, at) for at, row in own) if task.num_fewshot else ()))
     return found
 
 

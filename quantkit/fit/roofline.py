@@ -76,7 +76,8 @@ def step(weights: WeightOption, found: Footprint, ceilings: Ceilings, batch: int
         visible = kind.decoding.slots if kind.window is None else min(kind.decoding.slots, kind.window)
         residual_slots = min(found.residual_slots, visible)
         codes, residual = kind.page_bytes
-        kv += batch * found.heads * kind.layers * ((visible - residual_slots) * codes + residual_slots * residual) / PAGE
+        kv += batch * found.heads * kind.layers * ((visible - residual_slots) * codes
+                                                   + residual_slots * residual) / PAGE
         seen += kind.layers * visible
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)

@@ -29,8 +29,8 @@ def start_tracking(cache: KVCache, sequence: SequenceState, phase: Phase) -> Non
     policy, config = cache.policy, cache.config
     if (listens := policy.listens(phase)) != (sequence.asked is not None):
         seen = sequence.layers[0].seen
-        sequence.start_tracking(QueryWindow(len(sequence.layers), policy.queries, config.num_heads, config.head_dim, seen,
-                              cache.device) if listens else None)
+        sequence.start_tracking(QueryWindow(len(sequence.layers), policy.queries, config.num_heads,
+                                            config.head_dim, seen, cache.device) if listens else None)
 
 
 def record_queries(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor) -> None:
@@ -103,12 +103,12 @@ def policy_view(cache: KVCache, layer: int, held: LayerState) -> PolicyView:
         return _future_queries(cache, layer, held, torch.arange(seen, seen + steps))
 
     return PolicyView(alike.index(layer), len(alike), tuple(held.lengths.tolist()), seen, held.prompt,
-                lambda: store.positions(held), lambda: store.read(held, "k"), lambda: store.read(held, "v"),
-                weights, sums, future)
+                      lambda: store.positions(held), lambda: store.read(held, "k"),
+                      lambda: store.read(held, "v"), weights, sums, future)
 
 
 def _attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, end: int,
-            over: gpu.Reduction) -> torch.Tensor:
+                        over: gpu.Reduction) -> torch.Tensor:
     """float32 ``[Hkv, S]``: of the weights ``[G, n, S]`` of scaled queries ``[H, n, D]`` up to ``end`` the
     sum or mean over queries, mean over heads; or the largest.
 
@@ -124,7 +124,8 @@ def _attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.T
                         for mine, key, at in heads])
 
 
-def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor,
+               at: torch.Tensor) -> torch.Tensor:
     """Queries ``[H, n, D]`` of positions ``at`` as they were before they were rotated."""
     q = hadamard.undo_hadamard(q) if cache.codings.keys.hadamard else q
     cos, sin = _angles(cache, layer, held, at)
@@ -142,7 +143,7 @@ def _angles(cache: KVCache, layer: int, held: LayerState,
 
 
 def _future_queries(cache: KVCache, layer: int, held: LayerState,
-            at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                    at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean ``[H, D]`` and covariance ``[H, D, D]`` of the queries so far, rotated as positions ``at`` are in
     the mean."""
     assert held.moments is not None

@@ -31,8 +31,8 @@ class SideCodec(Protocol):
 
     Attributes:
         name: says all that its bytes depend on; kernels know it by this.
-        hadamard: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the queries
-            that meet them; of values, attention's result is rotated back.
+        hadamard: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the
+            queries that meet them; of values, attention's result is rotated back.
     """
 
     name: str
@@ -75,7 +75,8 @@ class KVCodec(KVOptions):
     """How keys and values are stored. A subclass adds its options as fields, the first called ``bits``.
 
     Attributes:
-        residual_length: so many newest tokens, at least, stay as they were computed; others are encoded 64 at a time.
+        residual_length: so many newest tokens, at least, stay as they were computed; others are encoded 64 at
+            a time.
         sinks: so many first ones stay as they were computed too, rounded up to pages of 64.
     """
 
@@ -157,10 +158,11 @@ class KVPolicy(KVOptions):
         on_prefill: acts after every chunk of the prompt, after its last, or never.
         tracks: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
             ``moments``, for :attr:`PolicyView.future`.
-        reread_prompt: before it acts the prompt comes again, in pieces of so many tokens, and those queries are
-            the ones that it watches.
+        reread_prompt: before it acts the prompt comes again, in pieces of so many tokens, and those queries
+            are the ones that it watches.
         uniform_budget: all heads of all layers keep equally many.
-        release_granularity: what queries don't see is given back by so many slots at once, where vectors wait.
+        release_granularity: what queries don't see is given back by so many slots at once, where vectors
+            wait.
         slack: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
             the first of an answer.
         every: acts every so many decode steps; ``None``: never.

@@ -87,11 +87,11 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
             raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a Coding",
                              next="see docs/plugins.md, and update the plugin")
     return KVCodecs(*sides, max(keys.residual_length, values.residual_length),
-                   max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
+                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
 
 
-def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str, options: Mapping[str, object],
-           example: str) -> Made:
+def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str,
+           options: Mapping[str, object], example: str) -> Made:
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UsageError(f"the KV {what} {name!r} can't be made",
                          why=f"what is registered as {name!r} isn't a {base.__name__}",

@@ -77,7 +77,8 @@ class KVCache:
             if store.residual is not None:  # before a page is encoded, its vectors wait
                 fixed = self.codings.first + self.codings.residual_length
                 found += -(-(fixed + PAGE) // PAGE) * waits
-                found += (1 + one.release_granularity // PAGE) * page if one.visible else 0  # of which a part stays
+                if one.visible:  # pages of which a part stays
+                    found += (1 + one.release_granularity // PAGE) * page
                 slots = max(1, slots - fixed)
             # heads that keep more or fewer than others round up to pages each by itself
             found += (-(-slots // PAGE) + (0 if one.uniform_budget else 1)) * page
@@ -110,8 +111,8 @@ class KVCache:
         """Begin a sequence; returns its id.
 
         Args:
-            max_length: how many tokens it will have in the end at most. Only a model whose rotation depends on
-                that (longrope) asks; 0 means few.
+            max_length: how many tokens it will have in the end at most. Only a model whose rotation depends
+                on that (longrope) asks; 0 means few.
         """
         number = next(self._ids)
         self._sequences[number] = SequenceState(self._layers, self.heads, max_length, self.codings.first)

@@ -164,7 +164,8 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
         UsageError: the policy's options or the head dimension don't fit.
     """
     whole = KVCache(config, spec, dtype, "meta")
-    residual_slots = 0 if whole.stores[0].residual is None else whole.codings.residual_length + whole.codings.first
+    residual_slots = (0 if whole.stores[0].residual is None
+                      else whole.codings.residual_length + whole.codings.first)
     if "budget" in spec.options:  # bytes are of the whole model
         budget = whole.policy.model_dump()["budget"]
         spec = spec.model_copy(update={"options": {**spec.options, "budget": budget}})
@@ -203,7 +204,8 @@ def _acting(cache: KVCache, slots: int) -> int:
     return 4 * slots * ((vectors + 4 * moments) * config.num_kv_heads * config.head_dim + looks)
 
 
-def _run(cache: KVCache, prompt: int, decoded: int, chunk: int, nothing: torch.Tensor) -> tuple[PeakUsage, PeakUsage]:
+def _run(cache: KVCache, prompt: int, decoded: int, chunk: int,
+         nothing: torch.Tensor) -> tuple[PeakUsage, PeakUsage]:
     """One sequence from its first token to its last: what the last layer holds in its prompt, and from there
     on. ``nothing [H, 1, D]`` is every query; of it the first is every key and value."""
     index = len(cache.stores) - 1

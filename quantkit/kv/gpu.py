@@ -109,7 +109,7 @@ def pages_of(store: Store, codings: KVCodecs, dtype: torch.dtype) -> LayerPages:
                     residual.get(f"{letter}.values"))
 
     return LayerPages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
-                 residual.get("positions"))
+                      residual.get("positions"))
 
 
 def reads(cache: KVCache) -> bool:
@@ -120,7 +120,7 @@ def reads(cache: KVCache) -> bool:
 
 
 def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, end: int,
-           over: Reduction) -> torch.Tensor:
+                       over: Reduction) -> torch.Tensor:
     """Where queries look.
 
     Args:
@@ -145,8 +145,9 @@ def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Te
     has_residual = store.residual is not None
     seen = torch.full((1,), end, dtype=torch.int32, device=cache.device)
     tables = SequenceTables(whole(store.table(held)), whole(held.lengths.copy()), seen,
-                    whole(store.table(held, "residual")) if has_residual else None,
-                    whole(held.starts.copy()) if has_residual else None, codings.residual_length, codings.first)
+                            whole(store.table(held, "residual")) if has_residual else None,
+                            whole(held.starts.copy()) if has_residual else None, codings.residual_length,
+                            codings.first)
     # as they were computed: what they were multiplied by is taken back, and rounding is undone
     rows = (q / scale).to(cache.dtype).transpose(0, 1).contiguous()
     pages = pages_of(store, codings, cache.dtype)

@@ -45,7 +45,8 @@ class Store:
         layout: Layout = {**self._named(lambda one: one.layout(dim, dtype)), **places}
         self.pages = PagePool(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
         plain: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
-        self.residual = PagePool({**plain, **places}, device, moves) if codings.has_residual(dim, dtype) else None
+        self.residual = PagePool({**plain, **places}, device, moves) if codings.has_residual(dim,
+                                                                                             dtype) else None
 
     def _named(self, of: Callable[[SideCodec], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {f"{side}.{name}": what for side, one in self._sides.items() for name, what in of(one).items()}

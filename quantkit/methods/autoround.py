@@ -77,7 +77,8 @@ class _Best:
         self.zero = torch.where(pick, grid.zero, self.zero)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+             options: MethodOptions) -> Codes:
     """Learn ``weight`` (float32 ``[out, in]``) under ``stats.hessian`` (float32 ``[in, in]``).
 
     Raises:

@@ -67,7 +67,8 @@ class GptqOptions(MethodOptions):
     descent_passes: int = Field(default=1, ge=0, le=100)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+             options: MethodOptions) -> Codes:
     """Solve ``weight`` (float32 ``[out, in]``) under ``stats.hessian`` (float32 ``[in, in]``).
 
     Falls back to rounding, with a note, when the Hessian is zero or can't be factorized.

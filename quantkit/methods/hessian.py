@@ -53,7 +53,8 @@ def hessian_of(weight: torch.Tensor, stats: LayerStats | None, method: str = "gp
     return stats.hessian
 
 
-def factorize(hessian: torch.Tensor, damp: float, act_order: bool) -> tuple[HessianFactors | None, tuple[str, ...]]:
+def factorize(hessian: torch.Tensor, damp: float,
+              act_order: bool) -> tuple[HessianFactors | None, tuple[str, ...]]:
     """Factors and notes; ``None`` where no damping up to ``MOST_DAMPING`` helps.
 
     Args:

@@ -18,7 +18,8 @@ from quantkit.spec import QuantSpec
 _SMALLEST = 1e-38
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+             options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to the codebook; ``stats`` isn't looked at.
 
     A block of zeros keeps the scale 0, as in bitsandbytes. With ``spec.nested`` the scales are

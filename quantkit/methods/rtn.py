@@ -36,7 +36,8 @@ class RtnOptions(MethodOptions):
     clip_search: bool = False
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+             options: MethodOptions) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) to nearest; ``stats`` isn't looked at.
 
     Raises:

@@ -34,8 +34,8 @@ def nearest(weight: torch.Tensor, spec: QuantSpec, notes: tuple[str, ...] = ()) 
     return Codes(resolve(spec), unring(symbols), unring(scale.unsqueeze(1)), notes=notes)
 
 
-def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec, descent_passes: int,
-          notes: tuple[str, ...]) -> Codes:
+def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors | None, spec: QuantSpec,
+          descent_passes: int, notes: tuple[str, ...]) -> Codes:
     """Round ``weight`` (float32 ``[out, in]``) so that ``tr((W - Q) H (W - Q)ᵀ)`` becomes small.
 
     Rows of 64 which the nearest path serves better keep it.

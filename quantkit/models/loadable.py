@@ -91,7 +91,8 @@ def dtype_of(hf: Mapping[str, Any], dtype: str = "auto") -> torch.dtype:
     return FLOATS[dtype]
 
 
-def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo], rows: Sequence[LayerRecord]) -> Iterator[str]:
+def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo],
+            rows: Sequence[LayerRecord]) -> Iterator[str]:
     """A sentence for each tensor that is missing, that nothing uses, or that is of another shape or dtype."""
     slots = {slot.name: (slot.out_features, slot.in_features) for slot in all_slots(config)}
     packed = {row.name: row for row in rows if row.spec is not None and row.format is not None}

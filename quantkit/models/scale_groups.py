@@ -59,13 +59,13 @@ def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
     yield ScaleGroup(f"{layer}.input_layernorm", None, tuple(f"{attention}.{name}" for name in inputs))
     first = q + kv if fused else 0
     yield ScaleGroup(f"{attention}.{inputs[-1]}", (first, first + kv), (f"{attention}.o_proj",),
-               heads=(config.num_kv_heads, config.num_heads // config.num_kv_heads, dim))
+                     heads=(config.num_kv_heads, config.num_heads // config.num_kv_heads, dim))
     norm = f"{layer}.{'pre_feedforward' if config.sandwich_norms else 'post_attention'}_layernorm"
     if experts is not None and experts.layers[index]:
         module, (gate, up, down) = f"{layer}.{experts.module}", experts.projections
         names = [f"{module}.experts.{number}" for number in range(experts.count)]
         yield ScaleGroup(norm, None, tuple(f"{name}.{part}" for name in names for part in (gate, up)),
-                   router=f"{module}.gate")
+                         router=f"{module}.gate")
         yield from (ScaleGroup(f"{name}.{up}", (0, experts.intermediate_size), (f"{name}.{down}",))
                     for name in names)
         return

@@ -49,13 +49,14 @@ class CpuFP8(CpuKernel):
         return _packed(self.name, codes, weight, decoder, pack.e4m3(codes.codes, isa().lanes))
 
 
-def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDecoder, data: torch.Tensor) -> CpuWeight:
+def _packed(name: str, codes: Codes, weight: QuantizedTensor, decoder: WeightDecoder,
+            data: torch.Tensor) -> CpuWeight:
     from quantkit_kernels.cpu import matmul, pack
 
     kind, scale = stored_scale(codes, weight)
     columns = padded(weight.shape[1], matmul.SUB)
     return CpuWeight(name, matmul.Matmul(decoder, 0, kind), weight.shape, columns, data,
-                  pack.scales(scale, isa().lanes))
+                     pack.scales(scale, isa().lanes))
 
 
 INT, FP = CpuW8A8(), CpuFP8()

@@ -193,7 +193,7 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
     decoder = {"bf16": decoders.BF16, "f16": decoders.FP16, "f32": decoders.FP32}[kind]
     reorder = pack.bf16 if kind == "bf16" else pack.floats
     return CpuWeight(f"cpu-{kind}", matmul.Matmul(decoder, None), shape, padded(shape[1], matmul.SUB),
-                  reorder(weight, isa().lanes, read))
+                     reorder(weight, isa().lanes, read))
 
 
 def padded(columns: int, group: int) -> int:
@@ -264,9 +264,10 @@ class CpuInt8(CpuKernel):
         group = codes.spec.granularity.size or 0
         kind, scale = stored_scale(codes, weight)
         return CpuWeight(self.name, matmul.Matmul(decoders.INT8, group, kind), weight.shape,
-                      padded(weight.shape[1], max(group, matmul.SUB)),
-                      pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB), 2 ** (codes.spec.bits - 1)),
-                      pack.scales(scale, isa().lanes))
+                         padded(weight.shape[1], max(group, matmul.SUB)),
+                         pack.int8(codes.codes, isa().lanes, max(group, matmul.SUB),
+                                   2 ** (codes.spec.bits - 1)),
+                         pack.scales(scale, isa().lanes))
 
 
 class CpuInt4(CpuKernel):
@@ -291,10 +292,10 @@ class CpuInt4(CpuKernel):
                 level = level + (8 - 2 ** (codes.spec.bits - 1))  # the kernel's middle is 8
         else:
             zeros = pack.scales(codes.zero.expand(scale.shape[0], -1), isa().lanes)
-        return CpuWeight(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None), weight.shape,
-                      padded(weight.shape[1], max(group, matmul.SUB)),
-                      pack.int4(level, isa().lanes, max(group, matmul.SUB)),
-                      pack.scales(scale, isa().lanes), zeros)
+        return CpuWeight(self.name, matmul.Matmul(decoders.INT4, group, kind, zeros is not None),
+                         weight.shape, padded(weight.shape[1], max(group, matmul.SUB)),
+                         pack.int4(level, isa().lanes, max(group, matmul.SUB)),
+                         pack.scales(scale, isa().lanes), zeros)
 
 
 class CpuNF4(CpuKernel):
@@ -317,8 +318,8 @@ class CpuNF4(CpuKernel):
         table = tuple(codebook().tolist())
         scale = codes.scale.reshape(weight.shape[0], -1) / decoders.NF4_LEVELS
         return CpuWeight(self.name, matmul.Matmul(decoders.nf4(table), group), weight.shape,
-                      padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
-                      pack.scales(scale, isa().lanes))
+                         padded(weight.shape[1], group), pack.nf4(codes.codes, isa().lanes, group),
+                         pack.scales(scale, isa().lanes))
 
 
 class CpuTrellis(CpuKernel):
@@ -337,8 +338,8 @@ class CpuTrellis(CpuKernel):
         kind, scale = stored_scale(codes, weight)
         decoder = decoders.trellis(spec.bits, spec.window, (LOW, HIGH, MIDDLE))
         return CpuWeight(self.name, matmul.Matmul(decoder, 0, kind), weight.shape,
-                      padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
-                      pack.scales(scale, isa().lanes))
+                         padded(weight.shape[1], matmul.SUB), pack.trellis(codes.codes, spec.bits),
+                         pack.scales(scale, isa().lanes))
 
 
 def _group_declines(query: KernelQuery) -> str | None:

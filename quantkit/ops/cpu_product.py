@@ -41,8 +41,9 @@ class CpuProduct:
         codes = Activations(packed, max(rows, threads))
         scratch = torch.empty(threads, scratch_bytes(packed.kernel, isa, subgroups), dtype=torch.uint8)
         self._stride, self._program = codes.stride, Program(isa)
-        self._program.add(RowKernel("plain", packed.kernel.decoder.family), x=self._x, x_stride=packed.columns * 4,
-                          size=packed.columns, subgroups=subgroups, **codes.written)
+        self._program.add(RowKernel("plain", packed.kernel.decoder.family), x=self._x,
+                          x_stride=packed.columns * 4, size=packed.columns, subgroups=subgroups,
+                          **codes.written)
         self._program.add(packed.kernel, stripes=packed.stripes, subgroups=subgroups, **codes.read,
                           out=self._out, scratch=scratch, out_stride=padded * 4,
                           scratch_private=scratch.shape[1])

@@ -60,7 +60,8 @@ class TritonKernel(ABC):
 
     @abstractmethod
     def pack(self, codes: Codes, gated: bool = False) -> TritonWeight:
-        """Codes in the tensor core's order; ``gated``: see :class:`quantkit_kernels.triton.packed.TritonWeight`."""
+        """Codes in the tensor core's order; ``gated``: see
+        :class:`quantkit_kernels.triton.packed.TritonWeight`."""
 
     def prepare(self, weight: QuantizedTensor) -> TritonWeight:
         """Codes in the tensor core's order."""

@@ -151,8 +151,8 @@ def _columns(again: bool, work: torch.Tensor, matrix: torch.Tensor, scale: torch
     from quantkit_kernels.cpu.viterbi import ColumnSearch, Viterbi
 
     scale = scale.contiguous()
-    _run(ColumnSearch(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(), scale=scale,
-         weight=evened(scale), values=_values(window, work.device), symbols=symbols, found=found,
+    _run(ColumnSearch(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(),
+         scale=scale, weight=evened(scale), values=_values(window, work.device), symbols=symbols, found=found,
          columns=work.shape[1])
 
 

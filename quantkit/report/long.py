@@ -89,7 +89,7 @@ def _fitting(grid: TextGrid) -> Iterator[TextGrid]:
             used += 2 + widths[end]
             end += 1
         yield TextGrid(grid.title, (grid.heads[0], *grid.heads[start:end]),
-                   tuple((row[0], *row[start:end]) for row in grid.rows))
+                       tuple((row[0], *row[start:end]) for row in grid.rows))
         start = end
 
 

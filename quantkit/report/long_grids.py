@@ -53,7 +53,7 @@ def _solved(result: LongResult) -> TextGrid:
                              for length in result.protocol.lengths)))
     heads = ("task", *map(str, result.protocol.lengths))
     return TextGrid("what the full cache answers", heads, tuple(rows),
-                ("right of asked; where the full cache itself fails, a setting can't be judged",))
+                    ("right of asked; where the full cache itself fails, a setting can't be judged",))
 
 
 def _memory(result: LongResult) -> TextGrid:
@@ -97,7 +97,8 @@ def _task(result: LongResult, task: str) -> TextGrid:
                 cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
             rows.append((f"  {name}", *cells))
     return TextGrid(task, ("setting", *map(str, lengths)), tuple(rows),
-                ("right of asked; in parentheses cells that the full cache doesn't solve (below 3 of 4)",))
+                    ("right of asked; in parentheses cells that the full cache doesn't solve (below 3 of 4)",
+                     ))
 
 
 def _score(replies: Sequence[RecordedAnswer]) -> str:
@@ -117,11 +118,11 @@ def _against(result: LongResult, task: str) -> TextGrid:
                      f"{found.gained}/{found.asked - found.full}", number(found.p, 2), value,
                      span.replace("–", " to ")))
     return TextGrid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
-                tuple(rows),
-                ("of all questions: right answers kept, wrong ones righted, McNemar's "
-                 "exact p (as if questions about one context were independent), mean change of the right "
-                 "answer's log-probability (nats an answer, bootstrap over contexts)",)
-                if rows else ())
+                    tuple(rows),
+                    ("of all questions: right answers kept, wrong ones righted, McNemar's "
+                     "exact p (as if questions about one context were independent), mean change of the right "
+                     "answer's log-probability (nats an answer, bootstrap over contexts)",)
+                    if rows else ())
 
 
 def _by_kv(buckets: Sequence[PositionBucket]) -> list[tuple[str, Sequence[PositionBucket]]]:
@@ -129,7 +130,8 @@ def _by_kv(buckets: Sequence[PositionBucket]) -> list[tuple[str, Sequence[Positi
     return [(kv, [one for one in buckets if one.kv == kv]) for kv in names]
 
 
-def _buckets(title: str, settings: Sequence[tuple[str, Sequence[PositionBucket]]], notes: tuple[str, ...]) -> TextGrid:
+def _buckets(title: str, settings: Sequence[tuple[str, Sequence[PositionBucket]]],
+             notes: tuple[str, ...]) -> TextGrid:
     """Three rows a setting, a column a bucket."""
     rows: list[tuple[str, ...]] = []
     for index, (name, buckets) in enumerate(settings):

@@ -83,7 +83,8 @@ def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: fl
     return [labels[i] for i in range(len(marks))]
 
 
-def _options(x: float, y: float, text: str, radius: float, inside: LabelBox) -> list[tuple[LabelBox, PlotLabel]]:
+def _options(x: float, y: float, text: str, radius: float,
+             inside: LabelBox) -> list[tuple[LabelBox, PlotLabel]]:
     """All places within, the nearest first; there is always one."""
     width, side = reach(text), radius + 6
     found = []
@@ -97,5 +98,5 @@ def _options(x: float, y: float, text: str, radius: float, inside: LabelBox) -> 
             if inside.holds(box):
                 at = left if anchor == "start" else left + width
                 found.append((box, PlotLabel(text, at, middle + 5, "start" if anchor == "start" else "end",
-                                         abs(middle - y) >= LINE)))
+                                             abs(middle - y) >= LINE)))
     return found

@@ -45,7 +45,8 @@ def mark(style: MarkStyle, x: float, y: float) -> str:
             f'fill="{style.colour}"/>')
 
 
-def legend(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], left: float, right: float) -> tuple[str, float]:
+def legend(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], left: float,
+           right: float) -> tuple[str, float]:
     """Models, then KV settings, each group on lines of its own; and the height."""
     names = {}
     for name, row in zip(short_names(rows), rows):

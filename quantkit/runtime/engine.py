@@ -89,8 +89,9 @@ class Engine:
             loaded.model.check(self.cache)
         size = spare_bytes(loaded.model, self.cache, max_batch, PREFILL_CHUNK) if memory is None else memory
         if size is not None:
-            self.room = PageReservation(self.cache, size, max_batch, context or loaded.config.max_position_embeddings,
-                             PREFILL_CHUNK)
+            self.room = PageReservation(self.cache, size, max_batch, context
+                                        or loaded.config.max_position_embeddings,
+                                        PREFILL_CHUNK)
         self.timing, self._clock = Timing(), clock
         self.max_itl = max_itl if loaded.model.chunk_invariant(self.cache.batch([])) else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
@@ -136,7 +137,7 @@ class Engine:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")
             ticket = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
-                            on_done, on_error)
+                             on_done, on_error)
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
@@ -351,7 +352,7 @@ class Engine:
     def _push(self, tickets: list[Request], logits: torch.Tensor) -> None:
         """The next token of each, from ``logits [n, vocab]``."""
         chosen = sample_tokens(logits, [ticket.sampler for ticket in tickets],
-                        [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
+                               [ticket.history if ticket.sampler.on_host else [] for ticket in tickets])
         for ticket, token, row in zip(tickets, chosen, logits, strict=True):
             self._give(ticket, token, row)
 

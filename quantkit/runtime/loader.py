@@ -157,7 +157,8 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
 
 
 def choose_runtime(config: ModelConfig, kind: torch.dtype, device: torch.device,
-           packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str | None]:
+                   packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str
+                                                                   | None]:
     """How a model runs: by kernels of a GPU, as one program on a CPU, or operation by operation and why."""
     on_gpu = gpu_declines(config, kind, device, packed)
     if on_gpu is None:

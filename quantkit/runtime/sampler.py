@@ -131,7 +131,7 @@ def not_finite() -> QuantkitError:
 
 
 def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
-           histories: Sequence[Sequence[int]]) -> list[int | QuantkitError]:
+                  histories: Sequence[Sequence[int]]) -> list[int | QuantkitError]:
     """The next id of every row, or why there is none. A GPU is waited for once.
 
     Args:
@@ -180,7 +180,8 @@ def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool
 
 
 def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
-    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`samples_on_device` says so."""
+    """Begin to choose the next id of every row of ``logits [B, vocab]``, where :func:`samples_on_device` says
+    so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
         for one in samplers:

@@ -114,7 +114,8 @@ def create_app(engine: Engine, loaded: LoadedModel, *, name: str, loopback: bool
     return application
 
 
-def _add_completions(api: FastAPI, model: ServedEngine, locked: Sequence[int], on_error: OnError | None) -> None:
+def _add_completions(api: FastAPI, model: ServedEngine, locked: Sequence[int], on_error: OnError
+                     | None) -> None:
     threads = BoundedThreads(PREPARING, model.engine.stats()["max_queue"])
 
     async def respond(request: Request, make: Callable[[], GenerationResponse]) -> Response:

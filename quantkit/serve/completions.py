@@ -34,7 +34,7 @@ class CompletionResponse(GenerationResponse):
                          for _ in range(body.n if body.logprobs is not None else 0)]
         super().__init__(model, body, prompts, [
             ChoiceJob(prompt, body.sampling(body.max_tokens or 1, i), body.logprobs,
-                body.echo and body.logprobs is not None) for prompt in prompts for i in range(body.n)])
+                      body.echo and body.logprobs is not None) for prompt in prompts for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
         """With ``text``."""

@@ -35,7 +35,8 @@ def responses(answer: type[BaseModel], *others: int, chunk: type[BaseModel] | No
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     """A server-sent event as OpenAPI 3.2 describes one."""
-    content = {"anyOf": [{"$ref": f"#/components/schemas/{part.__name__}"} for part in (chunk, ErrorResponse)]}
+    content = {"anyOf": [{"$ref": f"#/components/schemas/{part.__name__}"}
+                         for part in (chunk, ErrorResponse)]}
     data = {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json",
                                             "contentSchema": content}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

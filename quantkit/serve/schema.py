@@ -197,7 +197,8 @@ class Message(RequestPart):
     @classmethod
     def _first(cls, data: dict[Any, Any]) -> None:
         if data.get("role") in ("tool", "function"):
-            raise RefusedValue("role", f"messages of the role {data['role']!r} are not supported: the model is "
+            raise RefusedValue("role",
+                               f"messages of the role {data['role']!r} are not supported: the model is "
                                   "given no tools, so there are no results of theirs")
         calls = data.get("tool_calls")
         if calls is not None and calls != []:
@@ -240,7 +241,7 @@ class ChatRequest(GenerationRequest):
             raise RefusedValue("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise RefusedValue("max_tokens", "max_tokens and max_completion_tokens differ; give one",
-                          "invalid_value")
+                               "invalid_value")
         return self
 
     @property

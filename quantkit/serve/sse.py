@@ -40,7 +40,8 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events, ``[DONE]`` at the end; https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """Server-sent events, ``[DONE]`` at the end;
+    https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
     An error after the first byte can't have a status of its own: it is sent as an event with ``error``.
 

@@ -286,7 +286,7 @@ def _range(*bounds: int) -> range:
     numbers = range(*bounds)
     if abs(numbers.start) > 2**60 or len(numbers) > MAX_RANGE:
         raise LimitExceeded(f"a range in it has {len(numbers)} numbers" if abs(numbers.start) <= 2**60 else
-                      "a range in it is too large")
+                            "a range in it is too large")
     return numbers
 
 

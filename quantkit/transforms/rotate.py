@@ -101,8 +101,9 @@ class RotatedSource(SourceWrapper):
         exact = found.float()
         if name in self._reads_values:
             exact = apply_hadamard(exact.view(exact.shape[0], -1, self._dim)).view(exact.shape)
-        turned = apply_hadamard(exact) if exact.dim() == 1 else apply_hadamard(exact.T).T  # a bias, or a weight's columns
-        return turned.to(found.dtype).contiguous()
+        # a bias, or a weight's columns
+        rotated = apply_hadamard(exact) if exact.dim() == 1 else apply_hadamard(exact.T).T
+        return rotated.to(found.dtype).contiguous()
 
     def _with_values(self, found: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
         """The rows (or the bias) that make values, head by head."""

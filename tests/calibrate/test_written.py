@@ -71,7 +71,7 @@ def test_a_base_model_begins_with_bos_or_eos(tmp_path, family, begin):
     tokens = model.write()
     assert (tokens[:, 0] == begin).all()
     assert WritingPrompt.of(model.tokenizer) == WritingPrompt(((begin,), model.tokenizer.eos_ids),
-                                            (((begin,), model.tokenizer.eos_ids),))
+                                                              (((begin,), model.tokenizer.eos_ids),))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"sliding_window": 16, "use_sliding_window": True,

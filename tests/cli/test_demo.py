@@ -121,7 +121,8 @@ def test_a_damaged_folder_is_refused(chatless, int8):
 def test_an_answer_cannot_move_the_terminals_cursor(capsys):
     from quantkit.evaluate.result import EvalResult, ModelResult
 
-    demo._show_answers(EvalResult(None, [ModelResult("m", "bf16", 16.0, 1, answer="one\x1b[2Jtwo\rthree\nfour")],
+    demo._show_answers(EvalResult(None, [ModelResult("m", "bf16", 16.0, 1,
+                                                     answer="one\x1b[2Jtwo\rthree\nfour")],
                                   question="Why?"))
     said = capsys.readouterr().out
     assert not [char for char in said if not char.isprintable() and char != "\n"]

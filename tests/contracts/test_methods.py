@@ -24,7 +24,8 @@ def test_registered_methods(name: str) -> None:
 
 
 def broken(change: Callable[[torch.Tensor, Codes], Codes]) -> Method:
-    def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+    def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+                 options: MethodOptions) -> Codes:
         return change(weight, RTN.quantize(weight, stats, spec, RtnOptions()))
 
     return Method(name="broken", paper="https://example.org", quantize=quantize)
@@ -69,7 +70,8 @@ def test_the_kit_notices_a_method_that_refuses_everything_and_one_that_takes_nan
     with pytest.raises(PluginError, match="refuses every spec"):
         check_method(replace(RTN, check=lambda spec: "no"))
 
-    def careless(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+    def careless(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+                 options: MethodOptions) -> Codes:
         return RTN.quantize(weight.nan_to_num(), stats, spec, RtnOptions())
 
     with pytest.raises(PluginError, match="accepts a weight of NaN"):
@@ -85,4 +87,5 @@ def test_a_contract_is_checked_on_every_run(change: Callable[[Codes], Codes], sa
     method = broken(lambda weight, codes: change(codes))
     spec = QuantSpec.model_validate({"bits": 4, "granularity": {"strategy": "group", "size": 16}})
     with pytest.raises(SpecError, match=said):
-        method.run(torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), None, spec, MethodOptions())
+        method.run(torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), None, spec,
+                   MethodOptions())

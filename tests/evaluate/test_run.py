@@ -48,7 +48,8 @@ def test_quality_is_the_same_twice_and_speed_can_be_left_out(tiny, int4):
 
 def test_the_text_decides_the_fingerprint(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("the other text " * 200)
-    mine = evaluate([str(tiny)], EvalSettings(text=str(tmp_path / "a.txt"), window=32, windows=4, speed=False))
+    mine = evaluate([str(tiny)], EvalSettings(text=str(tmp_path / "a.txt"), window=32, windows=4,
+                                              speed=False))
     assert mine.protocol.text == "a.txt"
     assert mine.protocol.fingerprint != evaluate([str(tiny)], QUALITY).protocol.fingerprint
 

@@ -73,7 +73,8 @@ def test_requests_that_differ_in_the_last_token_share_a_pass(exact, monkeypatch)
     scorer = Scorer(exact)
     plain = scorer._hidden
     monkeypatch.setattr(scorer, "_hidden", lambda inputs: seen.extend(inputs) or plain(inputs))
-    requests = [ScoringRequest((5, 6, 7), (token,)) for token in range(10, 20)] + [ScoringRequest((5, 6), (7, 11))]
+    requests = [ScoringRequest((5, 6, 7), (token,))
+                for token in range(10, 20)] + [ScoringRequest((5, 6), (7, 11))]
     found = scorer.score(requests)
     assert seen == [(5, 6, 7)]
     for request, got in zip(requests, found, strict=True):
@@ -154,8 +155,8 @@ def test_through_a_cache_it_is_what_decoding_reads(exact, kv):
     long = tuple(draw.randrange(4, 300) for _ in range(150))
     # bf16 pages in a float32 model: a single query attends in bf16, several in float32
     bound = 0.1 if kv == "bf16" else 2e-4
-    requests = [*some_requests(4), ScoringRequest(long[:70], long[70:]), ScoringRequest(long[:70], long[70:90]),
-                ScoringRequest(long[:70], (9,))]
+    requests = [*some_requests(4), ScoringRequest(long[:70], long[70:]),
+                ScoringRequest(long[:70], long[70:90]), ScoringRequest(long[:70], (9,))]
     # and what the model itself writes after that context
     _, _, likeliest = decoded(exact, kv, ScoringRequest(long[:70], ()))
     requests.append(ScoringRequest(long[:70], likeliest))
@@ -184,5 +185,6 @@ def test_a_context_is_read_once(exact, monkeypatch):
     scorer, read = Scorer(exact, parse_kv("int8")), []
     monkeypatch.setattr(scoring, "prefill",
                         lambda loaded, cache, row, ids: read.append(ids) or prefill(loaded, cache, row, ids))
-    scorer.score([ScoringRequest((5, 6, 7), (token, 9)) for token in range(10, 50)] + [ScoringRequest((5, 6), (4,))])
+    scorer.score([ScoringRequest((5, 6, 7), (token, 9))
+                  for token in range(10, 50)] + [ScoringRequest((5, 6), (4,))])
     assert read == [(5, 6, 7), (5, 6)]

@@ -17,7 +17,8 @@ from quantkit_kernels.triton.cache import LayerPages, SequenceTables, Side, Side
 
 KINDS = {"plain": lambda bits, keys: PlainVectors(None), "int8": lambda bits, keys: Int8Vectors(),
          "fp8": lambda bits, keys: Float8Vectors(), "channel": lambda bits, keys: GroupedGrid(bits, True),
-         "token": lambda bits, keys: GroupedGrid(bits, False), "hadamard": lambda bits, keys: HadamardVectors(bits, keys)}
+         "token": lambda bits, keys: GroupedGrid(bits, False),
+         "hadamard": lambda bits, keys: HadamardVectors(bits, keys)}
 
 
 def parsed(name, keys):
@@ -145,11 +146,12 @@ class PagedCache:
                     for one, side in zip(x, (coded, other)):
                         side.wait(page, one[start:stop])
         self.pages = LayerPages(coded.side(), other.side(), at.to(device) if placed else None,
-                           wat.to(device) if placed and self.waits else None)
+                                wat.to(device) if placed and self.waits else None)
         self.seen = seen
         self.tables = SequenceTables(table.to(device), before.to(device), seen.to(device),
-                             wtable.to(device) if self.waits else None,
-                             starts.to(device) if self.waits else None, self.residual_length, self.first)
+                                     wtable.to(device) if self.waits else None,
+                                     starts.to(device) if self.waits else None, self.residual_length,
+                                     self.first)
         rows = [(s, p) for s in range(r) for p in range(counts[s])]
         self.rows = rows
         whose = torch.tensor(rows, dtype=torch.int32).view(-1, 2)

@@ -35,8 +35,8 @@ def test_nvidia(monkeypatch):
     monkeypatch.setattr(assembly, "_tool", lambda name, *rest: SASS if name == "nvdisasm" else
                         "Function k:\n  REG:71 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:572")
     facts = assembly.read(SimpleNamespace(asm={"cubin": b""}, metadata=SimpleNamespace(shared=512)))
-    assert facts == assembly.KernelFacts(registers=71, spills=1, shared=512, widest=128, wide_loads=1, matrix=True,
-                                   loop=5, hazards=("LDG.E.U16 R7, desc[UR4][R2.64]",))
+    assert facts == assembly.KernelFacts(registers=71, spills=1, shared=512, widest=128, wide_loads=1,
+                                         matrix=True, loop=5, hazards=("LDG.E.U16 R7, desc[UR4][R2.64]",))
 
 
 @pytest.mark.parametrize(("scratch", "spills"), [(0, 0), (64, 64)])
@@ -44,7 +44,7 @@ def test_amd(scratch, spills):
     text = AMD.format(scratch=scratch)
     facts = assembly.read(SimpleNamespace(asm={"amdgcn": text}, metadata=SimpleNamespace(shared=0)))
     assert facts == assembly.KernelFacts(registers=96, spills=spills, shared=0, widest=128, wide_loads=1,
-                                   matrix=True, loop=None)
+                                         matrix=True, loop=None)
 
 
 LOG = """

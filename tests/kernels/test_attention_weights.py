@@ -37,7 +37,8 @@ def expected(cache, q, peaks=False, **how):
     ("plain", "plain", None, 0), ("int8", "fp8", None, 0), ("channel4", "token4", 10, 64),
     ("hadamard3", "hadamard3", 0, 0)])
 def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, values, residual_length, first):
-    cache = paged_cache.PagedCache([[170, 2], [150, 140]], [2, 3], 32, on, keys, values, residual_length, first)
+    cache = paged_cache.PagedCache([[170, 2], [150, 140]], [2, 3], 32, on, keys, values, residual_length,
+                                   first)
     q = randn(5, 6, 32, seed=5, on=on)
     got = attention_weights(q, cache.pages, cache.tables, cache.step, cache.layer, scale=32**-0.5,
                             peaks=peaks)

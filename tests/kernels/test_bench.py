@@ -14,7 +14,8 @@ from quantkit_kernels import bench
 from quantkit_kernels.bench_cases import LLAMA_8B, QUICK, ModelShapes, cases
 from quantkit_kernels.bench_peers import PEERS, PeerKernel, Peers, PeerWeight
 
-TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32, flush=40000)
+TINY = ModelShapes((("o", 200, 128), ("head", 130, 128)), (1, 20, 65), ((1, 70), (2, 130)), 4, 2, 32,
+                   flush=40000)
 
 
 ABOUT = {"gpu": "none", "date": "2030-01-01T00", "torch": "2", "triton": "3", "copy_bytes_per_second": 1e12}
@@ -136,7 +137,8 @@ def peers_of(on, weight=None, **change):
         return PeerWeight(made.clone, made, 4000, torch.nn.functional.linear)
 
     there = PeerKernel("there", "w8a16", (1, 20), "torch", weight or dense)
-    return Peers(TINY, *on, (replace(there, **change), PeerKernel("gone", "w8a16", (1,), "no_such_module", dense)))
+    return Peers(TINY, *on, (replace(there, **change),
+                             PeerKernel("gone", "w8a16", (1,), "no_such_module", dense)))
 
 
 def test_peers_take_turns_too(small, on, tmp_path):
@@ -195,7 +197,7 @@ def test_it_needs_torch_and_triton_only():
 
 def test_the_table_is_narrow():
     widest = bench.BenchRow("attention int8", "gate up m2048", "matmul", 9e4, 9e4, (99.99, 1, 1), 1.0, 1, 1,
-                       peers=dict.fromkeys((peer.name for peer in PEERS), (9e4, 99.99)))
+                            peers=dict.fromkeys((peer.name for peer in PEERS), (9e4, 99.99)))
     assert max(map(len, [*bench.HEADER.splitlines(), bench.line(widest)])) <= 80
 
 

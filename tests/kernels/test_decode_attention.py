@@ -44,7 +44,8 @@ def test_other_head_dimensions(on, randn, obeys_the_rule, paged_cache, kind, d):
 @pytest.mark.parametrize(("keys", "values"), WAITING)
 @pytest.mark.parametrize(("residual_length", "first", "d"), [(0, 0, 64), (20, 64, 32)])
 def test_vectors_that_wait(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, d):
-    cache = paged_cache.PagedCache([[200, 63], [64, 150]], [1, 1], d, on, keys, values, residual_length, first)
+    cache = paged_cache.PagedCache([[200, 63], [64, 150]], [1, 1], d, on, keys, values, residual_length,
+                                   first)
     check(cache, randn(2, 4, d, seed=5, on=on), obeys_the_rule)
 
 
@@ -55,10 +56,12 @@ def test_heads_that_no_power_of_two_divides(on, randn, obeys_the_rule, paged_cac
 
 
 @pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize(("keys", "values", "residual_length"), [("int8", "int8", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"),
+                         [("int8", "int8", None), ("channel4", "token4", 30)])
 @pytest.mark.parametrize(("window", "limit", "sinks"), [(1, None, 0), (None, 40, 70),
                                                         (100, 30, 4), (2**33, 2**33, 2**33)])
-def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit, sinks):
+def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit,
+                 sinks):
     cache = paged_cache.PagedCache([[65, 65], [190, 190]], [1, 1], 32, on, keys, values, residual_length,
                                    0 if residual_length is None else 64, placed)
     check(cache, randn(2, 4, 32, seed=5, on=on), obeys_the_rule, window=window, limit=limit, sinks=sinks)
@@ -87,13 +90,15 @@ def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
     check(cache, randn(1, 8, 64, seed=5, on=on) * 10, obeys_the_rule, softcap=3.0)
 
 
-@pytest.mark.parametrize(("keys", "values", "residual_length"), [("plain", "plain", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"),
+                         [("plain", "plain", None), ("channel4", "token4", 30)])
 def test_several_tokens_of_a_sequence(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length):
     cache = paged_cache.PagedCache([[100, 97]], [5], 32, on, keys, values, residual_length)
     check(cache, randn(5, 4, 32, seed=5, on=on), obeys_the_rule)
 
 
-@pytest.mark.parametrize(("keys", "values", "residual_length"), [("plain", "plain", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"),
+                         [("plain", "plain", None), ("channel4", "token4", 30)])
 def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, values, residual_length):
     cache = paged_cache.PagedCache([[130, 64], [PIECE * 64 + 70, 300], [5, 9]], [1] * 3, 32, on, keys, values,
                                    residual_length)
@@ -101,7 +106,8 @@ def test_a_sequence_does_not_depend_on_the_others(on, randn, paged_cache, keys, 
     whole = attend(cache, q)
     for row, longest in ((0, 130), (2, 9)):
         alone = decode_attention(q[row:row + 1], cache.pages, cache.tables,
-                                 StepTokens(cache.step.rows[row:row + 1], longest), cache.layer, scale=32**-0.5)
+                                 StepTokens(cache.step.rows[row:row + 1], longest), cache.layer,
+                                 scale=32**-0.5)
         assert torch.equal(alone[0], whole[row])
     order = torch.tensor([2, 0, 1])
     turned = decode_attention(q[order], cache.pages, cache.tables,

@@ -100,7 +100,8 @@ def test_rotations(on, randn, obeys_the_rule, n, m, seed):
 
 LENGTHS = st.lists(st.tuples(st.integers(9, 300), st.integers(9, 300)), min_size=1, max_size=2)
 CODINGS = st.sampled_from([("plain", "plain", None), ("int8", "int8", None), ("fp8", "fp8", None),
-                           ("channel4", "token4", 20), ("hadamard4", "hadamard4", 0), ("hadamard3", "hadamard2", 7)])
+                           ("channel4", "token4", 20), ("hadamard4", "hadamard4", 0),
+                           ("hadamard3", "hadamard2", 7)])
 WINDOWS = st.sampled_from([{}, {"window": 50}, {"limit": 30, "sinks": 4}])
 
 

@@ -20,7 +20,8 @@ def test_there_and_back(on, randn, n):
     """In registers, and in parts from 9 times a power of two on."""
     x = randn(3, n, on=on)
     there, back = (apply_hadamard(x, *factors(n, on), back=way) for way in (False, True))
-    assert torch.equal(there, reference_hadamard.apply_hadamard(x)) and torch.equal(back, reference_hadamard.undo_hadamard(x))
+    assert torch.equal(there, reference_hadamard.apply_hadamard(x)) and torch.equal(back,
+                                                                                    reference_hadamard.undo_hadamard(x))
     assert (hadamard.constants(n) is None) == (n in (576, 152, 11008))
 
 

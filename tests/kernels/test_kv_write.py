@@ -33,8 +33,8 @@ from quantkit_kernels.triton.rope_store import rope_store
 DRAWN = settings(max_examples=5, derandomize=True,
                  suppress_health_check=[HealthCheck.function_scoped_fixture])
 H, HKV, EPS = 2, 2, 1e-6
-CODINGS = {"none": PlainVectors(None), "bf16": PlainVectors(torch.bfloat16), "int8": Int8Vectors(), "fp8": Float8Vectors(),
-           **{f"token{bits}": GroupedGrid(bits, False) for bits in (2, 3, 4)},
+CODINGS = {"none": PlainVectors(None), "bf16": PlainVectors(torch.bfloat16), "int8": Int8Vectors(),
+           "fp8": Float8Vectors(), **{f"token{bits}": GroupedGrid(bits, False) for bits in (2, 3, 4)},
            **{f"channel{bits}": GroupedGrid(bits, True) for bits in (2, 3, 4)},
            **{f"hadamard{bits}": HadamardVectors(bits, False) for bits in (2, 3, 4)},
            **{f"hadamard{bits}c": HadamardVectors(bits, True) for bits in (2, 3, 4)}}
@@ -79,8 +79,10 @@ class Cache:
 
         waits = self.store.residual is not None
         seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
-        return SequenceTables(joined("table"), numbers("lengths"), seen, joined("residual") if waits else None,
-                      numbers("starts") if waits else None, self.codings.residual_length, self.codings.first)
+        return SequenceTables(joined("table"), numbers("lengths"), seen, joined("residual")
+                              if waits else None,
+                              numbers("starts") if waits else None, self.codings.residual_length,
+                              self.codings.first)
 
     def pages(self):
         """The second store's, as kernels are given them."""
@@ -91,7 +93,8 @@ class Cache:
             sides.append(Side(kernel_coding(name), own.get("codes", own.get("values")), own.get("scale"),
                               own.get("low", own.get("mean")),
                               None if waits is None else waits.parts[f"{side}.values"]))
-        return LayerPages(*sides, parts.get("positions"), None if waits is None else waits.parts.get("positions"))
+        return LayerPages(*sides, parts.get("positions"), None
+                          if waits is None else waits.parts.get("positions"))
 
     def step(self, counts, qkv, angles, rows=None, run=True, **about):
         """Tokens of each sequence: the torch path into one store, the kernels into the other → both q."""
@@ -276,8 +279,8 @@ def write(cache, qkv, turns, rows, **about):
     for one in cache.held[1]:
         cache.store.reserve(one.layers[0], 64)
     where = torch.tensor(rows, dtype=torch.int32, device=cache.on[0]).view(-1, 2)
-    return rope_store(qkv, *turns, cache.pages(), cache.tables(), StepTokens(where, 64), 1, heads=H, kv_heads=HKV,
-                      dim=cache.dim, rotation=cache.turn, **about)
+    return rope_store(qkv, *turns, cache.pages(), cache.tables(), StepTokens(where, 64), 1, heads=H,
+                      kv_heads=HKV, dim=cache.dim, rotation=cache.turn, **about)
 
 
 def test_three_tensors_and_a_part_that_is_not_rotated(on, randn):
@@ -393,8 +396,8 @@ def test_what_it_refuses(randn):
     with pytest.raises(ValueError, match="tables"):
         rope_store(qkv, *turns, pages, replace(tables, starts=None), step, 1, **about)
     with pytest.raises(ValueError, match="wait for each other"):
-        rope_store(qkv, *turns, LayerPages(replace(pages.k, residual=None), replace(pages.v, residual=None)), tables,
-                   step, 1, **about)
+        rope_store(qkv, *turns, LayerPages(replace(pages.k, residual=None), replace(pages.v, residual=None)),
+                   tables, step, 1, **about)
     with pytest.raises(ValueError, match="only vectors that wait"):
         close_pages(cache.pages(), cache.tables(), step, 1)
     turned = Cache(on, "int8", "hadamard4", 32)

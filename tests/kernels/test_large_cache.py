@@ -20,7 +20,7 @@ def test_pages_beyond_two_to_the_31():
     number = {"dtype": torch.int32, "device": on}
     table = torch.full((1, 1, 1, 2), count - 1, **number)
     tables = SequenceTables(table, torch.full((1, 1, 1), 63, **number), torch.zeros(1, **number), table,
-                    torch.zeros(1, 1, 1, **number))
+                            torch.zeros(1, 1, 1, **number))
     plain = SideLayout("plain", 16)
     pages, step = LayerPages(Side(plain, k, residual=wk), Side(plain, v, residual=wv)), StepTokens(
         torch.zeros(1, 2, **number), 64)

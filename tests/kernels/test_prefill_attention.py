@@ -26,8 +26,10 @@ CASES = [("plain", "plain", None, 0), ("int8", "int8", None, 0), ("fp8", "token4
 
 @pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES)
 @pytest.mark.parametrize(("group", "d"), [(4, 32), (3, 96)])
-def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, group, d):
-    cache = paged_cache.PagedCache([[170, 150], [9, 40]], [100, 9], d, on, keys, values, residual_length, first)
+def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, group,
+                         d):
+    cache = paged_cache.PagedCache([[170, 150], [9, 40]], [100, 9], d, on, keys, values, residual_length,
+                                   first)
     q = randn(109, 2 * group, d, seed=5, on=on)
     plain, exact = cache.expected(q, scale=d**-0.5)
     # a score is a sum of terms whose magnitudes add up to about 5, and so far it moves a number of size 1
@@ -35,9 +37,11 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, r
 
 
 @pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.parametrize(("keys", "values", "residual_length"), [("int8", "int8", None), ("channel4", "token4", 30)])
+@pytest.mark.parametrize(("keys", "values", "residual_length"),
+                         [("int8", "int8", None), ("channel4", "token4", 30)])
 @pytest.mark.parametrize(("window", "limit", "sinks"), [(20, None, 0), (None, 40, 70), (100, 30, 4)])
-def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit, sinks):
+def test_windows(on, randn, obeys_the_rule, paged_cache, placed, keys, values, residual_length, window, limit,
+                 sinks):
     cache = paged_cache.PagedCache([[190, 190]], [70], 32, on, keys, values, residual_length,
                                    0 if residual_length is None else 64, placed)
     q = randn(70, 4, 32, seed=5, on=on)
@@ -54,7 +58,8 @@ def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
 
 
 @pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES[:1] + CASES[3:5])
-def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys, values, residual_length, first):
+def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys, values, residual_length,
+                                                   first):
     cache = paged_cache.PagedCache([[150, 140]], [140], 32, on, keys, values, residual_length, first)
     q = randn(140, 4, 32, seed=5, on=on)
     whole = attend(cache, q)
@@ -65,8 +70,8 @@ def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys,
     assert torch.equal(cut, whole)
     # the rest of the prompt as a step of its own: what the first 45 left is before it
     tables = cache.tables
-    later = SequenceTables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.residual, tables.starts,
-                   tables.residual_length, tables.first)
+    later = SequenceTables(tables.pages, tables.lengths + 45, tables.seen + 45, tables.residual,
+                           tables.starts, tables.residual_length, tables.first)
     rows = torch.tensor([[0, at] for at in range(95)], dtype=torch.int32).to(on[0])
     rest = prefill_attention(q[45:], cache.pages, later, StepTokens(rows, 150), cache.layer,
                              torch.tensor(tiles_of([0], [95], 2), dtype=torch.int32).to(on[0]), **how)
@@ -77,7 +82,7 @@ def test_nobodys_tiles_get_zeros_and_empty_ones_nothing(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[70, 70]], [3], 32, on)
     q = randn(6, 4, 32, seed=5, on=on)
     step = StepTokens(torch.tensor([[0, 0], [0, 1], [0, 2], [-1, 0], [-1, 0], [-1, 0]], dtype=torch.int32,
-                             device=on[0]), 70)
+                                   device=on[0]), 70)
     out = torch.full_like(q, 7)
     prefill_attention(q, cache.pages, cache.tables, step, cache.layer,
                       torch.tensor([[0, 3, 0], [3, 2, -1], [0, 0, 0]], dtype=torch.int32, device=on[0]),

@@ -43,7 +43,9 @@ def test_what_is_written_is_found(folder):
     assert found(1) == found(16) == {"segments": 4, "bm": 16, "warps": 4, "stages": 5}
     assert found(33) == found(64) == {"segments": 4, "stages": 2}
     assert found(17) == found(9999) == {"segments": 4}
-    assert found(1, ProductKey("int8 row", 128, 64, 0)) == {} and found(1, ProductKey("int8 row", 128, 65, 0)) is None
+    assert found(1, ProductKey("int8 row", 128, 64, 0)) == {} and found(1,
+                                                                        ProductKey("int8 row", 128, 65,
+                                                                                   0)) is None
     assert tuned.lookup(torch.device("cpu"), *vars(KEY).values(), 1) is None
 
 
@@ -112,9 +114,9 @@ class Kernel:
             wrong = 1.0 * (self.now.get("bm") == 32) + 1e-3 * self.now.get("segments", 1)
             return torch.ones(3) + wrong
 
-        return BenchCase(**{"kernel": "w4a16", "shape": f"o m{m}", "ours": ours, "theirs": ours, "baseline": "",
-                       "bytes": 1, "their_bytes": 1, "flops": 1, "copies": 2, "their_copies": 2,
-                       "tolerance": 0.02} | about)
+        return BenchCase(**{"kernel": "w4a16", "shape": f"o m{m}", "ours": ours, "theirs": ours,
+                            "baseline": "", "bytes": 1, "their_bytes": 1, "flops": 1, "copies": 2,
+                            "their_copies": 2, "tolerance": 0.02} | about)
 
     def timer(self, run, copies, calls):
         run(1)

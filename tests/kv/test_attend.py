@@ -93,8 +93,8 @@ def test_keeping_all_is_the_model_itself(model, sliding, ids, prompt):
         assert torch.allclose(got, one(ids)[0], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4(residual_length=0, sinks=0)", "rotation(3, residual_length=20, sinks=0)", "bf16",
-                                "window(40)+int8"])
+@pytest.mark.parametrize("kv", ["int8", "int4(residual_length=0, sinks=0)",
+                                "rotation(3, residual_length=20, sinks=0)", "bf16", "window(40)+int8"])
 def test_decoding_step_by_step_reads_what_one_forced_piece_reads(model, ids, kv):
     steps, _ = run(model, ids, kv, range(100, LENGTH), 100)
     forced, _ = run(model, ids, kv, [], 100)
@@ -107,7 +107,8 @@ def test_decoding_step_by_step_reads_what_one_forced_piece_reads(model, ids, kv)
 def test_the_cost_of_a_codec_falls_with_its_bits(model, ids):
     plain = model(ids)[0].log_softmax(-1)
     cost = [float((plain.exp() * (plain - run(model, ids, kv, [], 100)[0].log_softmax(-1))).sum(-1).mean())
-            for kv in ("none", "int8", "int4(residual_length=0, sinks=0)", "int2(residual_length=0, sinks=0)")]
+            for kv in ("none", "int8", "int4(residual_length=0, sinks=0)",
+                       "int2(residual_length=0, sinks=0)")]
     assert abs(cost[0]) < 1e-6 < cost[1] < 0.02 and 2 * cost[1] < cost[2] < cost[3] / 5 < 1
 
 

@@ -56,7 +56,8 @@ def test_bad_options_of_codecs_are_named(text, said):
 
 
 def test_two_codecs_wait_as_long_as_the_longer_asks():
-    codings = build_kv_codecs(parse_kv("int4(residual_length=10, sinks=70)/rotation(2, residual_length=40, sinks=0)"))
+    codings = build_kv_codecs(parse_kv(
+        "int4(residual_length=10, sinks=70)/rotation(2, residual_length=40, sinks=0)"))
     assert (codings.keys.name, codings.values.name) == ("channel4", "hadamard2")
     assert (codings.residual_length, codings.first) == (40, 128)
 

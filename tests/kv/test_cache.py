@@ -93,14 +93,14 @@ class Plain:
             scores = full[:, 0].mean(0)[:-1].expand(2, -1)
             self.choose(scores, options["budget"], 1, chosen)
 
-    def choose(self, scores, kept, residual_length, chosen):
+    def choose(self, scores, kept, newest, chosen):
         total, rows = self.positions.shape[1], []
         assert chosen.shape == (2, kept)
         for head in range(2):
             place = {int(p): i for i, p in enumerate(self.positions[head])}
             slots = torch.tensor([place[int(p)] for p in chosen[head]])
-            assert slots[kept - residual_length:].tolist() == list(range(total - residual_length, total)), "the last stay"
-            best, picked = scores[head].topk(kept - residual_length).values, scores[head][slots[:kept - residual_length]]
+            assert slots[kept - newest:].tolist() == list(range(total - newest, total)), "the last stay"
+            best, picked = scores[head].topk(kept - newest).values, scores[head][slots[:kept - newest]]
             assert torch.allclose(best.sort().values, picked.sort().values, atol=1e-6), "not the best scores"
             rows.append(slots)
         self.keep(rows)
@@ -282,7 +282,8 @@ def test_positions_must_follow(feeder):
         positions = torch.tensor(positions)
         q, k, v = one.draw(*positions.shape)
         with pytest.raises(ValueError, match=said):
-            one.cache.batch([number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype), None)
+            one.cache.batch([number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype),
+                                             None)
     assert one.cache.seen(number) == 3
 
 

@@ -22,12 +22,13 @@ from quantkit.spec import KVSpec
 from quantkit.testing import tiny_model
 
 CHUNK = 128
-SETTINGS = ("none", "int8", "fp8", "int4", "int3(residual_length=0, sinks=0)", "int2(residual_length=100, sinks=70)",
-            "int8/int4", "rotation(2.5)", "int8(residual_length=64)", "window(100, sinks=4)", "window(70)+int4",
-            "snapkv(50)+int8", "snapkv(0.5)", "snapkv(0.25, window=8)+int4", "tova(90, interval=8)",
-            "tova(64)+rotation(3)", "pyramidkv(0.5, window=8)", "adakv(60)+int4", "h2o(0.3, interval=16)",
-            "expected(80)+int8", "kvzip(0.5, piece=100)", "kvzip(100)+int4",
-            "snapkv(0.15MB, window=8)", "h2o(0.1MB)+int8", "window(40kB)+int8")
+SETTINGS = ("none", "int8", "fp8", "int4", "int3(residual_length=0, sinks=0)",
+            "int2(residual_length=100, sinks=70)", "int8/int4", "rotation(2.5)", "int8(residual_length=64)",
+            "window(100, sinks=4)", "window(70)+int4", "snapkv(50)+int8", "snapkv(0.5)",
+            "snapkv(0.25, window=8)+int4", "tova(90, interval=8)", "tova(64)+rotation(3)",
+            "pyramidkv(0.5, window=8)", "adakv(60)+int4", "h2o(0.3, interval=16)", "expected(80)+int8",
+            "kvzip(0.5, piece=100)", "kvzip(100)+int4", "snapkv(0.15MB, window=8)", "h2o(0.1MB)+int8",
+            "window(40kB)+int8")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,8 @@ def held_bytes(cache, found, rows):
     """Bytes of the pages of these sequences, by row, then layer."""
     for row in rows:
         sizes = found.kinds[0].page_bytes
-        yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.residual), sizes) for own in kind)
+        yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.residual), sizes)
+                   for own in kind)
                for layer in cache.batch([row]).sequences[0].layers]
 
 

@@ -12,8 +12,9 @@ from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
 from quantkit.ops.rope import apply_rope
 
-CODECS = ("int4", "int3(residual_length=0, sinks=0)", "int2(residual_length=100, sinks=70)", "int8(residual_length=64)", "int8/int4",
-          "rotation", "rotation(2.5, residual_length=10)", "int4(residual_length=5)/rotation(2, sinks=0)", "fp8(sinks=1)")
+CODECS = ("int4", "int3(residual_length=0, sinks=0)", "int2(residual_length=100, sinks=70)",
+          "int8(residual_length=64)", "int8/int4", "rotation", "rotation(2.5, residual_length=10)",
+          "int4(residual_length=5)/rotation(2, sinks=0)", "fp8(sinks=1)")
 
 
 class Lists:
@@ -137,7 +138,7 @@ def check_pages(cache, number):
         borders = [cache.codings.border(length) for length in lengths]
         assert store.pages.used == sum((border - first) // PAGE for border in borders)
         assert store.residual.used == sum(-(-(length - border + first) // PAGE) if length > first
-                                         else -(-length // PAGE) for length, border in zip(lengths, borders))
+                                          else -(-length // PAGE) for length, border in zip(lengths, borders))
         for pages in store.all:
             spare = pages.allocated_bytes - pages.used * pages.page_bytes
             assert 4 * spare <= pages.allocated_bytes

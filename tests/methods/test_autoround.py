@@ -101,7 +101,8 @@ def test_no_row_is_worse_than_rounded(bits: int, rows: int, groups: int, size: i
                                       clip: bool, descent_passes: int, tokens: int, seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
     spec = spec_of(bits, size, symmetric)
-    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=8, clip=clip, descent_passes=descent_passes))
+    codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=8, clip=clip,
+                                                             descent_passes=descent_passes))
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats)
     assert bool((losses(codes, weight, stats) <= plain * (1 + 1e-4) + 1e-9).all())
 
@@ -112,8 +113,8 @@ def test_learning_helps_and_learning_the_ends_helps_more() -> None:
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats).sum()
     by = {name: float(losses(METHOD.run(weight, stats, spec, AutoRoundOptions(**options)), weight,
                              stats).sum() / plain)
-          for name, options in {"rounding": {"clip": False, "descent_passes": 0}, "ends": {"descent_passes": 0},
-                                "visited": {"descent_passes": 1}}.items()}
+          for name, options in {"rounding": {"clip": False, "descent_passes": 0},
+                                "ends": {"descent_passes": 0}, "visited": {"descent_passes": 1}}.items()}
     assert by["rounding"] < 0.8 and by["ends"] < by["rounding"] and by["visited"] < by["ends"]
 
 

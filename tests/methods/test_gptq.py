@@ -55,11 +55,12 @@ def loss(codes: Codes, weight: torch.Tensor, stats: LayerStats) -> float:
        block=st.sampled_from([1, 5, 128]), tokens=st.sampled_from([1, 5, 200]), seed=st.integers(0, 9999))
 def test_loss_is_never_above_that_of_rounding(bits: int, rows: int, groups: int, size: int | None,
                                               symmetric: bool, act_order: bool, clip_search: bool, refit: int,
-                                              descent_passes: int, block: int, tokens: int, seed: int) -> None:
+                                              descent_passes: int, block: int, tokens: int,
+                                              seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
     spec = spec_of(bits, size, symmetric)
-    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, descent_passes=descent_passes,
-                          block=block)
+    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit,
+                          descent_passes=descent_passes, block=block)
     solved = loss(METHOD.run(weight, stats, spec, options), weight, stats)
     rounded = loss(RTN.run(weight, None, spec, RtnOptions()), weight, stats)
     assert stats.hessian is not None
@@ -118,7 +119,8 @@ def test_equals_the_paper_in_numpy(act_order: bool, bits: int, block: int) -> No
 
 def test_each_addition_lowers_the_loss() -> None:
     """Over several problems: the clip search, the refit and the visits, for symmetric 3-bit groups."""
-    steps = {"paper": PAPER, "search": {"refit": 0, "descent_passes": 0}, "refit": {"descent_passes": 0}, "descent_passes": {}}
+    steps = {"paper": PAPER, "search": {"refit": 0, "descent_passes": 0}, "refit": {"descent_passes": 0},
+             "descent_passes": {}}
     total = dict.fromkeys(steps, 0.0)
     for seed in range(6):
         weight, stats = problem(48, 64, seed)
@@ -154,10 +156,12 @@ def test_dead_inputs() -> None:
        cols=st.sampled_from([11, 32]), act_order=st.booleans(), clip_search=st.booleans(),
        refit=st.integers(0, 2), descent_passes=st.integers(0, 2), seed=st.integers(0, 9999))
 def test_floats_are_never_worse_than_rounded(strategy: str, rows: int, cols: int, act_order: bool,
-                                             clip_search: bool, refit: int, descent_passes: int, seed: int) -> None:
+                                             clip_search: bool, refit: int, descent_passes: int,
+                                             seed: int) -> None:
     weight, stats = problem(rows, cols, seed)
     spec = QuantSpec(kind="fp", bits=8, scale_dtype="bfloat16", granularity=Granularity(strategy=strategy))
-    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit, descent_passes=descent_passes)
+    options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit,
+                          descent_passes=descent_passes)
 
     def lost(codes: Codes) -> float:
         error = (FLOATS.dequantize(FLOATS.pack(codes, torch.bfloat16)) - weight).double()
@@ -238,8 +242,8 @@ def test_bad_statistics() -> None:
         METHOD.run(weight * float("inf"), stats, spec_of(4, 8), GptqOptions())
 
 
-@pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1}, {"descent_passes": -1},
-                                   {"actorder": True}])
+@pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1},
+                                   {"descent_passes": -1}, {"actorder": True}])
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         GptqOptions(**wrong)  # type: ignore[arg-type]

@@ -25,8 +25,9 @@ def make_row() -> Callable[..., ModelResult]:
         metrics = {"perplexity": around(ppl), "kl_mean": around(kl), "top1": around(top1, 1.0)}
         if prefill is not None and decode is not None:
             metrics |= {"prefill_tok_s": around(prefill), "decode_tok_s": around(decode)}
-        return ModelResult(model, method, bits, int(mb * 1e6), peak_bytes=int(7e8), load_s=0.3, metrics=metrics,
-                   kernels={"prefill": {"torch": 210}, "decode": {"reference": 210}}, answer=answer)
+        return ModelResult(model, method, bits, int(mb * 1e6), peak_bytes=int(7e8), load_s=0.3,
+                           metrics=metrics, kernels={"prefill": {"torch": 210}, "decode": {"reference": 210}},
+                           answer=answer)
 
     return make
 
@@ -35,7 +36,8 @@ def make_row() -> Callable[..., ModelResult]:
 def make_result(make_row: Callable[..., ModelResult]) -> Callable[..., EvalResult]:
     """``make_result(rows)``; by default a typical four. ``exact``: KL from float32 arithmetic of each."""
 
-    def make(rows: list[ModelResult] | None = None, exact: Sequence[Interval] = (), **extra: Any) -> EvalResult:
+    def make(rows: list[ModelResult] | None = None, exact: Sequence[Interval] = (),
+             **extra: Any) -> EvalResult:
         protocol = Protocol(
             text="pydoc-topics-3.11", text_sha256="ab" * 32, tokens_sha256="cd" * 32, window=512, windows=8,
             words=3000, dtype="bfloat16", prefill=256, decode=24, repeats=3, quantkit="0.1.0",

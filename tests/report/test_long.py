@@ -17,8 +17,9 @@ LENGTHS = tuple(1024 * 2 ** power for power in range(8))
 
 def bucket(kv, low, high, perplexity=12.0):
     values = {"perplexity": perplexity, "kl_mean": 0.012, "top1": 0.9}
-    return PositionBucket(kv, low, high, {name: Interval(value, value, value) for name, value in values.items()},
-                  (0.012,))
+    return PositionBucket(kv, low, high, {name: Interval(value, value, value)
+                                          for name, value in values.items()},
+                          (0.012,))
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def result():
                             LENGTHS, 2, 1, 0, False, ("known", "later"), 512, 64, "bfloat16", "0.1", "2.0",
                             "CPU", 1, 1)
     policy = "snapkv(0.5, window=32, kernel=5)+int4(recent=128, sinks=64)"
-    variants = [SettingVariant("none", None, 23040), SettingVariant("int8", None, 12000), SettingVariant(policy, "known", 8000),
-                SettingVariant(policy, "later", 8000)]
+    variants = [SettingVariant("none", None, 23040), SettingVariant("int8", None, 12000),
+                SettingVariant(policy, "known", 8000), SettingVariant(policy, "later", 8000)]
     replies = []
     for variant in variants:
         variant.bytes = {length: length * variant.bytes_per_token for length in LENGTHS}
@@ -38,9 +39,9 @@ def result():
                 right = length < LENGTHS[-1] and not (variant.when == "later" and depth == 0)
                 logprob = -1.0 - 2 * (not right)
                 replies.append(RecordedAnswer("needle", length, 0, depth, 0, number, question, variant.kv,
-                                     variant.when or "known", right, logprob, "text", "word", 2))
+                                              variant.when or "known", right, logprob, "text", "word", 2))
             replies.append(RecordedAnswer("variables", length, 0, None, 1, 100 + number, 0, variant.kv,
-                                 variant.when or "known", False, -4.0, "text", "word", 2))
+                                          variant.when or "known", False, -4.0, "text", "word", 2))
     settings = ("none", "int8", policy)
     buckets = [bucket(kv, low, high) for kv in settings for low, high in itertools.pairwise(LENGTHS)]
     drifts = [Drift(kv, (bucket(kv, 0, 16), bucket(kv, 16, 64)), (None, 7), 31.4) for kv in settings]

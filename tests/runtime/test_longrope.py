@@ -26,7 +26,8 @@ def greedy(loaded, prompt, tokens, max_length):
     """What a sequence that is announced to get so long goes on with, from one forward pass over all of it."""
     cache = KVCache(loaded.config, None, loaded.dtype)
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([prompt + tokens[:-1]]), cache=cache.batch([cache.add(max_length)]))
+        logits = loaded.model(torch.tensor([prompt + tokens[:-1]]),
+                              cache=cache.batch([cache.add(max_length)]))
     return logits[0, len(prompt) - 1:].argmax(-1).tolist()
 
 

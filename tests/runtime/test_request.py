@@ -25,7 +25,7 @@ def feed(loaded, ids, **options):
     heard = []
     options = {"ignore_eos": True, "max_tokens": len(ids) + 5} | options
     ticket = Request(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
-                    on_done=lambda ticket: heard.append(ticket.result.finish_reason))
+                     on_done=lambda ticket: heard.append(ticket.result.finish_reason))
     for token in ids:
         if not ticket.done:
             ticket.push(token, logits_for(token))
@@ -93,7 +93,7 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     heard = []
     row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
     ticket = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
-                                             repetition_penalty=2.0), logprobs, on_token=heard.append)
+                                              repetition_penalty=2.0), logprobs, on_token=heard.append)
     ticket.push(ticket.sampler(row, ticket.history), row)
     (info,) = heard
     want = row.float().log_softmax(-1)

@@ -14,10 +14,11 @@ from quantkit_kernels.triton.cache import CHANNEL, FP8, HADAMARD, INT8, PLAIN, T
 
 HEADS, KV_HEADS = 32, 8
 CODINGS = {
-    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
-    "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)),
+    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)),
+    "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)), "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)),
     **{f"int{bits}": (SideLayout(CHANNEL, bits), SideLayout(TOKEN, bits)) for bits in (4, 3, 2)},
-    **{f"hadamard{bits}": (SideLayout(HADAMARD, bits, True), SideLayout(HADAMARD, bits)) for bits in (4, 3, 2)},
+    **{f"hadamard{bits}": (SideLayout(HADAMARD, bits, True), SideLayout(HADAMARD, bits))
+       for bits in (4, 3, 2)},
     "int8/int4": (SideLayout(INT8, 8), SideLayout(TOKEN, 4))}
 """Keys and values."""
 MAIN = ("bf16", "int8", "fp8", "int4", "hadamard4")
@@ -26,8 +27,8 @@ POINTERS = {"q_ptr": "*bf16", "k_wait_ptr": "*bf16", "v_wait_ptr": "*bf16",
                              "wait_at_ptr", "table_ptr", "residual_table_ptr", "start_ptr", "length_ptr",
                              "seen_ptr", "rows_ptr"), "*i32")}
 NUMBERS = {**dict.fromkeys(("factor", "cap"), "fp32"),
-           **dict.fromkeys(("window", "limit", "sinks", "residual_length", "first", "layer", "layers", "width",
-                            "residual_width", "q_step"), "i32")}
+           **dict.fromkeys(("window", "limit", "sinks", "residual_length", "first", "layer", "layers",
+                            "width", "residual_width", "q_step"), "i32")}
 
 
 def cases(family: str) -> Iterator[AotCase]:

@@ -45,7 +45,8 @@ class AotCase:
     most: float | None = None
 
 
-def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **about: Any) -> AotCase:
+def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any],
+         **about: Any) -> AotCase:
     """Splits launch options from compile-time arguments."""
     options = {key: constants[key] for key in OPTIONS if key in constants}
     rest = {key: value for key, value in constants.items() if key not in options}

@@ -28,7 +28,8 @@ TABLES = dict.fromkeys(("rows_ptr", "table_ptr", "length_ptr", "start_ptr"), "*i
 def cases(family: str) -> Iterator[AotCase]:
     """One token and many; head dimensions; codings written vector by vector, or 64 together."""
     fp8 = SideLayout(FP8, 8), SideLayout(FP8, 8)
-    grid, turned = ({bits: (SideLayout(kind, bits, kind == HADAMARD), SideLayout(other, bits)) for bits in (2, 3, 4)}
+    grid, turned = ({bits: (SideLayout(kind, bits, kind == HADAMARD), SideLayout(other, bits))
+                     for bits in (2, 3, 4)}
                     for kind, other in ((CHANNEL, TOKEN), (HADAMARD, HADAMARD)))
     for n in (1, 2048):
         for name, codings in (("", PLAINS), (" int8", EIGHT), (" fp8", fp8)):
@@ -69,8 +70,8 @@ def _side(name: str, coding: SideLayout, has_residual: bool) -> dict[str, str]:
     return {f"{name}c_ptr": codes, f"{name}s_ptr": rest, f"{name}l_ptr": rest}
 
 
-def _rope(name: str, codings: tuple[SideLayout, SideLayout], n: int, dim: int = 128, *, has_residual: bool = False,
-          norm: bool = False) -> AotCase:
+def _rope(name: str, codings: tuple[SideLayout, SideLayout], n: int, dim: int = 128, *,
+          has_residual: bool = False, norm: bool = False) -> AotCase:
     names = ("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "out_ptr")
     return made(f"rope{name} d{dim} n{n}", rope_store.rope_store_kernel,
                 {**dict.fromkeys(names, "*bf16"),
@@ -87,5 +88,6 @@ def _close(name: str, codings: tuple[SideLayout, SideLayout], n: int, dim: int =
     return made(f"close{name} d{dim} n{n}", close_pages.close_pages_kernel,
                 {**_side("k", codings[0], False), **_side("v", codings[1], False), "kw_ptr": "*bf16",
                  "vw_ptr": "*bf16", "residual_ptr": "*i32", "at_ptr": "*i32", "atw_ptr": "*i32", **TABLES,
-                 **dict.fromkeys(("n", "layer", "width", "residual_width", "residual_length", "first"), "i32")},
+                 **dict.fromkeys(("n", "layer", "width", "residual_width", "residual_length", "first"),
+                                 "i32")},
                 {"LAYERS": 32, **close_pages.constants(n, 8, dim, _pages(codings, True))}, wide_loads=1)

@@ -62,7 +62,7 @@ def kinds(family: str) -> dict[str, ProductFormat]:
         limits = {128: (2.6, 3.1), 64: (2.6, 3.3), 32: (3.4, 4.4)}[group]
         every += [ProductFormat(f"w4a16 g{group}", w4a16.INT4, 4, group, group, "symmetric", most=limits[0]),
                   ProductFormat(f"w4a16 g{group} zp", w4a16.INT4, 4, group, group, "bfloat16", scale=WORD,
-                       most=limits[1])]
+                                most=limits[1])]
     return {kind.name: kind for kind in every}
 
 

@@ -40,12 +40,13 @@ def _decode(shapes: ModelShapes, batch: int, length: int, coding: str, device: t
         return F.scaled_dot_product_attention(q[:, :, None], *theirs[at], enable_gqa=True)[:, :, 0]
 
     return BenchCase(_named("attention", coding), f"b{batch} {length}",
-                lambda at: decode_attention(q, held[at], tables, step, 0, scale=d**-0.5), sdpa, "sdpa",
-                held_bytes + 2 * size(q), size(k, v) + 2 * size(q), 4 * batch * h * length * d,
-                len(held), len(theirs), 0.05)
+                     lambda at: decode_attention(q, held[at], tables, step, 0, scale=d**-0.5), sdpa, "sdpa",
+                     held_bytes + 2 * size(q), size(k, v) + 2 * size(q), 4 * batch * h * length * d,
+                     len(held), len(theirs), 0.05)
 
 
-def _prefill(shapes: ModelShapes, length: int, coding: str, device: torch.device, dtype: torch.dtype) -> BenchCase:
+def _prefill(shapes: ModelShapes, length: int, coding: str, device: torch.device,
+             dtype: torch.dtype) -> BenchCase:
     h, hkv, d = shapes.heads, shapes.kv_heads, shapes.dim
     q = torch.randn(length, h, d, dtype=dtype, device=device)
     k, v = (torch.randn(1, hkv, length, d, dtype=dtype, device=device) for _ in range(2))
@@ -58,5 +59,6 @@ def _prefill(shapes: ModelShapes, length: int, coding: str, device: torch.device
 
     moved = int(hkv * length * slot_bytes(pages)) + 2 * size(q)
     return BenchCase(_named("prefill", coding), f"m{length}",
-                lambda at: prefill_attention(q, pages, tables, step, 0, tiles, scale=d**-0.5), sdpa, "sdpa",
-                moved, size(k, v) + 2 * size(q), 2 * h * length * (length + 1) * d, 1, 1, 0.05, cold=False)
+                     lambda at: prefill_attention(q, pages, tables, step, 0, tiles, scale=d**-0.5), sdpa,
+                     "sdpa", moved, size(k, v) + 2 * size(q), 2 * h * length * (length + 1) * d, 1, 1, 0.05,
+                     cold=False)

@@ -33,9 +33,9 @@ class ModelShapes:
     flush: int = FLUSH
 
 
-LLAMA_8B = ModelShapes((("qkv", 6144, 4096), ("o", 4096, 4096), ("gate up", 28672, 4096), ("down", 4096, 14336),
-                   ("head", 128256, 4096)),
-                  (1, 4, 16, 64, 256, 2048), ((1, 8192), (1, 32768), (16, 8192)), 32, 8, 128)
+LLAMA_8B = ModelShapes((("qkv", 6144, 4096), ("o", 4096, 4096), ("gate up", 28672, 4096),
+                        ("down", 4096, 14336), ("head", 128256, 4096)),
+                       (1, 4, 16, 64, 256, 2048), ((1, 8192), (1, 32768), (16, 8192)), 32, 8, 128)
 QUICK = replace(LLAMA_8B, linears=LLAMA_8B.linears[1:3], rows=(1, 16, 2048), contexts=((1, 32768),))
 REHEARSAL = ModelShapes((("o", 200, 128),), (1, 20), ((1, 70),), 4, 2, 32, flush=40000)
 """Shapes for Triton's interpreter: to try a script before there is a GPU."""

@@ -41,4 +41,5 @@ def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iter
 
     moved = size(work, levels, errors, upper)
     # where a number lies within rounding of the middle of two levels, either is right
-    yield BenchCase("gptq", f"{n}x{out}", ours, theirs, "loop", moved, moved, n * n * out, 1, 1, 0.01, cold=False)
+    yield BenchCase("gptq", f"{n}x{out}", ours, theirs, "loop", moved, moved, n * n * out, 1, 1, 0.01,
+                    cold=False)

@@ -21,5 +21,5 @@ def _rotation(n: int, m: int, device: torch.device, dtype: torch.dtype) -> Bench
     x = torch.randn(m, n, dtype=dtype, device=device)
     signs, mix, dense = reference.rotation(n, device)
     matrix = dense.to(dtype)
-    return BenchCase("hadamard", f"m{m}", lambda at: apply_hadamard(x, signs, mix), lambda at: x @ matrix, "matmul",
-                2 * size(x), 2 * size(x) + size(matrix), 0, 1, 1, 0.02, cold=False)
+    return BenchCase("hadamard", f"m{m}", lambda at: apply_hadamard(x, signs, mix), lambda at: x @ matrix,
+                     "matmul", 2 * size(x), 2 * size(x) + size(matrix), 0, 1, 1, 0.02, cold=False)

@@ -68,8 +68,8 @@ def _rope(shapes: ModelShapes, n: int, coded: bool, device: torch.device, dtype:
     read = size(qkv, cos, sin) + n * h * d * qkv.element_size()
     plain = 2 * n * hkv * d * qkv.element_size()
     return BenchCase(f"rope{' int8' * coded}", f"m{n}", ours, theirs, "rotate, index_put",
-                read + (2 * n * hkv * (d + 2) if coded else plain), read + plain, 0, 1, 1, 0.02, cold=False,
-                check=check)
+                     read + (2 * n * hkv * (d + 2) if coded else plain), read + plain, 0, 1, 1, 0.02,
+                     cold=False, check=check)
 
 
 def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype) -> BenchCase:
@@ -104,7 +104,7 @@ def _close(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype
 
     moved = size(residual) + sum(size(side.codes) for side in sides) + 8 * count * PAGE * d // 32
     return BenchCase("close int4", f"m{n}", ours, theirs, "encode", moved, moved, 0, 1, 1, 0.05, cold=False,
-                check=check)
+                     check=check)
 
 
 def _decoded(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, at: int) -> torch.Tensor:

@@ -22,8 +22,9 @@ from quantkit_kernels.triton.cache import (
 )
 
 CODINGS = {
-    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)), "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)),
-    "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)), "int4": (SideLayout(CHANNEL, 4), SideLayout(TOKEN, 4)),
+    "bf16": (SideLayout(PLAIN, 16), SideLayout(PLAIN, 16)),
+    "int8": (SideLayout(INT8, 8), SideLayout(INT8, 8)), "fp8": (SideLayout(FP8, 8), SideLayout(FP8, 8)),
+    "int4": (SideLayout(CHANNEL, 4), SideLayout(TOKEN, 4)),
     "hadamard4": (SideLayout(HADAMARD, 4, True), SideLayout(HADAMARD, 4))}
 """Of keys and of values."""
 FIRST, THIRD = 0.240464, 0.00209768
@@ -102,7 +103,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[SideLayout, SideLayou
     # vectors of all slots wait here, those before the last page beside their codes: they aren't read
     before = torch.full((batch, 1, heads), length - new, dtype=torch.int32, device=device)
     tables = SequenceTables(table, before, before[:, 0, 0].clone(), table if has_residual else None,
-                    torch.zeros_like(before) if has_residual else None)
+                            torch.zeros_like(before) if has_residual else None)
     whose = [[row, place] for row in range(batch) for place in range(new)]
     step = StepTokens(torch.tensor(whose, dtype=torch.int32, device=device), length)
     return LayerPages(sides[0], sides[1]), tables, step, read[0], read[1]
@@ -119,7 +120,7 @@ def cloned(pages: LayerPages) -> LayerPages:
     """The same elsewhere in memory."""
     def side(of: Side) -> Side:
         scale, shift, residual = (None if part is None else part.clone()
-                                 for part in (of.scale, of.shift, of.residual))
+                                  for part in (of.scale, of.shift, of.residual))
         return Side(of.coding, of.codes.clone(), scale, shift, residual)
 
     return LayerPages(side(pages.k), side(pages.v))

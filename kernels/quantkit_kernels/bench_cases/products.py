@@ -96,7 +96,8 @@ def _products(shapes: ModelShapes, linear: tuple[str, int, int], make: Callable[
         if packed.decoder.levels:  # torch is given what the levels say
             operand = quantize(x, packed.decoder.takes[0])
             x = (operand.values.float() * operand.scale[:, None]).to(dtype)
-        moved = size(operand.values if isinstance(operand, QuantizedActivations) else x) + m * n * x.element_size()
+        moved = size(operand.values if isinstance(operand,
+                                                  QuantizedActivations) else x) + m * n * x.element_size()
 
         def ours(at: int, x: torch.Tensor | QuantizedActivations = operand) -> torch.Tensor:
             return multiply(x, packs[at])
@@ -105,5 +106,5 @@ def _products(shapes: ModelShapes, linear: tuple[str, int, int], make: Callable[
             return F.linear(x, denses[at])
 
         yield BenchCase(kernel, f"{name} m{m}", ours, theirs, "matmul", packed.nbytes + moved,
-                   size(dense) + size(x) + m * n * x.element_size(), 2 * m * n * k, len(packs), len(denses),
-                   0.02)
+                        size(dense) + size(x) + m * n * x.element_size(), 2 * m * n * k, len(packs),
+                        len(denses), 0.02)

@@ -31,7 +31,7 @@ def _levels(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtyp
     x = torch.randn(n, hidden, dtype=dtype, device=device)
     moved = size(x) + x.numel() + 4 * n
     return BenchCase("quantize int8", f"m{n}", lambda at: quantize(x, torch.int8).values,
-                lambda at: _rounded(x)[0], "amax, div, round", moved, moved, 0, 1, 1, 0.02, cold=False)
+                     lambda at: _rounded(x)[0], "amax, div, round", moved, moved, 0, 1, 1, 0.02, cold=False)
 
 
 def _norm_levels(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype) -> BenchCase:
@@ -40,9 +40,9 @@ def _norm_levels(shapes: ModelShapes, n: int, device: torch.device, dtype: torch
     weight = torch.rand(hidden, dtype=dtype, device=device) + 0.5
     moved = 3 * size(x) + size(weight) + x.numel() + 4 * n
     return BenchCase("rms_norm int8", f"m{n}",
-                lambda at: rms_norm_levels(x, weight, 1e-5, torch.int8, residual)[0].values,
-                lambda at: _rounded(F.rms_norm(x + residual, (hidden,), weight, 1e-5))[0],
-                "add, norm, round", moved, moved, 0, 1, 1, 0.02, cold=False)
+                     lambda at: rms_norm_levels(x, weight, 1e-5, torch.int8, residual)[0].values,
+                     lambda at: _rounded(F.rms_norm(x + residual, (hidden,), weight, 1e-5))[0],
+                     "add, norm, round", moved, moved, 0, 1, 1, 0.02, cold=False)
 
 
 def _norm(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype) -> BenchCase:
@@ -51,5 +51,5 @@ def _norm(shapes: ModelShapes, n: int, device: torch.device, dtype: torch.dtype)
     weight = torch.rand(hidden, dtype=dtype, device=device) + 0.5
     moved = 4 * size(x) + size(weight)
     return BenchCase("rms_norm add", f"m{n}", lambda at: rms_norm(x, weight, 1e-5, residual)[0],
-                lambda at: F.rms_norm(x + residual, (hidden,), weight, 1e-5), "add, rms_norm",
-                moved, moved, 0, 1, 1, 0.02, cold=False)
+                     lambda at: F.rms_norm(x + residual, (hidden,), weight, 1e-5), "add, rms_norm",
+                     moved, moved, 0, 1, 1, 0.02, cold=False)

@@ -28,8 +28,8 @@ def _argmax(logits: torch.Tensor) -> BenchCase:
         return argmax(logits)[0] + 1, torch.stack([row.nonzero()[0, 0] for row in most]) + 1  # none is 0
 
     return BenchCase("argmax", f"m{len(logits)}", lambda at: argmax(logits)[0],
-                lambda at: logits.argmax(-1), "argmax", size(logits), size(logits), 0, 1, 1, 0.0, cold=False,
-                check=check)
+                     lambda at: logits.argmax(-1), "argmax", size(logits), size(logits), 0, 1, 1, 0.0,
+                     cold=False, check=check)
 
 
 def _choose(logits: torch.Tensor) -> BenchCase:
@@ -58,5 +58,5 @@ def _choose(logits: torch.Tensor) -> BenchCase:
         drawn = (each > 0) & (ids == ours(0)[:, None])
         return drawn.any(-1), torch.ones(rows, device=device)
 
-    return BenchCase("sample", f"m{rows}", ours, theirs, "sort, multinomial", size(logits), size(logits), 0, 1, 1,
-                0.0, cold=False, check=check)
+    return BenchCase("sample", f"m{rows}", ours, theirs, "sort, multinomial", size(logits), size(logits), 0,
+                     1, 1, 0.0, cold=False, check=check)

@@ -127,7 +127,8 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
                 found += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
             yield found
 
-    return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack, 64)
+    return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack,
+                         64)
 
 
 def _ring_words(e: Emitter, source: Value, bits: int) -> Value:

@@ -148,7 +148,7 @@ def _by_token(bits: int) -> PageCodec:
         return found
 
     return PageCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
-                                                "low": dim // GROUP * 2}, store, load)
+                                                  "low": dim // GROUP * 2}, store, load)
 
 
 def _by_channel(bits: int) -> PageCodec:
@@ -188,7 +188,7 @@ def _by_channel(bits: int) -> PageCodec:
                 for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits))]
 
     return PageCodec(f"channel{bits}", lambda dim: {"codes": dim * bits // 8}, store, load,
-                   lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
+                     lambda dim: dict.fromkeys(("scale", "low"), PAGE // GROUP * dim * 2), common, gather)
 
 
 def _hadamard(bits: int, centered: bool) -> PageCodec:
@@ -240,7 +240,8 @@ def _hadamard(bits: int, centered: bool) -> PageCodec:
 
     if not centered:
         return PageCodec(f"hadamard{bits}", sizes, store, load, hadamard=True)
-    return PageCodec(f"hadamard{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather, True)
+    return PageCodec(f"hadamard{bits}c", sizes, store, load, lambda dim: {"mean": dim * 2}, common, gather,
+                     True)
 
 
 def _nearest(e: Emitter, steps: Value, top: float) -> Value:

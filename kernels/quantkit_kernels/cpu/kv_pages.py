@@ -18,8 +18,8 @@ CACHE = (*(f"*{side}_{part}" for side in "kv" for part in PARTS), "*k_residual",
 page numbers int32 ``[layers, heads, width]``, width, pointer to slots held before this step int32
 ``[layers, heads]``, pointer to numbers of pages that wait and their width, pointer to kept queries float32
 ``[layers, kept, query heads, D]`` (null: none are) and how many positions' are kept, tokens of this step;
-``positions``: null if a slot's number is its position; ``heads``: of keys; ``residual_length`` newest slots wait, and
-the ``first``."""
+``positions``: null if a slot's number is its position; ``heads``: of keys; ``residual_length`` newest slots
+wait, and the ``first``."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class PageCodecs:
     """Of keys and of values.
 
     Attributes:
-        residual: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or ``f32``;
-            ``None``: none do.
+        residual: the codec in which the newest vectors wait in pages of their own: ``bf16``, ``f16`` or
+            ``f32``; ``None``: none do.
     """
 
     keys: str

@@ -30,7 +30,8 @@ VALUES = {PLAIN: (16,), INT8: (8,), FP8: (8,), TOKEN: (2, 3, 4), HADAMARD: (2, 3
 """Kinds and bits that are read; only keys are centered."""
 HEADS = 16
 """At most so many query heads share a key head."""
-CHANGING = ["window", "limit", "sinks", "residual_length", "first", "layer", "layers", "width", "residual_width", "pieces"]
+CHANGING = ["window", "limit", "sinks", "residual_length", "first", "layer", "layers", "width",
+            "residual_width", "pieces"]
 """Integers for which nothing is compiled anew."""
 
 
@@ -82,7 +83,8 @@ def _fits(side: Side, dtype: torch.dtype, d: int) -> bool:
             and (side.shift is not None) == (side.coding.kind in (CHANNEL, TOKEN) or side.coding.centered))
 
 
-def pointers(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens) -> dict[str, torch.Tensor]:
+def pointers(q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
+             step: StepTokens) -> dict[str, torch.Tensor]:
     """Of pages and tables; where there is nothing, something that isn't read."""
     nothing = tables.lengths
     found = {"q_ptr": q}
@@ -97,7 +99,8 @@ def pointers(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: S
     return found | {name: nothing if t is None else t for name, t in rest.items()}
 
 
-def numbers(q: torch.Tensor, tables: SequenceTables, layer: int, scale: float, window: int | None, limit: int | None,
+def numbers(q: torch.Tensor, tables: SequenceTables, layer: int, scale: float, window: int | None, limit: int
+            | None,
             sinks: int, softcap: float | None) -> dict[str, int | float]:
     """Runtime arguments."""
     e = math.log2(math.e)
@@ -105,7 +108,8 @@ def numbers(q: torch.Tensor, tables: SequenceTables, layer: int, scale: float, w
     return {"factor": factor, "cap": cap, "window": _at_most(window), "limit": _at_most(limit),
             "sinks": min(sinks, FARTHEST), "residual_length": tables.residual_length, "first": tables.first,
             "layer": layer, "layers": tables.pages.shape[1],
-            "width": tables.pages.shape[3], "residual_width": 0 if tables.residual is None else tables.residual.shape[3],
+            "width": tables.pages.shape[3], "residual_width": 0
+            if tables.residual is None else tables.residual.shape[3],
             "q_step": q.stride(0)}
 
 
@@ -113,15 +117,17 @@ def _at_most(window: int | None) -> int:
     return FARTHEST if window is None else min(window, FARTHEST)
 
 
-def constants(k: SideLayout, v: SideLayout, h: int, hkv: int, d: int, has_residual: bool, limited: bool, placed: bool,
-              capped: bool, asm: bool) -> dict[str, Any]:
+def constants(k: SideLayout, v: SideLayout, h: int, hkv: int, d: int, has_residual: bool, limited: bool,
+              placed: bool, capped: bool, asm: bool) -> dict[str, Any]:
     """Compile-time arguments."""
     return {"HKV": hkv, "G": h // hkv, "D": d, "DP": max(16, triton.next_power_of_2(d)),
-            "KK": k.kind, "KB": k.bits, "KC": k.centered, "VK": v.kind, "VB": v.bits, "HAS_RESIDUAL": has_residual,
-            "LIMITED": limited, "PLACED": placed and limited, "CAPPED": capped, "ASM": asm}
+            "KK": k.kind, "KB": k.bits, "KC": k.centered, "VK": v.kind, "VB": v.bits,
+            "HAS_RESIDUAL": has_residual, "LIMITED": limited, "PLACED": placed and limited, "CAPPED": capped,
+            "ASM": asm}
 
 
-def constants_of(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, window: int | None, limit: int | None,
+def constants_of(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, window: int | None, limit: int
+                 | None,
                  softcap: float | None) -> dict[str, Any]:
     """The same for these tensors."""
     asm = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32

@@ -54,8 +54,8 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first, HAS_RESIDUAL,
-                                   LIMITED, PLACED)
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first,
+                                   HAS_RESIDUAL, LIMITED, PLACED)
     rg, rd, rt, rj = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64), tl.arange(0, JOIN)
     used = (length + 64 * COUNT - 1) // (64 * COUNT)
     m_ptr += (token * HKV + head) * pieces * G + rg[:, None]
@@ -94,7 +94,8 @@ def weights_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed, start)
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed,
+                                    start)
             at = i * 64 + rt
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
             seen = at < length
@@ -114,9 +115,9 @@ def options(family: str) -> dict[str, int]:
     return {"STAGES": 5, "num_warps": 4} | ({"maxnreg": 128} if family == "hopper" else {})
 
 
-def attention_weights(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, scale: float,
-                      window: int | None = None, limit: int | None = None, sinks: int = 0,
-                      softcap: float | None = None, peaks: bool = False,
+def attention_weights(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens,
+                      layer: int, *, scale: float, window: int | None = None, limit: int | None = None,
+                      sinks: int = 0, softcap: float | None = None, peaks: bool = False,
                       pieces: SplitResults | None = None) -> torch.Tensor:
     """Attention of each token's queries to the slots, their mean over the heads that share a key head.
 

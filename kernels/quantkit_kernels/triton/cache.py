@@ -2,8 +2,8 @@
 
 A page holds 64 slots of one key head. Some codings encode a page's 64 vectors together; where they do, or
 where the newest vectors stay as they are, vectors **wait** in pages of their own. Of n slots a query reads
-those in ``[first, border(n))`` as codes, ``border(n) = max(first, ⌊(n − residual_length) / 64⌋ · 64)``, and the
-others as vectors. Slots before ``first`` always wait.
+those in ``[first, border(n))`` as codes, ``border(n) = max(first, ⌊(n − residual_length) / 64⌋ · 64)``, and
+the others as vectors. Slots before ``first`` always wait.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ def close_pages_kernel(kc_ptr: tl.tensor, ks_ptr: tl.tensor, kl_ptr: tl.tensor, 
                        vs_ptr: tl.tensor, vl_ptr: tl.tensor, kw_ptr: tl.tensor, vw_ptr: tl.tensor,
                        at_ptr: tl.tensor, atw_ptr: tl.tensor, rows_ptr: tl.tensor, table_ptr: tl.tensor,
                        residual_ptr: tl.tensor, length_ptr: tl.tensor, start_ptr: tl.tensor, n: tl.tensor,
-                       layer: tl.tensor, width: tl.tensor, residual_width: tl.tensor, residual_length: tl.tensor,
-                       first: tl.tensor, LAYERS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-                       DP: tl.constexpr, BT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                       CENTERED: tl.constexpr, VKIND: tl.constexpr, VBITS: tl.constexpr,
+                       layer: tl.tensor, width: tl.tensor, residual_width: tl.tensor,
+                       residual_length: tl.tensor, first: tl.tensor, LAYERS: tl.constexpr, HKV: tl.constexpr,
+                       D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, KIND: tl.constexpr,
+                       BITS: tl.constexpr, CENTERED: tl.constexpr, VKIND: tl.constexpr, VBITS: tl.constexpr,
                        VCENTERED: tl.constexpr, PLACED: tl.constexpr) -> None:
     """The pages of BT tokens, of a head: keys (program_id(2) = 0) or values.
 
@@ -87,7 +87,8 @@ def close_pages(pages: LayerPages, tables: SequenceTables, step: StepTokens, lay
     Raises:
         ValueError: no vectors wait, or the tables and pages don't fit together.
     """
-    if pages.k.residual is None or pages.v.residual is None or tables.residual is None or tables.starts is None:
+    if (pages.k.residual is None or pages.v.residual is None or tables.residual is None
+            or tables.starts is None):
         raise ValueError("only vectors that wait are encoded later")
     n, hkv = len(step.rows), tables.lengths.shape[2]
     check_tables(pages, tables, hkv)
@@ -100,4 +101,5 @@ def close_pages(pages: LayerPages, tables: SequenceTables, step: StepTokens, lay
     close_pages_kernel[(-(-n // common["BT"]), hkv, 2)](
         *pointers(pages.k), *pointers(pages.v), pages.k.residual, pages.v.residual, *places, step.rows,
         tables.pages, tables.residual, tables.lengths, tables.starts, n, layer, tables.pages.shape[3],
-        tables.residual.shape[3], tables.residual_length, tables.first, LAYERS=tables.pages.shape[1], **common)
+        tables.residual.shape[3], tables.residual_length, tables.first, LAYERS=tables.pages.shape[1],
+        **common)

@@ -41,17 +41,18 @@ JOIN = 16
 
 @triton.jit(do_not_specialize=CHANGING)
 def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
-                 k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
-                 v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                 residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
-                 rows_ptr: tl.tensor, o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor,
-                 factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor,
-                 residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor,
-                 residual_width: tl.tensor, q_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr,
-                 D: tl.constexpr, DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr,
-                 VK: tl.constexpr, VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr,
-                 PLACED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, VALUES: tl.constexpr,
-                 COUNT: tl.constexpr, STAGES: tl.constexpr) -> None:
+                    k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
+                    v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
+                    residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
+                    seen_ptr: tl.tensor, rows_ptr: tl.tensor, o_ptr: tl.tensor, m_ptr: tl.tensor,
+                    l_ptr: tl.tensor, factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor,
+                    sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor,
+                    layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor, q_step: tl.tensor,
+                    pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                    KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr, VB: tl.constexpr,
+                    HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
+                    CAPPED: tl.constexpr, ASM: tl.constexpr, VALUES: tl.constexpr, COUNT: tl.constexpr,
+                    STAGES: tl.constexpr) -> None:
     """One piece of one key head of one token.
 
     o float32 ``[N, HKV, pieces, G, D]``, not yet divided by l, written where l isn't 0 and if VALUES;
@@ -68,8 +69,8 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
-    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first, HAS_RESIDUAL,
-                                   LIMITED, PLACED)
+    fixed, coded, low, rest = walk(begin, end, length, query, window, limit, sinks, residual_length, first,
+                                   HAS_RESIDUAL, LIMITED, PLACED)
     dtype = q_ptr.dtype.element_ty
     rg, rd, rt = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, 64)
     q_ptr += token * q_step + (head * G + rg)[:, None] * D
@@ -99,7 +100,8 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in range(early + tl.maximum(end - rest, 0)):
-            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed, start)
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed,
+                                    start)
             at = i * 64 + rt
             held = at < length
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
@@ -123,9 +125,9 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
 
 @triton.jit(do_not_specialize=["layer", "layers", "pieces"])
 def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
-                rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
-                y_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
+                  rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
+                  y_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                  DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One query head of one token: y ``[N, HKV * G, D]``; the rest as in :func:`split_kv_kernel`."""
     if EARLY:
         let_next_begin()
@@ -185,9 +187,9 @@ class SplitResults:
         return cls(o, m, total)
 
 
-def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
-               scale: float, window: int | None, limit: int | None, sinks: int, softcap: float | None,
-               values: bool = True) -> dict[str, Any]:
+def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
+               step: StepTokens, layer: int, scale: float, window: int | None, limit: int | None, sinks: int,
+               softcap: float | None, values: bool = True) -> dict[str, Any]:
     """The first of both kernels; returns compile-time arguments that others take too."""
     common = constants_of(q, pages, tables, window, limit, softcap)
     n, hkv, count = pieces.m.shape[:3]
@@ -199,8 +201,8 @@ def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables:
     return common
 
 
-def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, scale: float,
-                     window: int | None = None, limit: int | None = None, sinks: int = 0,
+def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
+                     *, scale: float, window: int | None = None, limit: int | None = None, sinks: int = 0,
                      softcap: float | None = None, out: torch.Tensor | None = None,
                      pieces: SplitResults | None = None) -> torch.Tensor:
     """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.

@@ -170,8 +170,8 @@ def _options(numbers: int) -> dict[str, int]:
     return {"num_warps": max(1, min(16, numbers // 1024)), "enable_fp_fusion": False}
 
 
-def apply_hadamard(x: torch.Tensor, signs: torch.Tensor, mix: torch.Tensor, out: torch.Tensor | None = None, *,
-           back: bool = False) -> torch.Tensor:
+def apply_hadamard(x: torch.Tensor, signs: torch.Tensor, mix: torch.Tensor, out: torch.Tensor | None = None,
+                   *, back: bool = False) -> torch.Tensor:
     """``x R`` of every row, or with ``back`` its inverse: what is mixed is symmetric and its own inverse.
 
     Args:

@@ -142,7 +142,7 @@ def _store_codes(ptr: tl.tensor, codes: tl.tensor, slot: tl.tensor, stored: tl.t
 
 @triton.jit
 def _store_hadamard(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, slot: tl.tensor,
-                  stored: tl.tensor, D: tl.constexpr, BITS: tl.constexpr) -> None:
+                    stored: tl.tensor, D: tl.constexpr, BITS: tl.constexpr) -> None:
     codes, scale = _levels(x, D, BITS)
     _store_codes(codes_ptr, codes, slot, stored, D, BITS)
     tl.store(scale_ptr + slot, _narrow(scale), mask=stored)

@@ -1,8 +1,8 @@
 """Scores of a page's keys, and sums of its values by weights: the products of attention, for every coding.
 
 ``ptr`` are codes, of q's dtype if plain, else int32 words; ``scale`` and ``shift`` are int32 words of two
-bfloat16. KIND, BITS and CENTERED are those of a :class:`~quantkit_kernels.triton.cache.SideLayout`; D is the head
-dimension, DP the power of two above it.
+bfloat16. KIND, BITS and CENTERED are those of a :class:`~quantkit_kernels.triton.cache.SideLayout`; D is the
+head dimension, DP the power of two above it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def empty(x: torch.Tensor, kind: torch.dtype) -> QuantizedActivations:
         raise ValueError(f"levels are int8, float8_e4m3fn or float16, of [m, n] with n up to {LONGEST}, "
                          f"not {kind} of {list(x.shape)}")
     return QuantizedActivations(torch.empty(x.shape, dtype=kind, device=x.device),
-                  torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
+                                torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.dtype)
 
 
 def quantize(x: torch.Tensor, kind: torch.dtype) -> QuantizedActivations:

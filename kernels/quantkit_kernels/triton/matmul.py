@@ -156,7 +156,7 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     if family == "cdna":  # a warp has 64 lanes; the instruction is the same for any number of rows
         warps = measured.get("warps", 2 if bk == 32 else 8 if bm == 128 else 4)
         return LaunchPlan(bm, split, per, segments, unroll, measured.get("stages", 2), False,
-                    {"num_warps": warps, "matrix_instr_nonkdim": 16})
+                          {"num_warps": warps, "matrix_instr_nonkdim": 16})
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
         options["maxnreg"] = 255
@@ -200,12 +200,12 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     """``y = x Wᵀ``, then ``+ bias``, then ``act(gate) · up``, then ``+ residual``.
 
     All of it in float32, rounded once, when y is stored; a model that does one after the other rounds to its
-    dtype in between. Scales of :class:`~quantkit_kernels.triton.levels.QuantizedActivations` multiply the sum, first those
-    of tokens.
+    dtype in between. Scales of :class:`~quantkit_kernels.triton.levels.QuantizedActivations` multiply the
+    sum, first those of tokens.
 
     Args:
-        x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or ``QuantizedActivations`` for weights
-            that take them. Rows may lie further apart than k.
+        x: ``[m, k]``, bfloat16, float16 or float32 (plain weights: of their dtype), or
+            ``QuantizedActivations`` for weights that take them. Rows may lie further apart than k.
         w: what a format's ``pack`` gave.
         out: ``[m, outputs]``, where y goes; its rows may lie further apart. Nothing else is allocated for y.
         bias: ``[n]``.
@@ -249,7 +249,8 @@ def multiply(x: torch.Tensor | QuantizedActivations, w: TritonWeight, *, out: to
     return y
 
 
-def _check(x: torch.Tensor | QuantizedActivations, values: torch.Tensor, w: TritonWeight, out: torch.Tensor | None,
+def _check(x: torch.Tensor | QuantizedActivations, values: torch.Tensor, w: TritonWeight, out: torch.Tensor
+           | None,
            bias: torch.Tensor | None, residual: torch.Tensor | None, gated: str | None) -> None:
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in w.decoder.takes)
     if w.decoder.levels != isinstance(x, QuantizedActivations):

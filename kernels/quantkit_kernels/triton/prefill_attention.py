@@ -35,15 +35,15 @@ ROWS = 128
 def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
                 k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
                 v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor,
-                rows_ptr: tl.tensor, tile_ptr: tl.tensor, y_ptr: tl.tensor, factor: tl.tensor,
-                cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor, residual_length: tl.tensor,
-                first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor,
-                q_step: tl.tensor, y_step: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr,
-                VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
-                CAPPED: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr, GP: tl.constexpr,
-                STAGES: tl.constexpr) -> None:
+                residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
+                seen_ptr: tl.tensor, rows_ptr: tl.tensor, tile_ptr: tl.tensor, y_ptr: tl.tensor,
+                factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor,
+                residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor, layers: tl.tensor,
+                width: tl.tensor, residual_width: tl.tensor, q_step: tl.tensor, y_step: tl.tensor,
+                HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KK: tl.constexpr,
+                KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr, VB: tl.constexpr,
+                HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr, CAPPED: tl.constexpr,
+                ASM: tl.constexpr, M: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr) -> None:
     """A tile's tokens by one key head: y ``[N, HKV * G, D]``; tile int32 ``[n_tiles, 3]``."""
     # the longest come first, so that none of them is left over at the end
     head, part = tl.program_id(0), tl.program_id(1) * (M // GP)
@@ -109,7 +109,8 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
         start = tl.load(start_ptr + row) // 64
         early = tl.maximum(tl.minimum(end, fixed) - low, 0)
         for j in tl.range(0, early + tl.maximum(end - residual, 0), num_stages=STAGES):
-            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, residual, fixed, start)
+            i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, residual, fixed,
+                                    start)
             at = i * 64 + rt
             held = at < longest
             s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
@@ -159,8 +160,8 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
     return found
 
 
-def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
-                      tiles: torch.Tensor, *, scale: float, window: int | None = None,
+def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens,
+                      layer: int, tiles: torch.Tensor, *, scale: float, window: int | None = None,
                       limit: int | None = None, sinks: int = 0, softcap: float | None = None,
                       out: torch.Tensor | None = None) -> torch.Tensor:
     """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.

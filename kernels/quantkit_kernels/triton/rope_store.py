@@ -23,7 +23,7 @@ FEW = 16
 
 @triton.jit
 def _hadamard(x: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, DTYPE: tl.constexpr, D: tl.constexpr,
-            COUNT: tl.constexpr, PADDED: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr) -> tl.tensor:
+              COUNT: tl.constexpr, PADDED: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr) -> tl.tensor:
     """Vectors float32 ``[rows, n]``, 0 from D on, times the rotation of width D, rounded to DTYPE."""
     rd = tl.arange(0, x.shape[1])
     x = within(x, FARTHEST) * tl.load(signs_ptr + rd, mask=rd < D, other=0.0)[None, :]
@@ -68,13 +68,14 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
                       v_step: tl.tensor, eps: tl.tensor, LAYERS: tl.constexpr, H: tl.constexpr,
                       HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
                       BT: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-                      VKIND: tl.constexpr, VBITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PLACED: tl.constexpr,
-                      TURN: tl.constexpr, VTURN: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
-                      LOG: tl.constexpr, ROOT: tl.constexpr) -> None:
+                      VKIND: tl.constexpr, VBITS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                      PLACED: tl.constexpr, TURN: tl.constexpr, VTURN: tl.constexpr, COUNT: tl.constexpr,
+                      PADDED: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr) -> None:
     """BT tokens of one head: of q (program_id(1) < H), of k, or of v.
 
     ``*_step``: elements from a token to the next. DP: D rounded up to a power of two. ``kc, ks, kl``: codes,
-    scale and shift of keys, ``v*`` of values; with HAS_RESIDUAL those are the pages that wait, as is the table.
+    scale and shift of keys, ``v*`` of values; with HAS_RESIDUAL those are the pages that wait, as is the
+    table.
     """
     head = tl.program_id(1)
     rt = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -129,8 +130,8 @@ def constants(n: int, heads: int, kv_heads: int, dim: int, pages: LayerPages) ->
 
 
 def rope_store(qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos: torch.Tensor,
-               sin: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *, heads: int,
-               kv_heads: int, dim: int, q_norm: torch.Tensor | None = None,
+               sin: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int, *,
+               heads: int, kv_heads: int, dim: int, q_norm: torch.Tensor | None = None,
                k_norm: torch.Tensor | None = None, eps: float = 1e-6,
                rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
                out: torch.Tensor | None = None) -> torch.Tensor:

@@ -28,8 +28,8 @@ def at_or_after(page: tl.tensor, begin: tl.tensor, middle: tl.tensor, after: tl.
 
 @triton.jit
 def walk(begin: tl.tensor, end: tl.tensor, length: tl.tensor, query: tl.tensor, window: tl.tensor,
-         limit: tl.tensor, sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor, HAS_RESIDUAL: tl.constexpr,
-         LIMITED: tl.constexpr, PLACED: tl.constexpr) -> tl.tensor:
+         limit: tl.tensor, sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor,
+         HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr) -> tl.tensor:
     """What one query reads of pages ``[begin, end)``: how many wait for ever, where codes end, and the first
     that is read of all, and of those behind the codes."""
     fixed, coded = 0, end
@@ -44,7 +44,7 @@ def walk(begin: tl.tensor, end: tl.tensor, length: tl.tensor, query: tl.tensor, 
 
 @triton.jit
 def residual_page(table: tl.tensor, j: tl.tensor, early: tl.tensor, low: tl.tensor, rest: tl.tensor,
-                 fixed: tl.tensor, start: tl.tensor) -> tl.tensor:
+                  fixed: tl.tensor, start: tl.tensor) -> tl.tensor:
     """The ``j``-th page of vectors that is read, ``early`` of them from ``low`` on and others from ``rest``:
     its place in the sequence, and its number in a head's ``table``, where the one at ``start`` follows the
     ``fixed`` first."""

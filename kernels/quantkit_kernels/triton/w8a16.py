@@ -48,7 +48,8 @@ def number(tile_ptr: tl.tensor, s: tl.tensor, row: tl.tensor, col: tl.tensor, K:
 INT8 = TritonDecoder(decode_int8, number)
 
 
-def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, gated: bool = False) -> TritonWeight:
+def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None,
+         gated: bool = False) -> TritonWeight:
     """Repack once.
 
     Args:

@@ -2,7 +2,8 @@
 
 int8 by int8 is summed in 32-bit integers, exactly. Numbers of e4m3 are multiplied as such by the tensor cores
 that can (mode ``e4m3``); others multiply them as float16, which holds every one of them exactly (mode
-``float16``): the activations come as float16 then, see :class:`~quantkit_kernels.triton.levels.QuantizedActivations`.
+``float16``): the activations come as float16 then, see
+:class:`~quantkit_kernels.triton.levels.QuantizedActivations`.
 """
 
 from __future__ import annotations
@@ -67,4 +68,4 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mo
     whole = whole_tiles(codes.view(torch.int8), BK, gated)
     decoder = INT8 if codes.dtype == torch.int8 else NATIVE
     return TritonWeight(arrange(whole, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
-                  "int8" if decoder is INT8 else "e4m3", family, decoder, gated)
+                        "int8" if decoder is INT8 else "e4m3", family, decoder, gated)

@@ -180,7 +180,8 @@ def _product(found: Any) -> tuple[ProductKey, TunedEntry]:
         for parameter, value in chosen.items():
             _whole(value, ALLOWED[parameter], parameter)
         rows[int(name)] = chosen
-    return ProductKey(found["kernel"], found["n"], found["k"], found["group"]), TunedEntry(found["segments"], rows)
+    return ProductKey(found["kernel"], found["n"], found["k"], found["group"]), TunedEntry(found["segments"],
+                                                                                           rows)
 
 
 def _exactly(found: Any, names: set[str], what: str) -> None:

@@ -63,7 +63,8 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
         for suffix in ("qzeros", "scales"):
             if f"{slot.name}.{suffix}" not in infos:
                 raise missing(slot, suffix)
-        return ForeignLayer("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot), ("scales",))
+        return ForeignLayer("awq", spec, dtype, ("qweight", "qzeros", "scales"), _half_scales(slot),
+                            ("scales",))
 
     return layer
 

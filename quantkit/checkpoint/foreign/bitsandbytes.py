@@ -73,7 +73,7 @@ def _int8(slot: LinearSlot, infos: Infos, dtype: str) -> ForeignLayer:
     if f"{slot.name}.weight_format" in infos:
         return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB", "weight_format"))
     return ForeignLayer("bnb-int8", spec, dtype, ("weight", "SCB"),
-                 lambda tensors: {**tensors, "weight_format": torch.zeros((), dtype=torch.uint8)})
+                        lambda tensors: {**tensors, "weight_format": torch.zeros((), dtype=torch.uint8)})
 
 
 def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> ForeignLayer:

@@ -202,7 +202,7 @@ def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignL
         return {**tensors, "weight_zero_point": _packed_zeros(signed, spec.bits)}
 
     return ForeignLayer("pack-quantized", spec, dtype, tuple(names),
-                 unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
+                        unchanged if spec.symmetric else packed_zeros, ("weight_zero_point",))
 
 
 def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:

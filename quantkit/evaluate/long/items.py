@@ -116,8 +116,8 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Haystack, *, length: int, d
     return found
 
 
-def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Haystack, key: tuple[str, int, int],
-          chance: random.Random) -> LongItem:
+def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Haystack,
+          key: tuple[str, int, int], chance: random.Random) -> LongItem:
     task, length, sample = key
     # what a user says is text: a control token written out in it is none
     intro = tokenizer.encode(f"{draft.intro}\n\n", special=False, parse_special=False)

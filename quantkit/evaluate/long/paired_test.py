@@ -63,7 +63,7 @@ def compare(pairs: Sequence[AnswerPair]) -> PairedTest:
         contexts.setdefault(one.context, []).append(one.change)
     means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
     return PairedTest(len(pairs), sum(one.full for one in pairs), sum(one.own for one in pairs), lost, gained,
-                  mcnemar(lost, gained), CHANGE.summarize(means))
+                      mcnemar(lost, gained), CHANGE.summarize(means))
 
 
 def mcnemar(lost: int, gained: int) -> float:

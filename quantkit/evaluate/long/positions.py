@@ -66,7 +66,8 @@ class PositionSums:
                 for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
 
 
-def buckets_of(kv: str, edges: Sequence[int], windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
+def buckets_of(kv: str, edges: Sequence[int],
+               windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
     """What all windows' :meth:`PositionSums.means` say of a setting."""
     found = []
     for index, (low, high) in enumerate(pairwise(edges)):

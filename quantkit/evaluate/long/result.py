@@ -179,7 +179,8 @@ class LongResult:
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
         if not any(one.cell in self.solved() for one in self.of(self.variants[0], task)):
             return None
-        return compare([AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob) for full, own in
+        return compare([AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob)
+                        for full, own in
                         zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:

@@ -193,9 +193,9 @@ def _ask(result: LongResult, reader: LongContextModel, item: LongItem, number: i
                 # the most that a prompt of this length needed: windows of codecs that wait differ a little
                 variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), found.kv_bytes)
         for index, (one, answer) in enumerate(zip(item.questions, found.answers, strict=True)):
-            replies.append(RecordedAnswer(item.task, item.length, item.sample, one.depth, one.hops, number, index,
-                                 str(reader.kv), found.when, answer.right, answer.logprob, answer.text,
-                                 one.text, len(one.answer)))
+            replies.append(RecordedAnswer(item.task, item.length, item.sample, one.depth, one.hops, number,
+                                          index, str(reader.kv), found.when, answer.right, answer.logprob,
+                                          answer.text, one.text, len(one.answer)))
     return replies
 
 

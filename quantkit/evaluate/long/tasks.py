@@ -86,8 +86,8 @@ def _passkey(depths: Sequence[float], chance: random.Random) -> Iterator[Context
     for depth in depths:
         code = _number(chance)
         yield ContextDraft("Somewhere in the text below stands an access code. Remember it.",
-                    ((depth, f"The access code is {code}. Remember it: {code} is the access code."),),
-                    (QuestionText("What is the access code?", "The access code is", code, depth),))
+                           ((depth, f"The access code is {code}. Remember it: {code} is the access code."),),
+                           (QuestionText("What is the access code?", "The access code is", code, depth),))
 
 
 def _needle(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
@@ -98,9 +98,9 @@ def _needle(depths: Sequence[float], chance: random.Random) -> Iterator[ContextD
     for depth in depths:
         name, words = chance.choice(_NAMES), " ".join(chance.sample(_THINGS, 3))
         yield ContextDraft("Read the text and remember the secret words in it.",
-                    ((depth, f"The secret words of {name} are {words}."),),
-                    (QuestionText(f"What are the secret words of {name}?", f"The secret words of {name} are", words,
-                           depth),))
+                           ((depth, f"The secret words of {name} are {words}."),),
+                           (QuestionText(f"What are the secret words of {name}?",
+                                         f"The secret words of {name} are", words, depth),))
 
 
 def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
@@ -112,7 +112,8 @@ def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[Contex
     codes = _numbers(chance, len(places))
     hidden = [(depth, f"The access code for {place} is {code}.")
               for depth, place, code in zip([*depths, *more], places, codes, strict=True)]
-    asked = [QuestionText(f"What is the access code for {place}?", f"The access code for {place} is", code, depth)
+    asked = [QuestionText(f"What is the access code for {place}?", f"The access code for {place} is", code,
+                          depth)
              for depth, place, code in zip(depths, places, codes)]
     yield ContextDraft(_CODES, tuple(sorted(hidden)), tuple(asked))
 
@@ -132,7 +133,8 @@ def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Conte
         told[index] += 1
         hidden.append((depth, f"The access code for {chain[0]} is {codes[index]}." if step == 0 else
                        f"{chain[step]} has the same access code as {chain[step - 1]}."))
-    asked = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code, None, hops)
+    asked = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code,
+                          None, hops)
              for chain, code in zip(chains, codes) for hops, name in enumerate(chain)]
     yield ContextDraft(_CODES, tuple(hidden), tuple(asked))
 

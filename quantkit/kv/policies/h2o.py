@@ -1,4 +1,5 @@
-"""H2O: keep the newest positions and those that got most attention so far, https://arxiv.org/abs/2306.14048."""
+"""H2O: keep the newest positions and those that got most attention so far,
+https://arxiv.org/abs/2306.14048."""
 
 from __future__ import annotations
 

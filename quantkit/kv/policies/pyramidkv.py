@@ -1,4 +1,5 @@
-"""PyramidKV: SnapKV with more positions in low layers, fewer in high ones, https://arxiv.org/abs/2406.02069."""
+"""PyramidKV: SnapKV with more positions in low layers, fewer in high ones,
+https://arxiv.org/abs/2406.02069."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class CpuProgram:
         self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
         table = model.embedding
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
-        kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None, {"table": table})
+        kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None,
+                                                                                          {"table": table})
         self._program.add(Embed(kernel, scale, cpu_linear.PLAIN[model.dtype]), ids=self._ids,
                           out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
                           padded=self._hidden.shape[1], **parts)
@@ -128,9 +129,9 @@ class CpuProgram:
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
         hadamard_arguments: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
-        store = program.add(RopeStore(self._codecs, dim), **where, **hadamard_arguments, q=q, k=k, v=v, q_norm=q_norm,
-                            k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k), group=self._group,
-                            eps=self._eps)
+        store = program.add(RopeStore(self._codecs, dim), **where, **hadamard_arguments, q=q, k=k, v=v,
+                            q_norm=q_norm, k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k),
+                            group=self._group, eps=self._eps)
         self._keeps.append(program.add(
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
             q_stride=stride_of(q), query_heads=config.num_heads))
@@ -141,9 +142,11 @@ class CpuProgram:
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
                         q_stride=stride_of(q), out_stride=stride_of(mixed), group=self._group,
                         window=UNBOUNDED if window is None else window),
-            program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed), query_heads=config.num_heads)))
+            program.add(ReduceSplits(dim), out=mixed, out_stride=stride_of(mixed),
+                        query_heads=config.num_heads)))
         if self._codecs.side("v").hadamard:
-            program.add(UndoHadamard(dim), **hadamard_arguments, x=mixed, x_stride=stride_of(mixed), heads=config.num_heads)
+            program.add(UndoHadamard(dim), **hadamard_arguments, x=mixed, x_stride=stride_of(mixed),
+                        heads=config.num_heads)
         self._prepare("plain", "mixed", mixed, [attention.o_proj])
         self._add(attention.o_proj, "mixed", layer.after_attention)
         self._norm(layer.before_mlp.weight, mlp.inputs)

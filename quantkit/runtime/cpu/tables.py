@@ -33,14 +33,15 @@ def page_addresses(store: Store) -> dict[str, int]:
 
 
 def rope_tables(config: ModelConfig, size: int,
-           device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+                device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of every layer, cosines and sines of so many positions, float32 ``[size, D / 2]``; layers that turn
     alike share them. A position's bits don't depend on ``size``: torch is always given a whole block."""
     made: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
     for window in config.sliding_windows:
         if (rope := config.rope_of(window)) not in made:
             inverse = inverse_frequencies(rope, config.head_dim, torch.device("cpu"))
-            blocks = [torch.arange(at, at + POSITION_BLOCK)[:, None].float() * inverse for at in range(0, size, POSITION_BLOCK)]
+            blocks = [torch.arange(at, at + POSITION_BLOCK)[:, None].float() * inverse
+                      for at in range(0, size, POSITION_BLOCK)]
             cos = torch.cat([one.cos() for one in blocks])[:size] * rope.attention_factor
             sin = torch.cat([one.sin() for one in blocks])[:size] * rope.attention_factor
             made[rope] = cos.to(device), sin.to(device)

@@ -166,7 +166,8 @@ def _kind(linear: Linear) -> object:
     return weight.spec if isinstance(weight, QuantizedTensor) else None
 
 
-def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device, gated: bool) -> DeviceLinear:
+def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
+             gated: bool) -> DeviceLinear:
     biases = [one.bias for one in linears]
     bias = None
     if any(one is not None for one in biases):

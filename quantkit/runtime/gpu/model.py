@@ -76,7 +76,7 @@ class _Running:
         self._pages: list[LayerPages] = []
         self._pages_now = -1
         self._graphs = GraphCache(program.device, program.vocab, program.dtype,
-                              cache.config.max_position_embeddings)
+                                  cache.config.max_position_embeddings)
 
     @property
     def pages(self) -> list[LayerPages]:
@@ -122,14 +122,15 @@ class _Running:
         flat = torch.cat([ids[piece.sequence, piece.start:piece.start + piece.count] for piece in pieces])
         kept: list[torch.Tensor] = []
         listens = any(held.asked is not None for held in part.sequences)
-        x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache, tiles,
-                              kept if listens else None)
+        x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
+                              tiles, kept if listens else None)
         for held, count in zip(part.sequences, counts):
             self._cache.settle(held, count)
         for layer, q in enumerate(kept):
             if self._cache.policies[layer].listens(batch.phase):
                 for held, one in zip(part.sequences, q.split(counts)):
-                    attention_scores.record_queries(self._cache, layer, held.layers[layer], one.transpose(0, 1))
+                    attention_scores.record_queries(self._cache, layer, held.layers[layer],
+                                                    one.transpose(0, 1))
         return x
 
 
@@ -203,8 +204,8 @@ class GpuModel:
             wanted = [range(count) for count in counts] if last is None else [
                 single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
             rows = join_rows([self._some(running.prefill(batch, ids, pieces), selected_rows(pieces, wanted))
-                           for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)],
-                          self.config.vocab_size)
+                              for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)],
+                             self.config.vocab_size)
         batch.finish(counts)
         batch.done(self, ids, positions)
         return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
@@ -234,7 +235,7 @@ class GpuModel:
         rows = x.reshape(-1, x.shape[-1])
         with gpu.current(self.device):
             flat = join_rows([self._program.logits(some) for some in rows.split(MOST_ROWS)],
-                          self.config.vocab_size)
+                             self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:

@@ -100,8 +100,9 @@ class GpuProgram:
             self._angles_now = size
             self.moves += 1
 
-    def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages], cache: KVCache,
-            tiles: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages],
+            cache: KVCache, tiles: torch.Tensor | None = None,
+            kept: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
@@ -142,7 +143,8 @@ class GpuProgram:
 
         return rms_norm(x, weight, self._eps)[0]
 
-    def _normed_for(self, joint: FusedLinear, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
+    def _normed_for(self, joint: FusedLinear, x: torch.Tensor,
+                    weight: torch.Tensor) -> torch.Tensor | QuantizedActivations:
         """Rounded to 8 bits on the way, if that is what they multiply."""
         from quantkit_kernels.triton.rms_norm import rms_norm_levels
 
@@ -150,8 +152,9 @@ class GpuProgram:
             return self._normed(x, weight)
         return rms_norm_levels(x, weight, self._eps, joint.takes)[0]
 
-    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: LayerPages,
-                cache: KVCache, tiles: torch.Tensor | None, kept: list[torch.Tensor] | None) -> torch.Tensor:
+    def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables,
+                pages: LayerPages, cache: KVCache, tiles: torch.Tensor | None,
+                kept: list[torch.Tensor] | None) -> torch.Tensor:
         from quantkit_kernels.triton.close_pages import close_pages
         from quantkit_kernels.triton.decode_attention import decode_attention
         from quantkit_kernels.triton.prefill_attention import prefill_attention

@@ -110,7 +110,8 @@ class DeviceTables:
             self._rows |= {number: _Row(next(free)) for number in missing}
         for held in batch.sequences:
             assert held.table is not None and held.residual is not None
-            width, residual_width = max(width, held.table.shape[2]), max(residual_width, held.residual.shape[2])
+            width, residual_width = max(width, held.table.shape[2]), max(residual_width,
+                                                                         held.residual.shape[2])
         before = 0 if tables.residual is None else tables.residual.shape[3]
         if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or residual_width > before:
             self.tables = self._made(rows, _power(width), _power(max(residual_width, before)))
@@ -132,7 +133,7 @@ class DeviceTables:
         if cache.stores[0].residual is not None:
             residual, starts = zeros(*shape, max(residual_width, WIDTH)), zeros(*shape)
         return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), residual, starts,
-                      cache.codings.residual_length, cache.codings.first)
+                              cache.codings.residual_length, cache.codings.first)
 
     def _copy(self, row: _Row, held: SequenceState) -> None:
         """All that the host knows."""

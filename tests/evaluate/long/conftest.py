@@ -28,6 +28,7 @@ def exact(wide: Path, request: pytest.FixtureRequest) -> LoadedModel:
 @pytest.fixture(scope="session")
 def item(exact: LoadedModel) -> LongItem:
     """Four questions about one context of several chunks."""
-    (found,) = make_items(exact.tokenizer, "multikey", FillerHaystack(), length=1300, depths=4, samples=1, seed=2)
+    (found,) = make_items(exact.tokenizer, "multikey", FillerHaystack(), length=1300, depths=4, samples=1,
+                          seed=2)
     assert len(found.context) > 2 * engine.PREFILL_CHUNK
     return found

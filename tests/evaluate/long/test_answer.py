@@ -30,7 +30,8 @@ def test_a_question_in_the_prompt_is_answered_as_the_engine_does(exact, item, kv
     (answers,) = found
     questions = zip(item.questions, answers.answers, strict=True)
     scores = Scorer(exact, parse_kv(kv)).score([
-        ScoringRequest((*item.context, *one.ids), one.answer) for one in item.questions]) if kv != "none" else None
+        ScoringRequest((*item.context, *one.ids), one.answer)
+        for one in item.questions]) if kv != "none" else None
     for number, (question, answer) in enumerate(questions):
         prompt = [*item.context, *question.ids]
         sampling = Sampling(max_tokens=len(question.answer) + MORE)

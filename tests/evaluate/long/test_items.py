@@ -14,8 +14,8 @@ LENGTHS = {"passkey": 400, "needle": 400, "multikey": 900, "variables": 900}
 
 
 def items(loaded, task, depths=3, samples=2, seed=5, **options):
-    return make_items(loaded.tokenizer, task, FillerHaystack(), length=LENGTHS[task], depths=depths, samples=samples,
-                      seed=seed, **options)
+    return make_items(loaded.tokenizer, task, FillerHaystack(), length=LENGTHS[task], depths=depths,
+                      samples=samples, seed=seed, **options)
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -13,8 +13,8 @@ from quantkit_kernels.cpu import attention, kv_codecs, kv_write, reference
 from quantkit_kernels.cpu.kv_pages import PageCodecs
 from quantkit_kernels.cpu.program import Program
 
-CODECS = {"bf16": PlainVectors(torch.bfloat16), "f16": PlainVectors(torch.float16), "f32": PlainVectors(torch.float32),
-          "int8": Int8Vectors(), "fp8": Float8Vectors(),
+CODECS = {"bf16": PlainVectors(torch.bfloat16), "f16": PlainVectors(torch.float16),
+          "f32": PlainVectors(torch.float32), "int8": Int8Vectors(), "fp8": Float8Vectors(),
           **{f"token{bits}": GroupedGrid(bits, channels=False) for bits in (2, 3, 4)}}
 MANY = 2**31 - 1
 

@@ -17,9 +17,10 @@ from quantkit_kernels.cpu.program import Program
 
 MANY = 2**31 - 1
 GROUP, HEADS = 2, 2
-SETTINGS = ("int4", "int3(sinks=0)", "int2(residual_length=0, sinks=0)", "int8(residual_length=64)", "fp8(residual_length=1, sinks=1)",
-            "int8/int4(residual_length=100)", "int4/int8", "rotation(2)", "rotation(3.5, residual_length=10)",
-            "rotation(4, sinks=0)", "rotation(3)/int4", "bf16(sinks=65)/int2")
+SETTINGS = ("int4", "int3(sinks=0)", "int2(residual_length=0, sinks=0)", "int8(residual_length=64)",
+            "fp8(residual_length=1, sinks=1)", "int8/int4(residual_length=100)", "int4/int8", "rotation(2)",
+            "rotation(3.5, residual_length=10)", "rotation(4, sinks=0)", "rotation(3)/int4",
+            "bf16(sinks=65)/int2")
 
 
 class Kernels:
@@ -66,21 +67,22 @@ class Kernels:
                  "positions": parts.get("positions"), "residual_positions": waits.get("positions"),
                  "k_residual": waits["k.values"], "v_residual": waits["v.values"], "layer": 0, "heads": HEADS,
                  "rows": torch.tensor([[0, i, begin + i] for i in range(count)]),
-                 "sequences": torch.tensor([[*held.where, count]]), "residual_length": codings.residual_length,
-                 "first": codings.first}
+                 "sequences": torch.tensor([[*held.where, count]]),
+                 "residual_length": codings.residual_length, "first": codings.first}
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         program = Program(self.isa)
-        program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **hadamard_arguments, q=q, k=k, v=v,
-                    cos=cos, sin=sin, q_stride=width, kv_stride=HEADS * self.dim * 4, group=GROUP)
-        program.add(kv_write.EncodePages(codecs, self.dim), HEADS * blocks, **where, scratch=scratch, blocks=blocks,
-                    scratch_private=scratch.shape[1])
+        program.add(kv_write.RopeStore(codecs, self.dim), count * HEADS, **where, **hadamard_arguments, q=q,
+                    k=k, v=v, cos=cos, sin=sin, q_stride=width, kv_stride=HEADS * self.dim * 4, group=GROUP)
+        program.add(kv_write.EncodePages(codecs, self.dim), HEADS * blocks, **where, scratch=scratch,
+                    blocks=blocks, scratch_private=scratch.shape[1])
         program.add(attention.Attend(codecs, self.dim), len(tiles) * HEADS * splits, **where, q=q, out=out,
                     tiles=tiles, scratch=scratch, partial=partial, q_stride=width, out_stride=width,
                     group=GROUP, window=MANY, limit=MANY, splits=splits, scratch_private=scratch.shape[1])
         program.add(attention.ReduceSplits(self.dim), count * queries if splits > 1 else 0, partial=partial,
                     out=out, out_stride=width, query_heads=queries, splits=splits)
         if codings.values.hadamard:
-            program.add(kv_write.UndoHadamard(self.dim), count, **hadamard_arguments, x=out, x_stride=width, heads=queries)
+            program.add(kv_write.UndoHadamard(self.dim), count, **hadamard_arguments, x=out, x_stride=width,
+                        heads=queries)
         program.finish()
         self.pool.run(program.records)
         cache.settle(held, count)

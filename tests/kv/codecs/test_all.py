@@ -14,7 +14,8 @@ from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.kv.codecs.packing import pack, packed_bytes, unpack
 from quantkit.kv.codecs.rotation import HadamardVectors
 
-CODINGS = [Int8Vectors(), Float8Vectors(), *(GroupedGrid(bits, channels) for bits in (2, 3, 4) for channels in (True, False)),
+CODINGS = [Int8Vectors(), Float8Vectors(), *(GroupedGrid(bits, channels) for bits in (2, 3, 4)
+                                             for channels in (True, False)),
            *(HadamardVectors(bits, centered) for bits in (2, 3, 4) for centered in (True, False))]
 
 

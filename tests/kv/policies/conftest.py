@@ -22,5 +22,5 @@ def held():
         seen = int(positions.max()) + 1 if seen is None else seen
         lengths = tuple((positions >= 0).sum(1).tolist())
         return PolicyView(layer, layers, lengths, seen, seen if prompt is None else prompt, lambda: positions,
-                    *map(answer, ("keys", "values", "weights", "sums", "future")))
+                          *map(answer, ("keys", "values", "weights", "sums", "future")))
     return make

@@ -47,7 +47,8 @@ class HqqOptions(MethodOptions):
     iterations: int = Field(default=20, ge=1, le=1000)
 
 
-def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec, options: MethodOptions) -> Codes:
+def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
+             options: MethodOptions) -> Codes:
     """Solve ``weight`` (float32 ``[out, in]``); ``stats`` isn't looked at.
 
     Raises:
