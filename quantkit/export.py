@@ -268,7 +268,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
     if spec.symmetric and zero is not None:
         if bool((zero != middle(spec)).any()):
             raise InexactError(f"layer {name} has zero points, for which format {form.name} has no place",
-                               why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} aren't the middle one",
+                               why=f"{int((zero != middle(spec)).sum())} of {zero.numel()} are not central",
                                next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
     if spec.scale_dtype != "model":

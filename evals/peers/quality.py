@@ -242,7 +242,8 @@ class QualityRun:
             extra += ["--budget", budget]
             said = CANDIDATES + "".join(
                 f"  - {{method: gptq, options: {{descent_passes: 3}}, spec: {{bits: {bits}, "
-                f"granularity: {grain}, symmetric: {str(one.spec['symmetric']).lower()}}}}}\n" for bits in WIDTHS)
+                f"granularity: {grain}, symmetric: {str(one.spec['symmetric']).lower()}}}}}\n"
+                for bits in WIDTHS)
         else:
             said = RECIPE.format(rule=one.spec["rule"].format(group=grain),
                                  transforms="[awq]" if one.name.startswith("awq") else "[]")

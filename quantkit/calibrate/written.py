@@ -113,15 +113,15 @@ class _Cache:
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Nothing is left to do."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None) -> torch.Tensor:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
-        at = int(step.positions[0, 0])
+        at = int(context.positions[0, 0])
         self._seen = at + 1
         keys, values = self._held[layer]
-        cos, sin = step.rope_tables(window)
+        cos, sin = context.rope_tables(window)
         keys[:, :, at:at + 1], values[:, :, at:at + 1] = apply_rope(k, cos, sin), v
-        seen = Visibility(step.positions, self._keys[:, :at + 1], window)
+        seen = Visibility(context.positions, self._keys[:, :at + 1], window)
         return attention(apply_rope(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,
                          self._config.attention_scale, self._config.attention_softcap)
 

@@ -138,8 +138,8 @@ def _unrotated(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor,
 
 def _angles(cache: KVCache, layer: int, held: LayerState,
             at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    step = ForwardContext(cache.config, at[None].to(cache.device), torch.float32, held)
-    return step.rope_tables(cache.config.sliding_windows[layer])
+    context = ForwardContext(cache.config, at[None].to(cache.device), torch.float32, held)
+    return context.rope_tables(cache.config.sliding_windows[layer])
 
 
 def _future_queries(cache: KVCache, layer: int, held: LayerState,

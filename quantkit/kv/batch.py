@@ -70,7 +70,7 @@ class Batch:
         """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
         return torch.tensor([one.max_length for one in self.sequences], dtype=torch.int64)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None) -> torch.Tensor:
         """Rotate, store, attend, and let the policy act.
 
@@ -78,17 +78,17 @@ class Batch:
             ValueError: the batch differs, or positions aren't those that follow.
         """
         if self._counts is None:
-            self._counts = self.counts((q.shape[0], q.shape[2]), step.positions)
+            self._counts = self.counts((q.shape[0], q.shape[2]), context.positions)
         cache = self.cache
         rows = StepRows([sequence.layers[layer] for sequence in self.sequences], self._counts)
-        cos, sin = step.rope_tables(window)
+        cos, sin = context.rope_tables(window)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache.codings.keys.hadamard:
             q, k = hadamard.apply_hadamard(q), _hadamard(k)
         if cache.codings.values.hadamard:
             v = _hadamard(v)
-        self._store(layer, rows, k, v, step.positions)
-        out = attend(cache, layer, rows, q, step.positions, window, self._shared)
+        self._store(layer, rows, k, v, context.positions)
+        out = attend(cache, layer, rows, q, context.positions, window, self._shared)
         if cache.codings.values.hadamard:
             out = hadamard.undo_hadamard(out)
         for row, (held, count) in enumerate(rows):

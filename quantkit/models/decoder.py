@@ -26,7 +26,7 @@ class KVCacheProtocol(Protocol):
     def max_lengths(self) -> torch.Tensor:
         """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardContext,
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None) -> torch.Tensor:
         """Store a step's keys and values of one layer, and attend over all that its queries may see.
 
@@ -36,7 +36,7 @@ class KVCacheProtocol(Protocol):
             layer: index of the decoder layer.
             q: ``[B, H, T, D]``, not yet rotated.
             k, v: ``[B, Hkv, T, D]``, not yet rotated.
-            step: rotation tables and positions; padding is not kept.
+            context: rotation tables and positions; padding is not kept.
             window: the layer's own sliding window.
 
         Returns:
@@ -76,14 +76,14 @@ class DecoderLayer:
         self.after_mlp = norm("post_feedforward") if config.sandwich_norms else _as_it_is
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, cache: KVCacheProtocol | None = None,
-                 step: ForwardContext | None = None) -> torch.Tensor:
+                 context: ForwardContext | None = None) -> torch.Tensor:
         """``x [B, T, hidden]`` at ``positions`` int64 ``[B, T]`` (−1: padding) → ``[B, T, hidden]``.
 
-        ``step`` spares layers of one forward pass from working out the same twice.
+        ``context`` spares layers of one forward pass from working out the same twice.
         """
-        if step is None:
-            step = ForwardContext(self._config, positions, x.dtype, cache)
-        x = x + self.after_attention(self.self_attn(self.before_attention(x), step, cache))
+        if context is None:
+            context = ForwardContext(self._config, positions, x.dtype, cache)
+        x = x + self.after_attention(self.self_attn(self.before_attention(x), context, cache))
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
     def linears(self) -> dict[str, Linear]:
@@ -170,9 +170,9 @@ class CausalLM:
             positions = (torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) if cache is None
                          else cache.next_positions(ids.shape[1]))
         x = self.embed(ids)
-        step = ForwardContext(self.config, positions, x.dtype, cache)
+        context = ForwardContext(self.config, positions, x.dtype, cache)
         for layer in self.layers:
-            x = layer(x, positions, cache, step)
+            x = layer(x, positions, cache, context)
         if cache is not None:
             cache.done(self, ids, positions)
         return x

@@ -109,7 +109,8 @@ class Attention:
             self.q_norm = RMSNorm(f"{name}.q_norm", dim, config, weights)
             self.k_norm = RMSNorm(f"{name}.k_norm", dim, config, weights)
 
-    def __call__(self, x: torch.Tensor, step: ForwardContext, cache: KVCacheProtocol | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: ForwardContext,
+                 cache: KVCacheProtocol | None) -> torch.Tensor:
         """``x [B, T, hidden]`` → ``[B, T, hidden]``; keys and values of this step go into ``cache``."""
         batch, length, _ = x.shape
         q, k, v = (y.view(batch, length, -1, self._dim) for y in project(self.inputs, x, self.sizes))
@@ -117,11 +118,11 @@ class Attention:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            out = cache.attend(self._index, q, k, v, step, self._window)
+            out = cache.attend(self._index, q, k, v, context, self._window)
         else:
-            cos, sin = step.rope_tables(self._window)
+            cos, sin = context.rope_tables(self._window)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-            out = attention(q, k, v, step.seen(self._window), self._config.attention_scale,
+            out = attention(q, k, v, context.seen(self._window), self._config.attention_scale,
                             self._config.attention_softcap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 

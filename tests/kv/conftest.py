@@ -39,11 +39,11 @@ class Feeder:
         positions = batch.next_positions(max(counts))
         for row, count in enumerate(counts):
             positions[row, count:] = -1
-        step = ForwardContext(self.config, positions, self.dtype, batch)
+        context = ForwardContext(self.config, positions, self.dtype, batch)
         done = []
         for layer in range(LAYERS):
             q, k, v = drawn[layer] if drawn else self.draw(len(ids), max(counts))
-            done.append((q, k, v, positions, batch.attend(layer, q, k, v, step, window)))
+            done.append((q, k, v, positions, batch.attend(layer, q, k, v, context, window)))
         return done
 
 

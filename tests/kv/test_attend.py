@@ -43,9 +43,9 @@ class Masked:
     def done(self, model, ids, positions):
         pass
 
-    def attend(self, layer, q, k, v, step, window):
-        q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
-        at = step.positions[0]
+    def attend(self, layer, q, k, v, context, window):
+        q, k = (apply_rope(x, *context.rope_tables(None)) for x in (q, k))
+        at = context.positions[0]
         key, query = at[None], at[:, None]
         sees = (key <= query) & ((key > query - self._limit) | (key < self._sinks))
         if window is not None:
@@ -121,16 +121,16 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
         batch = cache.batch([number], phase)
         positions = batch.next_positions(stop - start)
         held = [cache.positions(number, layer).clone() for layer in range(2)]
-        step = ForwardContext(sliding.config, positions, torch.float32)
+        context = ForwardContext(sliding.config, positions, torch.float32)
         for layer in range(2):
             random = torch.Generator().manual_seed(1000 * layer + start)
             q, k, v = (torch.randn(1, h, stop - start, 32, generator=random) for h in (4, 2, 2))
             own = cache._sequences[number].layers[layer]
             old = [cache.stores[layer].read(own, side) for side in "kv"] if start else []
-            out = batch.attend(layer, q, k, v, step, 40)
+            out = batch.attend(layer, q, k, v, context, 40)
             if phase != "decode":
                 continue
-            q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
+            q, k = (apply_rope(x, *context.rope_tables(None)) for x in (q, k))
             for head in range(4):
                 keys, values = (torch.cat((o[head // 2], n[0, head // 2])) for o, n in zip(old, (k, v)))
                 key = torch.cat((held[layer][head // 2].long(), positions[0]))

@@ -131,8 +131,8 @@ class Pair:
     def feed(self, ids, counts, phase):
         done = self.feeder.feed(ids, counts, phase, window=self.window)
         for layer, (q, k, v, positions, out) in enumerate(done):
-            step = ForwardContext(self.feeder.config, positions, q.dtype)
-            q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
+            context = ForwardContext(self.feeder.config, positions, q.dtype)
+            q, k = (apply_rope(x, *context.rope_tables(None)) for x in (q, k))
             assert torch.isfinite(out).all()
             for row, (number, count) in enumerate(zip(ids, counts)):
                 one = self.plain[number][layer]

@@ -117,8 +117,8 @@ def test_each_query_reads_codes_and_vectors_as_the_rule_says(feeder, codec):
         steps += [(data.draw(st.integers(1, 20)), "decode") for _ in range(data.draw(st.integers(0, 5)))]
         for count, phase in steps:
             for layer, (q, k, v, positions, out) in enumerate(one.feed([number], [count], phase)):
-                step = ForwardContext(one.config, positions, q.dtype)
-                q, k = (apply_rope(x, *step.rotation(None)) for x in (q, k))
+                context = ForwardContext(one.config, positions, q.dtype)
+                q, k = (apply_rope(x, *context.rope_tables(None)) for x in (q, k))
                 want = lists[layer].feed(q[0], k[0], v[0], window)
                 assert torch.allclose(out[0].double(), want.double(), atol=3e-5), (layer, phase)
                 lists[layer].keep([row[row >= 0] for row in one.cache.positions(number, layer)],

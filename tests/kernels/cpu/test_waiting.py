@@ -54,8 +54,8 @@ class Kernels:
         codecs = kv_pages.PageCodecs(codings.keys.name, codings.values.name, self.plain)
         blocks = held.closing(codings, count)
         q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
-        step = ForwardContext(self.config, torch.arange(end)[None], torch.float32)
-        cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in step.rotation(None))
+        context = ForwardContext(self.config, torch.arange(end)[None], torch.float32)
+        cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in context.rope_tables(None))
         width, queries = HEADS * GROUP * self.dim * 4, HEADS * GROUP
         out, partial = self.room(count, queries, self.dim), self.room(count, queries, splits, self.dim + 2)
         size = max(attention.scratch_bytes(self.dim, tile * GROUP), kv_write.close_bytes(self.dim))
