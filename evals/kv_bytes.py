@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
@@ -31,10 +32,10 @@ def main() -> None:
             ids = torch.randint(0, loaded.config.vocab_size, (1, length))
             for start in range(0, prompt, CHUNK):
                 stop = min(start + CHUNK, prompt)
-                batch = cache.batch([row], "prefill_end" if stop == prompt else "prefill")
+                batch = Batch(cache, [row], "prefill_end" if stop == prompt else "prefill")
                 model(ids[:, start:stop], cache=batch, last=last)
             for at in range(prompt, length):
-                batch = cache.batch([row], "decode")
+                batch = Batch(cache, [row], "decode")
                 model(ids[:, at:at + 1], cache=batch)
             held.append(cache.allocated_bytes)
         print(f"{kv:<28}" + "".join(f"{count / 1e6:>9.2f} MB" for count in held), flush=True)

@@ -24,6 +24,7 @@ from quantkit.evaluate.feed import force, prefill
 from quantkit.evaluate.forced import TeacherForcedModel, split_settings
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
@@ -67,7 +68,7 @@ class DecodeComparison(PromptComparison):
         """See :meth:`PromptComparison.read`."""
         model, found = self.loaded.model, []
         for token in ids:
-            batch = self._cache.batch([row], "decode")
+            batch = Batch(self._cache, [row], "decode")
             found.append(model(torch.tensor([[token]], device=model.device), cache=batch)[0].cpu().clone())
         return torch.cat(found)
 

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from quantkit.bench.machine import machine
 from quantkit.cli.present import table
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import LoadedModel, load
@@ -51,7 +52,7 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
         for start in range(0, len(prompt), CHUNK):
             some = prompt[None, start:start + CHUNK]
             end = start + some.shape[1] == len(prompt)
-            batch = cache.batch([row], "prefill_end" if end else "prefill")
+            batch = Batch(cache, [row], "prefill_end" if end else "prefill")
             loaded.model(some, cache=batch, last=torch.tensor([some.shape[1] - 1]))
         prefill = time.perf_counter() - begin
         kept = [[[at for at in head if at >= 0] for head in cache.positions(row, layer).tolist()]
@@ -59,7 +60,7 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
         held = sum(store.pages.used * store.pages.page_bytes for store in cache.stores)
         begin = time.perf_counter()
         for token in answer:
-            loaded.model(token[None, None], cache=cache.batch([row], "decode"))
+            loaded.model(token[None, None], cache=Batch(cache, [row], "decode"))
         decode = (time.perf_counter() - begin) / len(answer)
     return {"kept": kept, "bytes": held, "prefill_s": prefill, "decode_s": decode}
 

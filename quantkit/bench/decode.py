@@ -16,6 +16,7 @@ from quantkit.bench.machine import machine
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.text import load_text
 from quantkit.kv.base import PAGE, Phase
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.ops.linear import kernel_name
@@ -130,7 +131,7 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
     cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
     phases: tuple[Phase, ...] = ("prefill", "prefill_end", "decode")
     for phase in phases:
-        if (reason := loaded.model.declines(cache.batch([], phase))) is not None:
+        if (reason := loaded.model.declines(Batch(cache, [], phase))) is not None:
             return reason
     return None
 
@@ -166,7 +167,7 @@ class _Runner:
         speeds, shares, reads = [], [], []
         for run in range(self._settings.repeats + 1):
             rows = [cache.fork(first, shared=False) for _ in range(batch)]
-            for pages in (pages for store in cache.stores for pages in store.all):  # none is to move
+            for pages in cache.pools:  # none is to move
                 pages.keep(pages.used + batch * cache.heads * (2 + self._settings.tokens // PAGE))
             reads.append(self._bandwidth())
             before = cache.step_bytes(rows[0])  # layers with a window don't grow
@@ -205,7 +206,7 @@ class _Runner:
         logits = torch.empty(0)
         for start in range(0, length, PREFILL_CHUNK):
             chunk = self._ids[start:min(start + PREFILL_CHUNK, length)]
-            batch = cache.batch([row], "prefill_end" if start + len(chunk) == length else "prefill")
+            batch = Batch(cache, [row], "prefill_end" if start + len(chunk) == length else "prefill")
             logits = self._loaded.model(torch.tensor([chunk], device=self._device), cache=batch,
                                         last=torch.tensor([len(chunk) - 1]))
         return self._best(logits)[0]
@@ -218,7 +219,7 @@ class _Runner:
                 if flying is not None:
                     flying.tokens()
                 begin = time.perf_counter()
-            batch = cache.batch(rows, "decode")
+            batch = Batch(cache, rows, "decode")
             ids = torch.tensor([[token] for token in tokens]) if flying is None else flying.ids[:, None]
             logits = self._loaded.model(ids.to(self._device), cache=batch)[:, -1]
             if not samples_on_device(logits, samplers):

@@ -11,12 +11,12 @@ from quantkit.fit.losses import losses
 from quantkit.fit.roofline import Ceilings, step, turns
 from quantkit.kv.base import PAGE
 from quantkit.kv.build import build_kv_codecs, build_policy
-from quantkit.runtime.cpu.buffers import MOST_ROWS
+from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.units import human_bytes
 
 BETTER, WORSE = 3, 5
 """Combinations shown beside the chosen one: of those that lose less, and of those that need less."""
-_SAID = {"activations": f"of {MOST_ROWS} tokens, between operations",
+_SAID = {"activations": f"of {MAX_ROWS} tokens, between operations",
          "logits": "of a step, and a copy to sample from",
          "cos and sin": "of positions, up to twice as many",
          "policy": "a layer's keys and attention while it acts", "page tables": "which page holds what",
@@ -85,7 +85,7 @@ def _sum(chosen: Combination) -> Iterator[str]:
     rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
               _mega(cache.sequence_bytes)),
              *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
-                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.kinds if kind.own),
+                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.groups if kind.model_window),
              ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
@@ -125,7 +125,7 @@ def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
 
 def _remarks(chosen: Combination) -> Iterator[str]:
     config, policy = chosen.weights.config, build_policy(chosen.kv)
-    if (own := [kind for kind in chosen.found.kinds if kind.own]):
+    if (own := [kind for kind in chosen.found.groups if kind.model_window]):
         yield (f"{sum(kind.layers for kind in own)} of {config.num_layers} layers see "
                f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
                "context and the KV setting")

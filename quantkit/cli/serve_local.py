@@ -154,8 +154,8 @@ def _about(loaded: LoadedModel, engine: Engine) -> str:
             f"KV cache {cache.spec}: {human_bytes(cache.bytes_per_token)} a token, "
             f"{f'{human_bytes(waits)} until it is encoded, ' if waits else ''}"
             f"context {loaded.config.max_position_embeddings}"
-            + (f"; {human_bytes(cache.allocated_bytes)} taken for {engine.room.tokens:,} tokens of one text"
-               if engine.room is not None else ""))
+            + (f"; {human_bytes(cache.allocated_bytes)} taken for {engine.reservation.tokens:,} tokens of one text"
+               if engine.reservation is not None else ""))
 
 
 def _curl(address: str, name: str, loaded: LoadedModel, has_key: bool) -> str:

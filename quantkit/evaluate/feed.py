@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.errors import QuantkitError
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.ops.sampling import greedy
 from quantkit.runtime.engine import PREFILL_CHUNK
@@ -34,7 +35,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
     for start in range(0, len(ids), PREFILL_CHUNK):
         chunk = ids[start:start + PREFILL_CHUNK]
         last = ends and start + len(chunk) == len(ids)
-        batch = cache.batch([row], "prefill_end" if last else "prefill")
+        batch = Batch(cache, [row], "prefill_end" if last else "prefill")
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
                               last=torch.tensor([len(chunk) - 1]))
     return logits
@@ -53,11 +54,11 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
     Returns:
         Logits ``[n, vocab]``, each after one of the tokens.
     """
-    every, found, start = cache.policy.every, [], 0
+    every, found, start = cache.policy.decode_interval, [], 0
     while start < len(ids):
         room = MOST if every is None else min(MOST, every - (done + start) % every)
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
-        found.append(loaded.model(chunk, cache=cache.batch([row], "decode"))[0].clone())
+        found.append(loaded.model(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
         start += room
     return torch.cat(found)
 

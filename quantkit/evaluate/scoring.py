@@ -15,6 +15,7 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.feed import prefill
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.loader import LoadedModel
@@ -223,12 +224,12 @@ class Scorer:
         for one in forced:
             one.row = cache.fork(row) if one.ids else -1
         # between two actions of the policy tokens may go together: every query sees what it would alone
-        stride = math.gcd(FORCED, cache.policy.every or FORCED)
+        stride = math.gcd(FORCED, cache.policy.decode_interval or FORCED)
         for start in range(0, max(len(one.ids) for one in forced), stride):
             live = [one for one in forced if len(one.ids) > start]
             chunks = [one.ids[start:start + stride] for one in live]
             ids, positions = self._padded(chunks, [begin + start] * len(live))
-            logits = self.loaded.model(ids, positions, cache.batch([one.row for one in live], "decode"))
+            logits = self.loaded.model(ids, positions, Batch(cache, [one.row for one in live], "decode"))
             for one, chunk, own in zip(live, chunks, logits, strict=True):
                 logprobs, best = self._logprobs(torch.cat((one.last, own[:len(chunk) - 1])))
                 targets = torch.tensor(chunk, device=own.device)

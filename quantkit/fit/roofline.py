@@ -72,7 +72,7 @@ def step(weights: WeightOption, found: Footprint, ceilings: Ceilings, batch: int
     model's own reads only what it sees, though the cache may hold more."""
     config, read = weights.config, weights.read_bytes(batch)
     kv, seen = 0.0, 0
-    for kind in found.kinds:
+    for kind in found.groups:
         visible = kind.decoding.slots if kind.window is None else min(kind.decoding.slots, kind.window)
         residual_slots = min(found.residual_slots, visible)
         codes, residual = kind.page_bytes

@@ -12,8 +12,8 @@ from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.runtime.cpu.buffers import MOST_ROWS, buffer, buffers, packed_of
-from quantkit.runtime.cpu.program import ANGLES
+from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, packed_of
+from quantkit.runtime.cpu.program import MIN_POSITIONS
 
 RUNTIME_BYTES = 480 * 2**20
 """Resident memory of a server without model and cache (0.43 GB measured): Python, torch, LLVM; rounded up."""
@@ -34,7 +34,7 @@ def scratch_bytes(weights: WeightOption, found: Footprint, context: int, concurr
     activations = _program(weights) if weights.fallback_reason is None else _operations(weights, found)
     return {"activations": activations,
             "logits": 2 * min(concurrency, DECODE_ROWS) * config.vocab_size * FLOAT,
-            "cos and sin": len(ropes) * max(ANGLES, 2 * context) * config.head_dim * FLOAT,
+            "cos and sin": len(ropes) * max(MIN_POSITIONS, 2 * context) * config.head_dim * FLOAT,
             "policy": found.acting_bytes,
             "page tables": TABLE_BYTES * found.pages(concurrency),
             "runtime": RUNTIME_BYTES}
@@ -58,8 +58,8 @@ def _program(weights: WeightOption) -> int:
         for kind in map(packed_of, linears):
             rooms[role, kind.kernel.decoder.family, kind.columns, kind.rotated] = kind
     whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made}
-    return sum(whole.values()) + MOST_ROWS * sum(
-        Activations(kind, MOST_ROWS).stride for kind in rooms.values())
+    return sum(whole.values()) + MAX_ROWS * sum(
+        Activations(kind, MAX_ROWS).stride for kind in rooms.values())
 
 
 class _Parts:
@@ -88,8 +88,8 @@ def _operations(weights: WeightOption, found: Footprint) -> int:
     wide = config.intermediate_size if config.experts is None else (
         config.experts.chosen * config.experts.intermediate_size)
     row = 4 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim + 3 * wide
-    slots = max(kind.most.slots for kind in found.kinds)
+    slots = max(kind.peak.slots for kind in found.groups)
     attended = 4 * config.num_kv_heads * config.head_dim * slots
     largest = max((math.prod(one.shape) for one in weights.layers
                    if one.packed is None and one.row.spec is not None), default=0)
-    return FLOAT * (MOST_ROWS * row + attended + 2 * largest)
+    return FLOAT * (MAX_ROWS * row + attended + 2 * largest)

@@ -13,14 +13,16 @@ from pydantic import Field, model_validator
 from quantkit.spec import Frozen, accept_old_names
 
 Phase = Literal["prefill", "prefill_part", "prefill_end", "decode", "reread"]
-"""``prefill``: a whole chunk of the prompt; ``prefill_part``: less than a chunk, after which no policy acts;
-``prefill_end``: the prompt's last tokens; ``reread``: the prompt comes again, to be looked at."""
+"""``prefill``: a whole chunk of the prompt. ``prefill_part``: less than a chunk; no policy acts after it.
+``prefill_end``: the prompt's last tokens. ``reread``: the prompt is fed again, to score its positions."""
+Tracked = Literal["attention_sum", "attention_max", "query_moments"]
+"""What a policy can ask the cache to accumulate over all queries."""
 MAX_TOKENS = 2**31
-"""No option counts more tokens."""
+"""The largest number of tokens that an option takes."""
 MAX_RESIDUAL = 2**30
-"""Nor more that wait: a length less these and a page is still an int32."""
+"""The largest number of residual tokens: a length minus these and a page is still an int32."""
 PAGE = 64
-"""Slots (tokens) in a page, each of one key head."""
+"""Slots (tokens) in a page. A page belongs to one KV head."""
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name → shape and dtype of what is stored."""
 
@@ -30,9 +32,9 @@ class SideCodec(Protocol):
     """How the vectors of one side, keys or values, are stored.
 
     Attributes:
-        name: says all that its bytes depend on; kernels know it by this.
-        hadamard: vectors are rotated before (:func:`quantkit.ops.hadamard.apply_hadamard`), and with keys the
-            queries that meet them; of values, attention's result is rotated back.
+        name: identifies the bytes completely; kernels choose their code by it.
+        hadamard: vectors are rotated before they are encoded (:func:`quantkit.ops.hadamard.apply_hadamard`).
+            With keys, queries are rotated too; with values, the result of attention is rotated back.
     """
 
     name: str
@@ -42,25 +44,29 @@ class SideCodec(Protocol):
         """What is stored for one vector ``[dim]`` that was computed in ``dtype``.
 
         Raises:
-            UsageError: this head dimension doesn't fit.
+            UsageError: the codec doesn't support this head dimension.
         """
 
     def shared(self, dim: int, dtype: torch.dtype) -> Layout:
-        """What the 64 vectors of a page share; nothing, unless they are encoded together."""
+        """What the 64 vectors of a page share. Empty unless they are encoded together."""
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``x [..., n, D]`` → the layout's tensors ``[..., n, *shape]`` and the shared ones
-        ``[..., *shape]``, for which n is 64. Finite in, finite out."""
+        """Encode ``x [..., n, D]``.
+
+        Returns:
+            The layout's tensors ``[..., n, *shape]``, and the shared ones ``[..., *shape]``, for which n is
+            64. Finite input gives finite output.
+        """
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What :meth:`encode` made → ``[..., n, D]``, in the dtype to compute attention in."""
+        """The inverse of :meth:`encode`: ``[..., n, D]``, in the dtype in which attention is computed."""
 
 
 class KVOptions(Frozen):
     """Base of what policies and codecs take as options.
 
     Attributes:
-        renamed: old name → the name that an option has now; settings may still say the old one.
+        renamed: old name → current name of an option. Settings may still use the old one.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
@@ -72,12 +78,12 @@ class KVOptions(Frozen):
 
 
 class KVCodec(KVOptions):
-    """How keys and values are stored. A subclass adds its options as fields, the first called ``bits``.
+    """How keys and values are stored. A subclass adds its options as fields; the first is called ``bits``.
 
     Attributes:
-        residual_length: so many newest tokens, at least, stay as they were computed; others are encoded 64 at
-            a time.
-        sinks: so many first ones stay as they were computed too, rounded up to pages of 64.
+        residual_length: at least this many of the newest tokens stay unencoded, in the model's dtype (KIVI's
+            residual window). The others are encoded 64 at a time.
+        sinks: this many of the first tokens stay unencoded too, rounded up to pages of 64.
     """
 
     name: ClassVar[str]
@@ -90,17 +96,18 @@ class KVCodec(KVOptions):
         """How keys are stored."""
 
     def values(self) -> SideCodec:
-        """How values are stored."""
+        """How values are stored. The default is: like keys."""
         return self.keys()
 
 
 @dataclass(frozen=True)
 class KVCodecs:
-    """Keys and values of a cache, which may have different codecs.
+    """The codecs of a cache's keys and values, which may differ.
 
     Attributes:
-        residual_length: the larger of what both ask for.
-        first: slots that are never encoded, whole pages; the larger of what both ask for.
+        residual_length: the larger of the two codecs' lengths.
+        first: slots at the beginning that are never encoded, whole pages; the larger of the two codecs'
+            sinks.
     """
 
     keys: SideCodec
@@ -109,33 +116,34 @@ class KVCodecs:
     first: int = 0
 
     def has_residual(self, dim: int, dtype: torch.dtype) -> bool:
-        """Whether the newest vectors wait as they are in pages of their own, until 64 are encoded."""
-        shares = any(one.shared(dim, dtype) for one in (self.keys, self.values))
-        return bool(self.residual_length or self.first or shares)
+        """Whether the newest vectors stay unencoded in pages of their own until 64 can be encoded."""
+        shared = any(codec.shared(dim, dtype) for codec in (self.keys, self.values))
+        return bool(self.residual_length or self.first or shared)
 
     def border(self, length: int) -> int:
-        """Of so many slots those in ``[first, border)`` are read as codes, where others wait."""
+        """Where a residual begins: of ``length`` slots those in ``[first, border)`` are read as codes."""
         return max(self.first, (length - self.residual_length) & -PAGE)
 
 
 @dataclass(frozen=True)
 class PolicyView:
-    """What one layer holds of one sequence, as a policy sees it; slots are in order of position.
+    """What a policy sees of one sequence in one layer. Slots are in order of position.
 
     Attributes:
-        layer, layers: index, and how many there are.
+        layer, layers: index among the layers that this policy manages, and their number.
         lengths: slots that each head holds, ``[Hkv]`` ints.
-        seen: tokens that the sequence had so far.
-        prompt: those that it had at its prompt's end.
+        seen: tokens of the sequence so far, dropped ones included.
+        prompt: tokens of its prompt.
         positions: → int32 ``[Hkv, S]``, original positions; −1 beyond a head's length.
-        keys, values: → ``[Hkv, S, D]`` as the codec gives them back, keys rotated by position.
-        weights: → float32 ``[Hkv, S]``: attention of the last queries (as many as the policy asked for),
-            mean over them and over the query heads that share a key head; 0 beyond a head's length.
-        sums: → float32 ``[Hkv, S]``: attention of all queries since a slot is there, summed over them, mean
-            over query heads; of ``peaks`` the largest attention that any query gave. Only for a policy that
-            ``tracks`` it.
-        future: ``(steps)`` → float32 mean ``[H, D]`` and covariance ``[H, D, D]`` of the next so many
-            queries, scaled and rotated as keys are, if they are like those so far. Likewise.
+        keys, values: → ``[Hkv, S, D]``, decoded by the codec; keys are rotated by their positions (RoPE).
+        window_attention: → float32 ``[Hkv, S]``, attention weights of the last ``query_window`` queries,
+            averaged over them and over the query heads that share a KV head; 0 beyond a head's length.
+        attention_received: → float32 ``[Hkv, S]``, what the policy ``tracks``. ``attention_sum``: the
+            attention that a slot received from all queries since it was stored, averaged over query heads.
+            ``attention_max``: the largest attention that any query gave it.
+        future_queries: ``(steps)`` → float32 mean ``[H, D]`` and covariance ``[H, D, D]`` of the next
+            ``steps`` queries, scaled and rotated as keys are, assuming they are like those so far. For a
+            policy that ``tracks`` ``query_moments``.
     """
 
     layer: int
@@ -146,48 +154,42 @@ class PolicyView:
     positions: Callable[[], torch.Tensor]
     keys: Callable[[], torch.Tensor]
     values: Callable[[], torch.Tensor]
-    weights: Callable[[], torch.Tensor]
-    sums: Callable[[], torch.Tensor]
-    future: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    window_attention: Callable[[], torch.Tensor]
+    attention_received: Callable[[], torch.Tensor]
+    future_queries: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class KVPolicy(KVOptions):
-    """Which positions stay. A subclass adds its options as fields, the first called ``budget``.
+    """Which positions stay. A subclass adds its options as fields; the first is called ``budget``.
+
+    Most policies rank positions: those subclass
+    :class:`~quantkit.kv.policies.score_policy.ScorePolicy` and implement ``score`` alone.
 
     Attributes:
-        on_prefill: acts after every chunk of the prompt, after its last, or never.
-        tracks: what it wants to know of all queries: ``sums`` or ``peaks`` of their attention, or
-            ``moments``, for :attr:`PolicyView.future`.
-        reread_prompt: before it acts the prompt comes again, in pieces of so many tokens, and those queries
-            are the ones that it watches.
-        uniform_budget: all heads of all layers keep equally many.
-        release_granularity: what queries don't see is given back by so many slots at once, where vectors
-            wait.
-        slack: slots that a head may hold beside its budget until the policy acts again; or, if it won't,
-            the first of an answer.
-        every: acts every so many decode steps; ``None``: never.
-        queries: how many of the last queries' attention weights it wants.
-        visible: ``(window, sinks)`` if queries may look only at the first ``sinks`` positions and the
-            last ``window``, also at those that still stand in a page; ``None``: at all that is held.
+        on_prefill: when the policy acts on a prompt: after every chunk, after the last one, or never.
+        tracks: what the cache accumulates over all queries for this policy, if anything.
+        keeps_all: the policy never drops anything.
+        uniform_budget: all heads of all layers keep the same number of slots.
+        release_granularity: with a residual, slots outside of ``visible`` are released this many at a time.
+        query_window: how many of the last queries the policy needs (SnapKV's observation window).
+        reread_prompt: the prompt is fed again in chunks of this many tokens before the policy acts, and only
+            those queries are tracked. ``None``: it isn't.
+        decode_interval: the policy acts every this many decode steps. ``None``: never while decoding.
+        slack: slots that a head may hold beyond its budget until the policy acts again; for a policy that
+            won't, the first slots of an answer.
+        visible: ``(window, sinks)`` if queries see only the first ``sinks`` positions and the last
+            ``window``, even while others are still stored. ``None``: queries see all that is stored.
     """
 
     name: ClassVar[str]
     on_prefill: ClassVar[Literal["chunk", "end"] | None] = None
-    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = None
+    tracks: ClassVar[Tracked | None] = None
     keeps_all: ClassVar[bool] = False
     uniform_budget: ClassVar[bool] = True
     release_granularity: ClassVar[int] = PAGE
 
     @property
-    def every(self) -> int | None:
-        return None
-
-    @property
-    def slack(self) -> int:
-        return self.every or PAGE
-
-    @property
-    def queries(self) -> int:
+    def query_window(self) -> int:
         return 0
 
     @property
@@ -195,28 +197,39 @@ class KVPolicy(KVOptions):
         return None
 
     @property
+    def decode_interval(self) -> int | None:
+        return None
+
+    @property
+    def slack(self) -> int:
+        return self.decode_interval or PAGE
+
+    @property
     def visible(self) -> tuple[int, int] | None:
         return None
 
-    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | torch.Tensor | None:
-        """The slots that stay, of each head int64 ``[n]`` in rising order, or ``None`` for all of them.
+    def keep(self, view: PolicyView) -> Sequence[torch.Tensor] | torch.Tensor | None:
+        """Choose the slots that stay.
 
-        How many stay may depend on the prompt's length and on ``lengths``, not on ``seen``: what an answer of
-        any length takes is predicted from its first tokens.
+        How many stay may depend on the prompt's length and on ``view.lengths``, not on ``view.seen``: memory
+        for an answer of any length is predicted from its first tokens.
+
+        Returns:
+            For each head int64 ``[n]`` in rising order, or ``None``: all of them stay.
         """
         return None
 
-    def acts(self, phase: Phase) -> bool:
-        """Whether it acts at the end of such a step (in decode: at every ``every``-th)."""
+    def acts_after(self, phase: Phase) -> bool:
+        """Whether the policy acts at the end of such a step (in decode: of every ``decode_interval``-th)."""
         if phase == "decode":
-            return self.every is not None
+            return self.decode_interval is not None
         if phase in ("reread", "prefill_part"):
             return False
         return self.on_prefill == "chunk" or (self.on_prefill == "end" and phase == "prefill_end")
 
-    def listens(self, phase: Phase) -> bool:
-        """Whether queries of such a step will be asked."""
+    def tracks_queries(self, phase: Phase) -> bool:
+        """Whether the cache keeps the queries of such a step for this policy."""
         if phase == "reread" or self.reread_prompt:
             return phase == "reread"
-        asks = bool(self.queries or self.tracks)
-        return asks and not (phase == "decode" and self.every is None)
+        needs_queries = bool(self.query_window or self.tracks)
+        return needs_queries and not (phase == "decode" and self.decode_interval is None)

@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.kv import attention_scores
-from quantkit.kv.attend import StepRows, attend
 from quantkit.kv.base import Phase
+from quantkit.kv.cache import KVCache
 from quantkit.kv.reread import CHUNK, reread
 from quantkit.kv.sequence import LayerState
 from quantkit.models.layers import ForwardContext
-from quantkit.ops import hadamard
+from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.ops.rope import apply_rope
 
 if TYPE_CHECKING:
-    from quantkit.kv.cache import KVCache
     from quantkit.models.decoder import LanguageModel
 
-FARTHEST = 2.0**100
-"""What is farther from 0 is taken for that where vectors are rotated: their sums are finite."""
+LARGEST = 2.0**100
+"""Where vectors are rotated, larger numbers are taken for this one: their sums stay finite."""
 
 
 class Batch:
@@ -29,32 +27,40 @@ class Batch:
     :class:`~quantkit.models.decoder.KVCacheProtocol`.
 
     Args:
-        cache, numbers, phase: as for :meth:`KVCache.batch`.
-        portion: see there.
+        cache: holds the sequences.
+        numbers: the rows' sequences in this order, each once.
+        phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`. Policies may act
+            after it.
+        token_budget: leave what policies do after the step to the caller, who finds it in :attr:`deferred`;
+            where that takes tokens through the model, at most ``token_budget()`` at once. By default policies
+            act before the model returns.
 
     Attributes:
-        rest: with a ``portion``, what policies have left to do after the step, if anything: each item that is
-            taken from it does some of that, and says how many tokens went through the model for it.
+        deferred: with a ``token_budget``, what policies have left to do after the step, if anything. Each
+            item that is taken from it does a part of the work and is the number of tokens that went through
+            the model for it.
     """
 
-    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase,
-                 portion: Callable[[], int] | None = None) -> None:
+    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase = "prefill",
+                 token_budget: Callable[[], int] | None = None) -> None:
         self.cache, self.phase, self.numbers = cache, phase, numbers
-        self.rest: Generator[int, None, None] | None = None
-        self._portion, self._left = portion, list[tuple[int, LayerState]]()
-        self.sequences = rows = [cache.sequence(number) for number in numbers]
+        self.deferred: Generator[int, None, None] | None = None
+        self._token_budget, self._to_drop = token_budget, list[tuple[int, LayerState]]()
+        self.sequences = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
-        self._starts = [sequence.layers[-1].seen for sequence in rows]
-        self._shared: dict[object, object] = {}
-        for sequence in rows:
-            attention_scores.start_tracking(cache, sequence, phase)
+        self._starts = [sequence.layers[-1].seen for sequence in self.sequences]
+        self._step_cache: dict[object, object] = {}
+        for sequence in self.sequences:
+            cache.track_queries(sequence, cache.policy.tracks_queries(phase))
 
     @property
-    def most(self) -> int | None:
-        """So many tokens of a sequence at once, and none of two blocks of as many: more queries aren't kept
-        until the policy has seen them, and it sees the same ones together however the prompt was cut."""
+    def block(self) -> int | None:
+        """Positions per block if queries are tracked. No step may take more tokens of a sequence than the
+        rest
+        of a block: more queries aren't kept until they are accumulated, and those of a block are accumulated
+        together, however the prompt was cut."""
         policy = self.cache.policy
-        return policy.queries if policy.tracks and policy.listens(self.phase) else None
+        return policy.query_window if policy.tracks and policy.tracks_queries(self.phase) else None
 
     @property
     def starts(self) -> Sequence[int]:
@@ -62,112 +68,99 @@ class Batch:
         return self._starts
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
-        """Positions int64 ``[B, count]`` that follow what each sequence had."""
+        """The positions int64 ``[B, count]`` that follow what each sequence had."""
         starts = torch.tensor(self._starts, dtype=torch.int64, device=self.cache.device)[:, None]
         return starts if count == 1 else starts + torch.arange(count, device=self.cache.device)
 
     def max_lengths(self) -> torch.Tensor:
-        """How many tokens each sequence was announced to have in the end, int64 ``[B]``."""
-        return torch.tensor([one.max_length for one in self.sequences], dtype=torch.int64)
+        """The final length that each sequence was announced with, int64 ``[B]``."""
+        return torch.tensor([sequence.max_length for sequence in self.sequences], dtype=torch.int64)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None) -> torch.Tensor:
-        """Rotate, store, attend, and let the policy act.
+        """Rotate, store and attend; then policies may act.
 
         Raises:
             ValueError: the batch differs, or positions aren't those that follow.
         """
         if self._counts is None:
             self._counts = self.counts((q.shape[0], q.shape[2]), context.positions)
-        cache = self.cache
-        rows = StepRows([sequence.layers[layer] for sequence in self.sequences], self._counts)
+        cache, counts, positions = self.cache, self._counts, context.positions
+        layer_cache, codecs = cache.layers[layer], cache.codecs
+        states = [sequence.layers[layer] for sequence in self.sequences]
         cos, sin = context.rope_tables(window)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if cache.codings.keys.hadamard:
-            q, k = hadamard.apply_hadamard(q), _hadamard(k)
-        if cache.codings.values.hadamard:
-            v = _hadamard(v)
-        self._store(layer, rows, k, v, context.positions)
-        out = attend(cache, layer, rows, q, context.positions, window, self._shared)
-        if cache.codings.values.hadamard:
-            out = hadamard.undo_hadamard(out)
-        for row, (held, count) in enumerate(rows):
-            cache.settle_layer(layer, held)
-            self._end(layer, held, q[row, :, :count], count)
+        if codecs.keys.hadamard:
+            q, k = apply_hadamard(q), rotated_for_codec(k)
+        if codecs.values.hadamard:
+            v = rotated_for_codec(v)
+        # a sequence at a time: codecs sum up, and torch's sums may depend on what else is in a tensor
+        for row, (state, count) in enumerate(zip(states, counts)):
+            layer_cache.write(state, k[row, :, :count], v[row, :, :count], positions[row, :count])
+        out = layer_cache.attend(states, counts, q, positions, window, self._step_cache)
+        if codecs.values.hadamard:
+            out = undo_hadamard(out)
+        for row, (state, count) in enumerate(zip(states, counts)):
+            cache.settle_layer(layer, state)
+            self.end_layer(layer, state, q[row, :, :count], count)
         return out
 
-    def _store(self, layer: int, rows: StepRows, k: torch.Tensor, v: torch.Tensor,
-               positions: torch.Tensor) -> None:
-        """Write ``k, v [B, Hkv, T, D]`` as they are to be stored; padding is left out. A sequence at a time:
-        codecs sum up, and torch's sums may depend on what else is in a tensor."""
-        store = self.cache.stores[layer]
-        for row, (held, count) in enumerate(rows):
-            keys, values = (x[row, :, :count].reshape(-1, x.shape[-1]) for x in (k, v))
-            places = positions[row, :count].expand(self.cache.heads, -1).flatten()
-            store.write(store.allocate(held, count), keys, values, places)
-            store.close(held)
-
-    def _end(self, layer: int, held: LayerState, q: torch.Tensor | None, count: int) -> None:
-        policy = self.cache.policies[layer]
-        if not count:
-            return
-        if q is not None and policy.listens(self.phase):
-            attention_scores.record_queries(self.cache, layer, held, q)
-        acts = policy.acts(self.phase)
-        if self.phase == "prefill_end":
-            held.prompt = held.seen
-        elif self.phase == "decode" and policy.every is not None:
-            before, held.steps = held.steps, held.steps + count
-            acts = held.steps // policy.every > before // policy.every
-        if acts and not policy.reread_prompt:
-            if self._portion is None:
-                self.cache.act(layer, held)
+    def end_layer(self, layer: int, state: LayerState, queries: torch.Tensor | None, count: int) -> None:
+        """Note that a layer has had a step of ``count`` tokens, and let its policy act, now or later.
+        Arguments as for :meth:`quantkit.kv.layer.LayerCache.end_step`."""
+        if self.cache.layers[layer].end_step(state, queries, count, self.phase):
+            if self._token_budget is None:
+                self.cache.drop(layer, state)
             else:
-                self._left.append((layer, held))
+                self._to_drop.append((layer, state))
 
     def finish(self, counts: Sequence[int]) -> None:
-        """Let the policy act on sequences that got so many tokens, in all layers."""
+        """Let policies act on sequences that got ``counts`` tokens in all layers."""
         if self.cache.keeps_all:
             return
-        for held, count in zip(self.sequences, counts, strict=True):
-            for index, layer in enumerate(held.layers):
-                self._end(index, layer, None, count)
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            for index, state in enumerate(sequence.layers):
+                self.end_layer(index, state, None, count)
 
-    def release(self) -> None:
-        """Queries, and sums over them, that no policy will ask for give their memory back."""
+    def release_queries(self) -> None:
+        """Forget queries, and what was accumulated over them, that no policy will ask for."""
         policy = self.cache.policy
-        if self.phase == "prefill_end" and policy.listens("prefill") and not policy.listens("decode"):
-            for held in self.sequences:
-                held.start_tracking(None)
+        if (self.phase == "prefill_end" and policy.tracks_queries("prefill")
+                and not policy.tracks_queries("decode")):
+            for sequence in self.sequences:
+                sequence.track(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
-        if self.cache.policy.reread_prompt and self.phase.startswith("prefill"):
+        rereads = bool(self.cache.policy.reread_prompt)
+        if rereads and self.phase.startswith("prefill"):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
-            for row, (held, count) in enumerate(zip(self.sequences, counts)):
-                held.tokens += ids[row, :count].tolist()
-        replays = self.cache.policy.reread_prompt and self.phase == "prefill_end"
-        if self._portion is not None and (self._left or replays):
-            self.rest = self._rest(model)
+            for row, (sequence, count) in enumerate(zip(self.sequences, counts)):
+                sequence.tokens += ids[row, :count].tolist()
+        if self._token_budget is not None and (self._to_drop or (rereads and self.phase == "prefill_end")):
+            self.deferred = self._remaining_work(model)
         else:
-            for _ in self._rest(model):
+            for _ in self._remaining_work(model):
                 pass
 
-    def _rest(self, model: LanguageModel) -> Generator[int, None, None]:
-        """What is left to do; yields the tokens that went through the model, 0 where a policy acted."""
-        for index, layer in self._left:
-            self.cache.act(index, layer)
+    def _remaining_work(self, model: LanguageModel) -> Generator[int, None, None]:
+        """Do what is left; yields the tokens that went through the model, 0 where a policy dropped
+        something."""
+        cache = self.cache
+        for index, state in self._to_drop:
+            cache.drop(index, state)
             yield 0
-        self.release()
-        if (size := self.cache.policy.reread_prompt) is None or self.phase != "prefill_end":
+        self.release_queries()
+        if (size := cache.policy.reread_prompt) is None or self.phase != "prefill_end":
             return
-        for number, held in zip(self.numbers, self.sequences):
-            tokens, held.tokens = held.tokens, []
-            yield from reread(self.cache, number, model, tokens, size, self._portion or (lambda: CHUNK))
-            for index, layer in enumerate(held.layers if tokens else ()):
-                if self.cache.policies[index].reread_prompt:
-                    self.cache.act(index, layer)
-                    layer.sums = None
+        for number, sequence in zip(self.numbers, self.sequences):
+            tokens, sequence.tokens = sequence.tokens, []
+            yield from reread(cache, number, lambda fork: Batch(cache, [fork], "reread"), model, tokens, size,
+                              self._token_budget or (lambda: CHUNK))
+            for index, state in enumerate(sequence.layers if tokens else ()):
+                if cache.layers[index].policy.reread_prompt:
+                    cache.drop(index, state)
+                    state.attention_received = None
                     yield 0
 
     def counts(self, shape: Sequence[int], positions: torch.Tensor | None) -> list[int]:
@@ -175,10 +168,10 @@ class Batch:
 
         Args:
             shape: B, T.
-            positions: int64 ``[B, T]``, −1: padding; ``None``: those that follow, everywhere.
+            positions: int64 ``[B, T]``, −1: padding. ``None``: the positions that follow, without padding.
 
         Raises:
-            ValueError: they aren't those that follow.
+            ValueError: the positions aren't those that follow.
         """
         if shape[0] != len(self.sequences):
             raise ValueError(f"{shape[0]} rows for {len(self.sequences)} sequences")
@@ -193,5 +186,6 @@ class Batch:
         return counts
 
 
-def _hadamard(x: torch.Tensor) -> torch.Tensor:
-    return hadamard.apply_hadamard(x.float().clamp(-FARTHEST, FARTHEST)).to(x.dtype)
+def rotated_for_codec(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values as a codec with :attr:`~quantkit.kv.base.SideCodec.hadamard` gets them."""
+    return apply_hadamard(x.float().clamp(-LARGEST, LARGEST)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""A KV setting → its policy and its codings."""
+"""A KV setting → its policy and its codecs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
     sides = keys.keys(), values.values()
     for codec, side in zip((spec.codec, spec.values or spec.codec), sides):
         if not isinstance(side, SideCodec):
-            raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a Coding",
+            raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a SideCodec",
                              next="see docs/plugins.md, and update the plugin")
     return KVCodecs(*sides, max(keys.residual_length, values.residual_length),
                     max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))

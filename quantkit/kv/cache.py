@@ -1,20 +1,21 @@
-"""The KV cache: a policy × a codec over pages, a page table for every sequence, layer and key head."""
+"""The KV cache: a policy × a codec over pages, with a page table for every sequence, layer and KV head."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.kv import attention_scores
-from quantkit.kv.base import PAGE, KVPolicy, Layout, Phase
-from quantkit.kv.batch import Batch
+from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
+from quantkit.kv.geometry import LayerGeometry
+from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
+from quantkit.kv.query_window import QueryWindow
 from quantkit.kv.sequence import LayerState, SequenceState
-from quantkit.kv.store import Store
+from quantkit.kv.store import PageStore
 from quantkit.models.config import ModelConfig
 from quantkit.spec import KVSpec
 
@@ -24,23 +25,23 @@ _numbers = itertools.count()
 class KVCache:
     """Keys and values of any number of sequences of any lengths.
 
-    What a query reads is what is stored: its own token's codes too. So a result doesn't depend on what other
-    sequences are there, nor on how a prompt was cut into chunks.
+    A query reads what is stored, the codes of its own token included. So a result depends neither on other
+    sequences nor on how a prompt was cut into chunks.
 
     Args:
-        config: gives layers, key heads and head dimension.
+        config: the model's; it gives layers, KV heads and the head dimension.
         spec: policy and codec.
         dtype: in which the model computes keys and values.
         device: where pages lie.
 
     Attributes:
         dtype, device: of keys and values as they are computed; where pages lie.
-        policy: the one that was asked for.
-        policies: of each layer: that one, or the window that the model itself has there.
-        keeps_all: whether none of them drops anything.
-        stores: the layers' pages.
-        bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where its
-            tokens are encoded together. Vectors that wait take :attr:`residual_bytes_per_token`.
+        codecs: of keys and values.
+        policy: the policy of the spec.
+        layers: the cache of each layer, with the policy of the spec or the window that the model has there.
+        keeps_all: whether no layer's policy drops anything.
+        bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where 64
+            tokens are encoded together. Unencoded vectors take :attr:`residual_bytes_per_token`.
 
     Raises:
         UsageError: the policy's options or the head dimension don't fit.
@@ -49,139 +50,135 @@ class KVCache:
     def __init__(self, config: ModelConfig, spec: KVSpec | None = None, dtype: torch.dtype = torch.bfloat16,
                  device: torch.device | str = "cpu") -> None:
         self.spec = spec or KVSpec()
-        self.codings = build_kv_codecs(self.spec)
-        self.heads, self._layers = config.num_kv_heads, config.num_layers
-        self.config, self.scale, self.softcap = config, config.attention_scale, config.attention_softcap
-        self.dtype, self.device, self.moves = dtype, torch.device(device), MoveCounter()
-        self.stores = [Store(self.codings, self.heads, config.head_dim, dtype, not one.keeps_all, self.device,
-                             self.moves) for one in self._by_layer(build_policy(self.spec))]
+        self.codecs = build_kv_codecs(self.spec)
+        self.config, self.heads = config, config.num_kv_heads
+        self.dtype, self.device, self.move_counter = dtype, torch.device(device), MoveCounter()
+        stores = [PageStore(self.codecs, self.heads, config.head_dim, dtype, not policy.keeps_all,
+                            self.device, self.move_counter)
+                  for policy in self._by_layer(build_policy(self.spec))]
         self.bytes_per_token, self.residual_bytes_per_token = (
-            sum(size) * self.heads // PAGE for size in zip(*(store.page_bytes for store in self.stores)))
+            sum(size) * self.heads // PAGE for size in zip(*(store.page_bytes for store in stores)))
         self.number = next(_numbers)
         self._sequences: dict[int, SequenceState] = {}
         self._ids = itertools.count()
-        self.policy = build_policy(self.spec, self._takes)
-        self.policies = self._by_layer(self.policy)
-        self.keeps_all = all(one.keeps_all for one in self.policies)
+        self.policy = build_policy(self.spec, lambda policy: self._decoding_bytes(policy, stores))
+        policies = self._by_layer(self.policy)
+        self.keeps_all = all(policy.keeps_all for policy in policies)
+        self.layers = []
+        for index, (policy, store) in enumerate(zip(policies, stores)):
+            managed = [layer for layer, other in enumerate(policies) if other is policy]
+            geometry = LayerGeometry(config, index, dtype, self.device)
+            self.layers.append(LayerCache(geometry, self.codecs, policy, store,
+                                          (managed.index(index), len(managed))))
 
     def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
-        return by_layer(policy, self.config, self.codings.first)
+        return by_layer(policy, self.config, self.codecs.first)
 
-    def _takes(self, policy: KVPolicy) -> int:
-        """Bytes of a sequence while it decodes, with a policy whose budget is tokens."""
-        found, asked = 0, policy.listens("decode")
-        for one, store in zip(self._by_layer(policy), self.stores):
-            budget: int = one.model_dump()["budget"]
-            slots, (page, waits) = budget + one.slack, store.page_bytes
-            page += PAGE * 4 if asked and one.tracks == "sums" else 0
-            if store.residual is not None:  # before a page is encoded, its vectors wait
-                fixed = self.codings.first + self.codings.residual_length
-                found += -(-(fixed + PAGE) // PAGE) * waits
-                if one.visible:  # pages of which a part stays
-                    found += (1 + one.release_granularity // PAGE) * page
+    def _decoding_bytes(self, policy: KVPolicy, stores: list[PageStore]) -> int:
+        """Bytes of a sequence while it decodes, with a policy whose budget is in tokens."""
+        total, tracks_queries = 0, policy.tracks_queries("decode")
+        for layer_policy, store in zip(self._by_layer(policy), stores):
+            budget: int = layer_policy.model_dump()["budget"]
+            slots, (page_bytes, residual_bytes) = budget + layer_policy.slack, store.page_bytes
+            page_bytes += PAGE * 4 if tracks_queries and layer_policy.tracks == "attention_sum" else 0
+            if store.residual is not None:
+                fixed = self.codecs.first + self.codecs.residual_length
+                total += -(-(fixed + PAGE) // PAGE) * residual_bytes
+                if layer_policy.visible:  # pages of which a part stays
+                    total += (1 + layer_policy.release_granularity // PAGE) * page_bytes
                 slots = max(1, slots - fixed)
-            # heads that keep more or fewer than others round up to pages each by itself
-            found += (-(-slots // PAGE) + (0 if one.uniform_budget else 1)) * page
-        queries = policy.queries * self.config.num_heads * self.config.head_dim * 4 if asked else 0
-        return found * self.heads + queries * self._layers
+            # heads that keep more or fewer slots than others round up to pages each by itself
+            total += (-(-slots // PAGE) + (0 if layer_policy.uniform_budget else 1)) * page_bytes
+        query_bytes = 4 * policy.query_window * self.config.num_heads * self.config.head_dim
+        return total * self.heads + (query_bytes * self.config.num_layers if tracks_queries else 0)
 
     @property
-    def pages(self) -> list[PagePool]:
-        """Of codes, by layer."""
-        return [store.pages for store in self.stores]
+    def has_residual(self) -> bool:
+        """Whether the newest vectors stay unencoded in pages of their own."""
+        return self.layers[0].store.residual is not None
+
+    @property
+    def pools(self) -> list[PagePool]:
+        """All pools of pages."""
+        return [pool for layer in self.layers for pool in layer.store.all]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages that exist, free ones included, and of what the policy watches."""
-        return self._watched_bytes + sum(
-            pages.allocated_bytes for store in self.stores for pages in store.all)
+        """Bytes of all pages that exist, free ones included, and of what policies track."""
+        return self._tracked_bytes + sum(pool.allocated_bytes for pool in self.pools)
 
     @property
     def used_bytes(self) -> int:
-        """The same of pages that belong to a sequence."""
-        return self._watched_bytes + sum(
-            pages.used * pages.page_bytes for store in self.stores for pages in store.all)
+        """Bytes of the pages that belong to a sequence, and of what policies track."""
+        return self._tracked_bytes + sum(pool.used * pool.page_bytes for pool in self.pools)
 
     @property
-    def _watched_bytes(self) -> int:
-        # another thread may ask
-        return sum(sequence.watched_bytes for sequence in list(self._sequences.values()))
+    def _tracked_bytes(self) -> int:
+        # a list, because another thread may ask
+        return sum(sequence.tracked_bytes for sequence in list(self._sequences.values()))
 
     def add(self, max_length: int = 0) -> int:
         """Begin a sequence; returns its id.
 
         Args:
-            max_length: how many tokens it will have in the end at most. Only a model whose rotation depends
-                on that (longrope) asks; 0 means few.
+            max_length: the largest number of tokens that it will have. Only models with longrope depend on
+                it; 0 means few.
         """
         number = next(self._ids)
-        self._sequences[number] = SequenceState(self._layers, self.heads, max_length, self.codings.first)
+        self._sequences[number] = SequenceState(len(self.layers), self.heads, max_length, self.codecs.first)
         return number
 
     def fork(self, number: int, *, shared: bool = True) -> int:
-        """Begin a sequence that holds what another does; from then on each goes its own way.
+        """Begin a sequence with the contents of another; from then on they are independent.
 
         Args:
-            number: of the other.
-            shared: both hold the same pages, until one writes to them; else these are copied now.
+            number: the other sequence.
+            shared: both hold the same pages until one writes to them; otherwise the pages are copied now.
 
         Returns:
-            The new one's id.
+            The new sequence's id.
 
         Raises:
             KeyError: ``number`` is unknown.
         """
-        old = self._sequences[number]
-        copy = self.add(old.max_length)
-        own = self._sequences[copy]
-        for store, held, mine in zip(self.stores, old.layers, own.layers):
-            store.fork(held, mine, shared)
-        own.tokens = list(old.tokens)
-        own.asked = None if old.asked is None else old.asked.copy()
-        return copy
+        source = self._sequences[number]
+        fork = self.add(source.max_length)
+        target = self._sequences[fork]
+        for layer, source_state, target_state in zip(self.layers, source.layers, target.layers):
+            layer.store.fork(source_state, target_state, shared)
+        target.tokens = list(source.tokens)
+        target.query_window = None if source.query_window is None else source.query_window.copy()
+        return fork
 
     def prefix(self, number: int) -> int:
-        """:meth:`fork` for another text that begins with all that a sequence had so far.
+        """:meth:`fork` for another text that begins with all tokens of a sequence so far.
 
-        It then reads what it would if it had been fed that beginning itself. What a window leaves behind is
-        hidden from what follows whatever that is; with other policies that drop, what stays depends on where
-        the prompt ended, so that nothing is shared from there on.
+        The new sequence reads what it would read had it been fed that beginning itself. What a window drops
+        is invisible to all that follows, whatever that is. What other policies keep depends on where the
+        prompt ended, so nothing can be shared after that.
 
         Raises:
             KeyError: ``number`` is unknown.
-            UsageError: the prompt has ended, and the policy is such a one.
+            UsageError: the prompt has ended, and the policy's choice depends on that.
         """
-        held = self._sequences[number]
-        whole = all(one.keeps_all or one.visible is not None for one in self.policies)
-        if not whole and any(layer.prompt or layer.steps for layer in held.layers):
-            raise UsageError(f"what the KV policy {self.policy.name!r} left of a text can't begin another",
-                             why="what it keeps depends on where the first one's prompt ended",
+        sequence = self._sequences[number]
+        independent = all(layer.policy.keeps_all or layer.policy.visible is not None for layer in self.layers)
+        if not independent and any(state.prompt or state.steps for state in sequence.layers):
+            raise UsageError(f"another text can't begin with what the KV policy {self.policy.name!r} left of one",
+                             why="what it keeps depends on where the first text's prompt ended",
                              next="fork it before its prompt's end")
         return self.fork(number)
 
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
         for number in ids:
-            for store, held in zip(self.stores, self._sequences.pop(number).layers):
-                store.release(held)
-        for layer in range(self._layers):
-            self._shrink(layer)
-
-    def batch(self, ids: Sequence[int], phase: Phase = "prefill",
-              portion: Callable[[], int] | None = None) -> Batch:
-        """These sequences as rows of one step of the model, in this order.
-
-        Args:
-            ids: of :meth:`add`, each once.
-            phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; policies may act
-                after it.
-            portion: leave what policies do then to the caller, who finds it in :attr:`Batch.rest`; where that
-                takes tokens through the model, so many at once. By default it is done when the model returns.
-        """
-        return Batch(self, ids, phase, portion)
+            for layer, state in zip(self.layers, self._sequences.pop(number).layers):
+                layer.release(state)
+        for index in range(len(self.layers)):
+            self._shrink(index)
 
     def sequence(self, number: int) -> SequenceState:
-        """What is known of a sequence. Raises KeyError."""
+        """The state of a sequence. Raises KeyError."""
         return self._sequences[number]
 
     @property
@@ -190,73 +187,74 @@ class KVCache:
         return tuple(self._sequences)
 
     def seen(self, number: int) -> int:
-        """Tokens that a sequence had: the position of its next one."""
+        """Tokens that a sequence has had: the position of its next one."""
         return self._sequences[number].layers[-1].seen
 
-    def held(self, number: int) -> list[tuple[int, ...]]:
+    def slots(self, number: int) -> list[tuple[int, ...]]:
         """Slots that each layer's heads hold of a sequence."""
         return [tuple(row) for row in self._sequences[number].lengths.tolist()]
 
     def bytes_of(self, number: int) -> int:
-        """Bytes of a sequence's pages, those that it shares with others included, and of what is watched."""
-        held = self._sequences[number]
-        found = held.watched_bytes
-        for store, layer in zip(self.stores, held.layers):
-            for pages, own in zip(store.all, (layer.pages, layer.residual)):
-                found += sum(map(len, own)) * pages.page_bytes
-        return found
+        """Bytes of a sequence's pages, those that it shares with others included, and of what is tracked."""
+        sequence = self._sequences[number]
+        total = sequence.tracked_bytes
+        for layer, state in zip(self.layers, sequence.layers):
+            for pool, heads in zip(layer.store.all, (state.pages, state.residual)):
+                total += sum(map(len, heads)) * pool.page_bytes
+        return total
 
     def step_bytes(self, number: int) -> int:
-        """Bytes that a decode step reads of a sequence: codes, and vectors that wait."""
-        found = 0
-        for store, layer in zip(self.stores, self._sequences[number].layers):
-            for length in layer.lengths.tolist():
-                codes = length if store.residual is None else max(
-                    0, min(length, self.codings.border(length)) - self.codings.first)
-                found += codes * store.pages.page_bytes
-                found += 0 if store.residual is None else (length - codes) * store.residual.page_bytes
-        return found // PAGE
+        """Bytes that a decode step reads of a sequence: codes, and unencoded vectors."""
+        total = 0
+        for layer, state in zip(self.layers, self._sequences[number].layers):
+            page_bytes, residual_bytes = layer.store.page_bytes
+            for length in state.lengths.tolist():
+                codes = length
+                if self.has_residual:
+                    codes = max(0, min(length, self.codecs.border(length)) - self.codecs.first)
+                total += codes * page_bytes + (length - codes) * residual_bytes
+        return total // PAGE
 
     def positions(self, number: int, layer: int) -> torch.Tensor:
         """Original positions int32 ``[Hkv, S]`` of what a layer holds; −1 beyond a head's length."""
-        return self.stores[layer].positions(self._sequences[number].layers[layer])
+        return self.layers[layer].store.positions(self._sequences[number].layers[layer])
 
-    def reserve(self, held: SequenceState, count: int) -> None:
-        """Before a step in all layers: pages for so many more tokens, laid out as a table of all."""
-        if held.asked is not None:
-            for index, layer in enumerate(held.layers):
-                attention_scores.make_room(self, index, layer, layer.seen, count)
-        if held.table is None or held.room < count:
-            for store, layer in zip(self.stores, held.layers):
-                store.reserve(layer, count)
-            held.lay_out(None if self.stores[0].residual is None else self.codings.residual_length)
+    def track_queries(self, sequence: SequenceState, wanted: bool) -> None:
+        """Keep a sequence's queries from now on, or forget those that are kept."""
+        if wanted != (sequence.query_window is not None):
+            config, seen = self.config, sequence.layers[0].seen
+            sequence.track(QueryWindow(len(self.layers), self.policy.query_window, config.num_heads,
+                                       config.head_dim, seen, self.device) if wanted else None)
 
-    def settle(self, held: SequenceState, count: int) -> None:
-        """After a step of so many tokens in all layers: give back pages whose vectors it has encoded."""
-        held.advance(count)
-        if self.stores[0].residual is not None and held.behind(self.codings.residual_length):
-            for layer, one in enumerate(held.layers):
-                self.settle_layer(layer, one)
+    def reserve(self, sequence: SequenceState, count: int) -> None:
+        """Before a step in all layers: take pages for ``count`` more tokens, and lay out all tables."""
+        if sequence.query_window is not None:
+            for layer, state in zip(self.layers, sequence.layers):
+                layer.make_room_for_queries(state, count)
+        if sequence.table is None or sequence.free_slots < count:
+            for layer, state in zip(self.layers, sequence.layers):
+                layer.reserve(state, count)
+            sequence.lay_out(self.codecs.residual_length if self.has_residual else None)
 
-    def settle_layer(self, layer: int, held: LayerState) -> None:
-        """The same, of one layer."""
-        if self.stores[layer].settle(held):
-            self._shrink(layer)
+    def settle(self, sequence: SequenceState, count: int) -> None:
+        """After a step of ``count`` tokens in all layers: give back pages whose vectors it has encoded."""
+        sequence.advance(count)
+        if self.has_residual and sequence.has_stale_residual(self.codecs.residual_length):
+            for index, state in enumerate(sequence.layers):
+                self.settle_layer(index, state)
 
-    def act(self, layer: int, held: LayerState) -> None:
-        """Let the policy drop what it will, and give back the pages."""
-        store, policy = self.stores[layer], self.policies[layer]
-        kept = policy.keep(attention_scores.policy_view(self, layer, held))
-        if kept is not None:
-            # what queries don't see anyway may stay, if all behind it had to be encoded again
-            if policy.visible is not None and store.residual is not None:
-                store.thin(held, list(kept), policy.release_granularity // PAGE)
-            else:
-                store.keep(held, list(kept))
-            self._shrink(layer)
+    def settle_layer(self, index: int, state: LayerState) -> None:
+        """:meth:`settle` for one layer."""
+        if self.layers[index].settle(state):
+            self._shrink(index)
 
-    def _shrink(self, layer: int) -> None:
-        self.stores[layer].shrink([sequence.layers[layer] for sequence in self._sequences.values()])
+    def drop(self, index: int, state: LayerState) -> None:
+        """Let a layer's policy drop what it chooses, and give back the memory."""
+        if self.layers[index].drop(state):
+            self._shrink(index)
+
+    def _shrink(self, index: int) -> None:
+        self.layers[index].store.shrink([sequence.layers[index] for sequence in self._sequences.values()])
 
 
-__all__ = ["Batch", "KVCache", "LayerState", "Layout"]
+__all__ = ["KVCache", "Layout"]

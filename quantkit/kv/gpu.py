@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from quantkit.kv.base import KVCodecs
+from quantkit.kv.geometry import LayerGeometry
+from quantkit.kv.sequence import LayerState
+from quantkit.kv.store import PageStore
 from quantkit.ops import gpu
 
 if TYPE_CHECKING:
-    from quantkit.kv.base import KVCodecs
-    from quantkit.kv.cache import KVCache
-    from quantkit.kv.sequence import LayerState
-    from quantkit.kv.store import Store
-    from quantkit_kernels.triton.cache import LayerPages, Side, SideLayout
+    from quantkit_kernels.triton.cache import LayerPages, SideLayout
 
 MAX_GROUP, MAX_HEAD = 16, 256
 MAX_WEIGHTS = 1 << 26
 """Weights that are in memory at once, at most."""
 OPERATIONS = ("rms_norm", "rope + KV write", "decode attention", "prefill attention")
 """What isn't a matrix product, for people."""
-Reduction = Literal["sum", "mean", "peak"]
+Reduction = Literal["sum", "mean", "max"]
 _NAMES = re.compile(r"(?:(none|bf16)|(int8)|(fp8)|(channel|token|hadamard)([234])(c?))$")
 
 
@@ -36,27 +36,27 @@ class OperationChoice:
     reason: str | None
 
 
-def choices(codings: KVCodecs, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
+def choices(codecs: KVCodecs, dtype: torch.dtype, hidden: int, dim: int, group: int, device: str,
             refused: str | None = None) -> Iterator[OperationChoice]:
     """Who runs what isn't a matrix product, for people.
 
     Args:
-        codings, dtype, dim, group, device: as for :func:`declines`.
+        codecs, dtype, dim, group, device: as for :func:`declines`.
         hidden: size of the rows that are normalized.
         refused: why the model isn't run as a program.
     """
     norm = gpu.norm_declines(device, dtype, hidden)
     yield OperationChoice(OPERATIONS[0], "torch" if norm else "triton", norm)
-    reason = refused or declines(codings, dtype, dim, group, device)
+    reason = refused or declines(codecs, dtype, dim, group, device)
     for op in OPERATIONS[1:]:
         yield OperationChoice(op, "torch" if reason else "triton", reason)
 
 
-def declines(codings: KVCodecs, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
+def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device: str) -> str | None:
     """Why no kernel writes and reads such a cache; ``None`` if they do.
 
     Args:
-        codings: of keys and values.
+        codecs: of keys and values.
         dtype: of queries, keys and values.
         dim: of a head.
         group: query heads that share a key head.
@@ -64,9 +64,9 @@ def declines(codings: KVCodecs, dtype: torch.dtype, dim: int, group: int, device
     """
     if (reason := gpu.unavailable(device, dtype)) is not None:
         return reason
-    for one, other in ((codings.keys, "token"), (codings.values, "channel")):
+    for one, other in ((codecs.keys, "token"), (codecs.values, "channel")):
         if not (found := _NAMES.fullmatch(one.name)) or found[4] == other:
-            return f"has no kernel for the KV coding {one.name!r}"
+            return f"has no kernel for the KV codec {one.name!r}"
         if one.name == "bf16" and dtype != torch.bfloat16:
             return f"takes pages of the model's dtype, not {one.name}"
     return heads_decline(dim, group)
@@ -83,7 +83,7 @@ def heads_decline(dim: int, group: int) -> str | None:
 
 
 def side_layout_of(name: str, dtype: torch.dtype) -> SideLayout:
-    """What kernels call a coding that :func:`declines` doesn't."""
+    """What kernels call a codec that :func:`declines` doesn't."""
     from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, SideLayout
 
     found = _NAMES.fullmatch(name)
@@ -95,7 +95,7 @@ def side_layout_of(name: str, dtype: torch.dtype) -> SideLayout:
     return SideLayout(INT8 if found[2] else FP8, 8)
 
 
-def pages_of(store: Store, codings: KVCodecs, dtype: torch.dtype) -> LayerPages:
+def pages_of(store: PageStore, codecs: KVCodecs, dtype: torch.dtype) -> LayerPages:
     """A layer's, as they lie now."""
     from quantkit_kernels.triton.cache import LayerPages, Side
 
@@ -108,26 +108,27 @@ def pages_of(store: Store, codings: KVCodecs, dtype: torch.dtype) -> LayerPages:
                     parts.get(f"{letter}.scale"), parts.get(f"{letter}.low", parts.get(f"{letter}.mean")),
                     residual.get(f"{letter}.values"))
 
-    return LayerPages(side("k", codings.keys.name), side("v", codings.values.name), parts.get("positions"),
+    return LayerPages(side("k", codecs.keys.name), side("v", codecs.values.name), parts.get("positions"),
                       residual.get("positions"))
 
 
-def reads(cache: KVCache) -> bool:
-    """Whether kernels read this cache."""
-    config = cache.config
-    return declines(cache.codings, cache.dtype, config.head_dim, config.num_heads // config.num_kv_heads,
-                    cache.device.type) is None
+def reads(codecs: KVCodecs, geometry: LayerGeometry) -> bool:
+    """Whether kernels read pages of these codecs in such a layer."""
+    return declines(codecs, geometry.dtype, geometry.config.head_dim, geometry.group,
+                    geometry.device.type) is None
 
 
-def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Tensor, end: int,
-                       over: Reduction) -> torch.Tensor:
-    """Where queries look.
+def attention_received(store: PageStore, codecs: KVCodecs, geometry: LayerGeometry, state: LayerState,
+                       queries: torch.Tensor, end: int, reduction: Reduction) -> torch.Tensor:
+    """The attention that slots receive from some queries.
 
     Args:
-        cache, layer, held: a layer of a sequence; nothing was dropped since the first of these queries.
-        q: ``[H, n, D]`` of the positions before ``end``, rotated and scaled.
-        end: the position after the last.
-        over: of the weights over queries the sum or mean, mean over a key head's query heads; or the largest.
+        store, codecs, geometry: of a layer.
+        state: a sequence there; nothing was dropped since the first of these queries.
+        queries: ``[H, n, D]`` of the positions before ``end``, rotated and scaled.
+        end: the position after the last one.
+        reduction: of the weights over queries the sum or mean, averaged over a KV head's query heads; or the
+            largest.
 
     Returns:
         float32 ``[Hkv, S]``.
@@ -135,29 +136,27 @@ def attention_received(cache: KVCache, layer: int, held: LayerState, q: torch.Te
     from quantkit_kernels.triton.attention_weights import attention_weights
     from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 
-    store, config, codings = cache.stores[layer], cache.config, cache.codings
-    count, most = q.shape[1], int(held.lengths.max())
-    scale = config.head_dim**-0.5 if cache.scale is None else cache.scale
+    count, longest, device = queries.shape[1], int(state.lengths.max()), geometry.device
 
-    def whole(values: object) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int32, device=cache.device)[None, None].contiguous()
+    def table(values: object) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=device)[None, None].contiguous()
 
     has_residual = store.residual is not None
-    seen = torch.full((1,), end, dtype=torch.int32, device=cache.device)
-    tables = SequenceTables(whole(store.table(held)), whole(held.lengths.copy()), seen,
-                            whole(store.table(held, "residual")) if has_residual else None,
-                            whole(held.starts.copy()) if has_residual else None, codings.residual_length,
-                            codings.first)
-    # as they were computed: what they were multiplied by is taken back, and rounding is undone
-    rows = (q / scale).to(cache.dtype).transpose(0, 1).contiguous()
-    pages = pages_of(store, codings, cache.dtype)
-    found = torch.zeros(cache.heads, most, device=cache.device)
-    for start in range(0, count, portion := max(1, MAX_WEIGHTS // (cache.heads * most))):
-        some = rows[start:start + portion]
-        places = torch.arange(start - count, start - count + len(some), dtype=torch.int32,
-                              device=cache.device)
-        step = StepTokens(torch.stack((torch.zeros_like(places), places), 1).contiguous(), most)
-        weights = attention_weights(some, pages, tables, step, 0, scale=scale, softcap=cache.softcap,
-                                    window=config.sliding_windows[layer], peaks=over == "peak")
-        found = torch.maximum(found, weights.amax(0)) if over == "peak" else found + weights.sum(0)
-    return found / count if over == "mean" else found
+    seen = torch.full((1,), end, dtype=torch.int32, device=device)
+    tables = SequenceTables(table(store.table(state)), table(state.lengths.copy()), seen,
+                            table(store.table(state, "residual")) if has_residual else None,
+                            table(state.starts.copy()) if has_residual else None,
+                            codecs.residual_length, codecs.first)
+    # as they were computed: the scale is divided out again, which undoes the rounding
+    rows = (queries / geometry.scale).to(geometry.dtype).transpose(0, 1).contiguous()
+    pages = pages_of(store, codecs, geometry.dtype)
+    total = torch.zeros(geometry.kv_heads, longest, device=device)
+    for start in range(0, count, portion := max(1, MAX_WEIGHTS // (geometry.kv_heads * longest))):
+        part = rows[start:start + portion]
+        places = torch.arange(start - count, start - count + len(part), dtype=torch.int32, device=device)
+        step = StepTokens(torch.stack((torch.zeros_like(places), places), 1).contiguous(), longest)
+        weights = attention_weights(part, pages, tables, step, 0, scale=geometry.scale,
+                                    softcap=geometry.config.attention_softcap, window=geometry.window,
+                                    peaks=reduction == "max")
+        total = torch.maximum(total, weights.amax(0)) if reduction == "max" else total + weights.sum(0)
+    return total / count if reduction == "mean" else total

@@ -1,6 +1,6 @@
-"""What policies see of queries: the last ones themselves, and sums over all of them.
+"""What is kept of queries: the last ones themselves, and moments over all of them.
 
-Queries are kept, never their weights: what a policy asks is worked out from them when it acts.
+Queries are kept rather than their attention weights: what a policy needs is computed from them when it acts.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 import torch
 
 SINKS = 4
-"""Queries of the first positions are like no other, and say nothing about those to come."""
+"""Queries of the first positions are unlike all others and say nothing about those to come."""
 
 
 class QueryWindow:
-    """The last queries of a sequence in every layer.
+    """The last queries of a sequence in every layer (SnapKV's observation window).
 
     Args:
-        layers, size, heads, dim: how many, of how many heads.
-        begin: the position of the first one to come.
-        device: where.
+        layers, size, heads, dim: number of layers, of positions that are kept, of query heads; head
+            dimension.
+        begin: the position of the first query that will come.
+        device: where the queries are kept.
 
     Attributes:
         size: how many positions' queries are kept.
-        ring: float32 ``[layers, size, H, D]``, rotated and scaled; position p is in ``[:, p % size]``.
+        ring: float32 ``[layers, size, H, D]``, rotated and scaled; position p is at ``[:, p % size]``.
     """
 
     def __init__(self, layers: int, size: int, heads: int, dim: int, begin: int,
@@ -31,29 +32,30 @@ class QueryWindow:
         self.size, self._begin = size, begin
         self.ring = torch.zeros(layers, size, heads, dim, device=device)
 
-    def put(self, layer: int, q: torch.Tensor, end: int) -> None:
-        """Keep ``q [H, n, D]``, the queries of the positions before ``end``."""
-        some = q[:, -self.size:]
-        at = torch.arange(end - some.shape[1], end, device=q.device) % self.size
-        self.ring[layer, at] = some.transpose(0, 1).float()
+    def put(self, layer: int, queries: torch.Tensor, end: int) -> None:
+        """Keep ``queries [H, n, D]``, those of the positions before ``end``."""
+        kept = queries[:, -self.size:]
+        index = torch.arange(end - kept.shape[1], end, device=queries.device) % self.size
+        self.ring[layer, index] = kept.transpose(0, 1).float()
 
     def last(self, layer: int, end: int, count: int) -> torch.Tensor:
-        """float32 ``[H, n, D]``: of the positions before ``end`` at most so many that are here."""
+        """The queries of at most ``count`` positions before ``end``, as far as they are kept: float32
+        ``[H, n, D]``."""
         begin = max(self._begin, end - min(count, self.size))
-        at = torch.arange(begin, end, device=self.ring.device) % self.size
-        return self.ring[layer, at].transpose(0, 1)
+        index = torch.arange(begin, end, device=self.ring.device) % self.size
+        return self.ring[layer, index].transpose(0, 1)
 
     def copy(self) -> QueryWindow:
-        """Another with the same queries."""
+        """An independent copy."""
         layers, size, heads, dim = self.ring.shape
-        made = QueryWindow(layers, size, heads, dim, self._begin, self.ring.device)
-        made.ring.copy_(self.ring)
-        return made
+        window = QueryWindow(layers, size, heads, dim, self._begin, self.ring.device)
+        window.ring.copy_(self.ring)
+        return window
 
 
 @dataclass
 class QueryMoments:
-    """Sums over queries before rotation, float64: ``count``, ``total [H, D]``, ``squares [H, D, D]``."""
+    """Sums over queries before RoPE, float64: ``count``, ``total [H, D]``, ``squares [H, D, D]``."""
 
     count: int
     total: torch.Tensor
@@ -61,20 +63,20 @@ class QueryMoments:
 
     @classmethod
     def none(cls, heads: int, dim: int, device: torch.device) -> QueryMoments:
-        """Of no query."""
+        """The moments of no query."""
         total = torch.zeros(heads, dim, dtype=torch.float64, device=device)
         return cls(0, total, total.new_zeros(heads, dim, dim))
 
-    def add(self, q: torch.Tensor) -> None:
-        """Queries ``[H, n, D]``."""
-        some = q.double()
-        self.count += q.shape[1]
-        self.total += some.sum(1)
-        self.squares += some.mT @ some
+    def add(self, queries: torch.Tensor) -> None:
+        """Add ``queries [H, n, D]``."""
+        exact = queries.double()
+        self.count += queries.shape[1]
+        self.total += exact.sum(1)
+        self.squares += exact.mT @ exact
 
     @property
     def nbytes(self) -> int:
-        """Of both sums."""
+        """Bytes of both sums."""
         return self.total.nbytes + self.squares.nbytes
 
     def mean(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A prompt fed again behind itself: what is looked up to write it once more is what it consists of.
+"""KVzip's scores: feed the prompt again and record the attention that each of its positions receives.
 
-The idea is KVzip's, https://arxiv.org/abs/2505.23416: there the model is told to repeat the text; here the
-text itself is what tells it to, piece by piece.
+After https://arxiv.org/abs/2505.23416. There the model is told to repeat the text. Here a chunk of the text
+is fed behind the whole of it, which makes the model look up the rest by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.kv import attention_scores
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
@@ -20,65 +19,69 @@ if TYPE_CHECKING:
 
 CHUNK = 512
 """Tokens that go through the model at once."""
-LEAST = 64
-"""Shorter pieces are as good as nothing."""
-LEAD = 8
-"""A piece begins with so many tokens of the one before, so that its first ones are found, too."""
+MIN_CHUNK = 64
+"""Shorter chunks score too little."""
+OVERLAP = 8
+"""Each chunk begins with this many tokens of the one before, so that its first tokens are looked up too."""
 
 
-def reread(cache: KVCache, number: int, model: LanguageModel, tokens: list[int], size: int,
-           portion: Callable[[], int]) -> Generator[int, None, None]:
-    """Leave in a sequence's ``sums`` the largest attention that each slot gets while its text comes again.
+def reread(cache: KVCache, number: int, batch_of: Callable[[int], KVCacheProtocol], model: LanguageModel,
+           tokens: list[int], size: int, token_budget: Callable[[], int]) -> Generator[int, None, None]:
+    """Leave in a sequence's ``attention_received`` the largest attention that each slot gets from its own
+    text.
 
     Args:
-        cache: holds it.
-        number: of the sequence.
-        model: that filled it.
+        cache: holds the sequence.
+        number: id of the sequence.
+        batch_of: a fork's id → it as the one row of a step of the phase ``reread``.
+        model: that filled the cache.
         tokens: the prompt.
-        size: tokens of a piece, at most; each is fed to a fork of its own.
-        portion: how many tokens go through the model at once; asked every time.
+        size: tokens of a chunk, at most; each is fed to a fork of its own.
+        token_budget: how many tokens go through the model at once; asked every time.
 
     Yields:
-        Tokens that just went through the model; other steps may come between.
+        The number of tokens that just went through the model; other steps may come between.
 
     Raises:
-        UsageError: the model's context has no room for a piece behind the prompt.
+        UsageError: the model's context has no room for a chunk behind the prompt.
     """
     sequence = cache.sequence(number)
-    ends = [int(layer.lengths.max()) for layer in sequence.layers]
+    ends = [int(state.lengths.max()) for state in sequence.layers]
     # behind the prompt, where the model still knows positions
-    size = min(size, cache.config.max_position_embeddings - cache.seen(number) - LEAD)
-    if size < min(LEAST, len(tokens)):
+    size = min(size, cache.config.max_position_embeddings - cache.seen(number) - OVERLAP)
+    if size < min(MIN_CHUNK, len(tokens)):
         raise UsageError(f"a prompt of {cache.seen(number)} tokens is too long for {cache.policy.name!r}",
                          why=f"it comes again behind itself, and the model's context has "
                              f"{cache.config.max_position_embeddings}", next="use --kv 'expected(0.5)'")
     for begin in range(0, len(tokens), size):
         fork = cache.fork(number)
         try:
-            found = yield from _looked_at(cache, fork, model, tokens[max(0, begin - LEAD):begin + size],
-                                          portion)
+            chunk = tokens[max(0, begin - OVERLAP):begin + size]
+            received = yield from _attention_from(cache, fork, batch_of, model, chunk, token_budget)
         finally:
             cache.free([fork])
-        for layer, peaks, end in zip(sequence.layers, found, ends):
-            if peaks is None:
+        for state, largest, end in zip(sequence.layers, received, ends):
+            if largest is None:
                 continue
-            peaks = peaks[:, :end].clone()
-            layer.sums = peaks if layer.sums is None else torch.maximum(layer.sums, peaks)
+            largest = largest[:, :end].clone()
+            before = state.attention_received
+            state.attention_received = largest if before is None else torch.maximum(before, largest)
 
 
-def _looked_at(cache: KVCache, fork: int, model: LanguageModel, tokens: list[int],
-               portion: Callable[[], int]) -> Generator[int, None, list[torch.Tensor | None]]:
-    """Feed these; returns of each layer that the policy is for float32 ``[Hkv, S]``."""
+def _attention_from(cache: KVCache, fork: int, batch_of: Callable[[int], KVCacheProtocol],
+                    model: LanguageModel, tokens: list[int], token_budget: Callable[[], int],
+                    ) -> Generator[int, None, list[torch.Tensor | None]]:
+    """Feed ``tokens``; returns float32 ``[Hkv, S]`` for each layer that the policy manages."""
     start = 0
     while start < len(tokens):
-        some = tokens[start:start + portion()]
+        some = tokens[start:start + token_budget()]
         ids = torch.tensor([some], device=cache.device)
-        batch: KVCacheProtocol = cache.batch([fork], "reread")
+        batch = batch_of(fork)
         model.hidden(ids, batch.next_positions(len(some)), batch)
         start += len(some)
         yield len(some)
-    found: list[torch.Tensor | None] = []
-    for index, layer in enumerate(cache.sequence(fork).layers):
-        attention_scores.accumulate(cache, index, layer, layer.seen)
-        found.append(layer.sums)
-    return found
+    received: list[torch.Tensor | None] = []
+    for layer, state in zip(cache.layers, cache.sequence(fork).layers):
+        layer.accumulate(state)
+        received.append(state.attention_received)
+    return received

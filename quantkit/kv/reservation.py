@@ -1,4 +1,4 @@
-"""A cache whose memory is fixed: its pages exist from the beginning, and sequences are promised theirs."""
+"""A cache whose memory is fixed: its pages exist from the beginning, and are reserved for sequences."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from quantkit.errors import UsageError
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import Footprint, LayerGroup, PeakUsage, footprint
-from quantkit.kv.reread import LEAD
+from quantkit.kv.reread import OVERLAP
 from quantkit.units import human_bytes
 
-AHEAD = 128
-"""Tokens that a decoding sequence may be given pages for at a time."""
+LOOKAHEAD = 128
+"""Tokens for which a decoding sequence may be given pages at a time."""
 
 
 class PageReservation:
     """Takes all of a cache's memory at once, and says which sequences it is enough for.
 
     Args:
-        cache: with no sequence yet.
-        size: bytes for all pages and what the policy watches, at most.
-        sequences: that are to be there side by side, at most.
+        cache: without sequences.
+        size: bytes for all pages and for what the policy tracks, at most.
+        sequences: that run side by side, at most.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
 
     Attributes:
-        tokens: of one sequence that is alone there, at most.
+        tokens: the longest sequence that fits alone.
 
     Raises:
         UsageError: the memory isn't enough for a page of each head.
@@ -36,114 +36,121 @@ class PageReservation:
 
     def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int) -> None:
         self._cache = cache
-        whole = functools.reduce(_either, (
+        interval = cache.policy.decode_interval or 1
+        longest = functools.reduce(_larger, (
             footprint(cache.config, cache.spec, cache.dtype, context, prompt, chunk)
-            for prompt in {context - 1, max(1, context - (cache.policy.every or 1)), context // 2, 1}))
-        whole = dataclasses.replace(whole, kinds=tuple(
-            _ahead(kind, -(-context // PAGE)) for kind in whole.kinds))
-        self._whole = [(kind.most.codes, kind.decoding.codes) for kind in whole.kinds]
-        self._kinds = [self._kind_of(whole, layer) for layer in range(len(cache.stores))]
-        self._room = _pages(whole, size, sequences)
-        for store, kind in zip(cache.stores, self._kinds):
-            store.pages.keep(self._room[kind] * cache.heads)
+            for prompt in {context - 1, max(1, context - interval), context // 2, 1}))
+        longest = dataclasses.replace(longest, groups=tuple(
+            _with_lookahead(group, -(-context // PAGE)) for group in longest.groups))
+        self._limits = [(group.peak.codes, group.decoding.codes) for group in longest.groups]
+        self._groups = [self._group_of(longest, layer) for layer in range(len(cache.layers))]
+        self._available = _available_pages(longest, size, sequences)
+        for layer, group in zip(cache.layers, self._groups):
+            store = layer.store
+            store.pages.keep(self._available[group] * cache.heads)
             if store.residual is not None:
-                store.residual.keep(whole.kinds[kind].pages(sequences)[1] * cache.heads)
-        self._promised: dict[int, Sequence[int]] = {}
+                store.residual.keep(longest.groups[group].pages(sequences)[1] * cache.heads)
+        self._reserved: dict[int, Sequence[int]] = {}
         self._tokens: dict[int, int] = {}
-        self.tokens = self._most(context)
+        self.tokens = self._longest(context)
 
     def fits(self, tokens: int) -> bool:
-        """Whether there is room for a sequence of so many tokens, its prompt's included."""
-        return all(sum(one[kind] for one in self._promised.values()) + need <= room
-                   for kind, (need, room) in enumerate(zip(self._needs(tokens)[0], self._room)))
+        """Whether there are pages for a sequence of this length, its prompt included."""
+        return all(sum(reserved[group] for reserved in self._reserved.values()) + needed <= available
+                   for group, (needed, available) in enumerate(zip(self._needed(tokens)[0], self._available)))
 
-    def promise(self, number: int, tokens: int) -> None:
-        """Its pages are for no other sequence from now on, until :meth:`release`."""
-        self._promised[number], self._tokens[number] = self._needs(tokens)[0], tokens
+    def reserve(self, number: int, tokens: int) -> None:
+        """Reserve a sequence's pages until :meth:`release`."""
+        self._reserved[number], self._tokens[number] = self._needed(tokens)[0], tokens
 
-    def settle(self, number: int) -> None:
-        """Its prompt has ended: it needs no more than what is left of that and its answer take."""
-        held, tokens = self._cache.sequence(number), self._tokens[number]
-        ends = -(-(held.lengths + (tokens - int(held.seen[-1]))) // PAGE)  # [layers, heads]
-        left = [0] * len(self._whole)
-        for kind, pages in zip(self._kinds, ends.sum(1).tolist()):
-            left[kind] = max(left[kind], -(-pages // self._cache.heads))
-        self._promised[number] = [min(most, now) for most, now in zip(self._needs(tokens)[1], left)]
+    def shrink_to_answer(self, number: int) -> None:
+        """A sequence's prompt has ended: reserve no more than what it kept and its answer take."""
+        sequence, tokens = self._cache.sequence(number), self._tokens[number]
+        ends = -(-(sequence.lengths + (tokens - int(sequence.seen[-1]))) // PAGE)  # [layers, heads]
+        needed = [0] * len(self._limits)
+        for group, pages in zip(self._groups, ends.sum(1).tolist()):
+            needed[group] = max(needed[group], -(-pages // self._cache.heads))
+        self._reserved[number] = [min(limit, pages) for limit, pages in zip(self._needed(tokens)[1], needed)]
 
     def release(self, number: int) -> None:
         """A sequence has ended."""
-        del self._promised[number], self._tokens[number]
+        del self._reserved[number], self._tokens[number]
 
     def check(self, tokens: int) -> None:
         """Raises UsageError: even alone such a sequence doesn't fit."""
         if tokens > self.tokens:
-            held = human_bytes(self._cache.allocated_bytes)
+            size = human_bytes(self._cache.allocated_bytes)
             raise UsageError(f"{tokens:,} tokens don't fit into the KV cache",
-                             why=f"its {held} hold a sequence of {self.tokens:,} tokens",
+                             why=f"its {size} hold a sequence of {self.tokens:,} tokens",
                              next="ask for fewer tokens, or give --kv int4")
 
-    def _needs(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Pages of codes in a head, by kind of layer: at any time, and while it decodes.
+    def _needed(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Pages of codes in a head, by group of layers: at any time, and while the sequence decodes.
 
-        No policy holds more slots than there were tokens, nor more than it does of the longest text. One that
-        has the prompt come again holds a piece of that twice meanwhile, on pages of its own.
+        No policy holds more slots than there were tokens, nor more than it holds of the longest text. One
+        that rereads the prompt holds a chunk of it twice meanwhile, on pages of its own.
         """
-        piece = self._cache.policy.reread_prompt
+        chunk = self._cache.policy.reread_prompt
         pages = -(-tokens // PAGE)
-        filling = pages if piece is None else -(-(tokens + min(tokens, piece + LEAD)) // PAGE) + 1
-        return ([min(most, filling) for most, _ in self._whole],
-                [min(decoding, pages) for _, decoding in self._whole])
+        filling = pages if chunk is None else -(-(tokens + min(tokens, chunk + OVERLAP)) // PAGE) + 1
+        return ([min(peak, filling) for peak, _ in self._limits],
+                [min(decoding, pages) for _, decoding in self._limits])
 
-    def _kind_of(self, whole: Footprint, layer: int) -> int:
+    def _group_of(self, longest: Footprint, layer: int) -> int:
         cache = self._cache
-        own = cache.policies[layer] is not cache.policy
+        model_window = cache.layers[layer].policy is not cache.policy
         window = cache.config.sliding_windows[layer]
-        return next(at for at, kind in enumerate(whole.kinds) if (kind.own, kind.window) == (own, window))
+        return next(index for index, group in enumerate(longest.groups)
+                    if (group.model_window, group.window) == (model_window, window))
 
-    def _most(self, context: int) -> int:
+    def _longest(self, context: int) -> int:
         """The longest sequence that fits alone."""
         low, high = 0, context
         while low < high:
             middle = (low + high + 1) // 2
-            if all(need <= room for need, room in zip(self._needs(middle)[0], self._room)):
+            if all(needed <= available for needed, available in zip(self._needed(middle)[0],
+                                                                    self._available)):
                 low = middle
             else:
                 high = middle - 1
         return low
 
 
-def _ahead(kind: LayerGroup, pages: int) -> LayerGroup:
-    """With pages for :data:`AHEAD` tokens more, which it may be given before it needs them; all ``pages`` of
-    the longest text are enough."""
-    def more(one: PeakUsage) -> PeakUsage:
-        return dataclasses.replace(one, codes=max(one.codes, min(one.codes + AHEAD // PAGE, pages)),
-                                   residual=one.residual + (AHEAD // PAGE if one.residual else 0))
+def _with_lookahead(group: LayerGroup, pages: int) -> LayerGroup:
+    """With pages for :data:`LOOKAHEAD` more tokens, which a sequence may get before it needs them; never more
+    than all ``pages`` of the longest text."""
+    def extended(usage: PeakUsage) -> PeakUsage:
+        return dataclasses.replace(
+            usage, codes=max(usage.codes, min(usage.codes + LOOKAHEAD // PAGE, pages)),
+            residual=usage.residual + (LOOKAHEAD // PAGE if usage.residual else 0))
 
-    return dataclasses.replace(kind, filling=more(kind.filling), decoding=more(kind.decoding))
+    return dataclasses.replace(group, filling=extended(group.filling), decoding=extended(group.decoding))
 
 
-def _either(one: Footprint, other: Footprint) -> Footprint:
+def _larger(first: Footprint, second: Footprint) -> Footprint:
     """Enough for both."""
-    kinds = (dataclasses.replace(a, filling=a.filling | b.filling, decoding=a.decoding | b.decoding)
-             for a, b in zip(one.kinds, other.kinds, strict=True))
-    return dataclasses.replace(one, kinds=tuple(kinds))
+    groups = (dataclasses.replace(a, filling=a.filling | b.filling, decoding=a.decoding | b.decoding)
+              for a, b in zip(first.groups, second.groups, strict=True))
+    return dataclasses.replace(first, groups=tuple(groups))
 
 
-def _pages(whole: Footprint, size: int, sequences: int) -> list[int]:
-    """Pages of codes for a head, by kind of layer: all that so many sequences ever take, or as many as the
-    memory has for those layers that grow with the text. What a policy watches comes first."""
-    def bytes_of(kind: LayerGroup, pages: tuple[int, int]) -> int:
-        return whole.heads * kind.layers * sum(n * each for n, each in zip(pages, kind.page_bytes))
+def _available_pages(longest: Footprint, size: int, sequences: int) -> list[int]:
+    """Pages of codes for a head, by group of layers: all that ``sequences`` ever take, or as many as the
+    memory has for those layers that grow with the text. What a policy tracks comes first."""
+    def bytes_of(group: LayerGroup, pages: tuple[int, int]) -> int:
+        return longest.heads * group.layers * sum(n * each for n, each in zip(pages, group.page_bytes))
 
-    wanted = [kind.pages(sequences) for kind in whole.kinds]
-    fixed = whole.acting_bytes + whole.watched_bytes(sequences)
-    fixed += sum(bytes_of(kind, (codes if kind.own else 0, waits))
-                 for kind, (codes, waits) in zip(whole.kinds, wanted))
-    growing = sum(bytes_of(kind, (codes, 0)) for kind, (codes, _) in zip(whole.kinds, wanted) if not kind.own)
+    wanted = [group.pages(sequences) for group in longest.groups]
+    fixed = longest.acting_bytes + longest.tracked_bytes(sequences)
+    fixed += sum(bytes_of(group, (codes if group.model_window else 0, residual))
+                 for group, (codes, residual) in zip(longest.groups, wanted))
+    growing = sum(bytes_of(group, (codes, 0))
+                  for group, (codes, _) in zip(longest.groups, wanted) if not group.model_window)
     share = min(1.0, (size - fixed) / growing) if growing else 1.0
-    found = [codes if kind.own else int(codes * share) for kind, (codes, _) in zip(whole.kinds, wanted)]
-    if size < fixed or min(found) < 1:
+    available = [codes if group.model_window else int(codes * share)
+                 for group, (codes, _) in zip(longest.groups, wanted)]
+    if size < fixed or min(available) < 1:
         raise UsageError(f"{human_bytes(max(0, size))} are too few for the KV cache of {sequences} sequences",
                          why=f"{human_bytes(fixed)} are needed before the first long text",
                          next="decode fewer sequences side by side, or give --kv int4")
-    return found
+    return available

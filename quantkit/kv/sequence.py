@@ -1,4 +1,4 @@
-"""What the cache knows of a sequence: its pages, and how many slots of them it has filled."""
+"""What the cache knows of a sequence: its pages, how many of their slots are filled, and tracked queries."""
 
 from __future__ import annotations
 
@@ -15,165 +15,155 @@ PageTable = npt.NDArray[np.int32]
 
 
 class LayerState:
-    """What the cache knows of one sequence in one layer.
+    """One sequence in one layer.
 
     Attributes:
-        pages: of each key head, in the order of its slots.
-        residual: of each key head, pages of slots that aren't encoded: the first ones of all, if they never
-            are, and those from slot ``starts[head]`` on.
-        lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's own, as ``starts`` is.
+        pages: page numbers of each KV head, in the order of its slots.
+        residual: of each KV head, the pages of unencoded slots: first those of slots that are never encoded,
+            then those from slot ``starts[head]`` on.
+        lengths: slots that each head holds, int32 ``[Hkv]``; a row of the sequence's array, as ``starts`` is.
         steps: decode steps so far.
-        prompt: tokens that it had at its prompt's end.
-        absorbed: tokens whose queries are in ``sums`` and ``moments``.
-        sums: see :attr:`quantkit.kv.base.PolicyView.sums`, of the slots that there were then.
-        moments: of all queries, if the policy wants to know.
-        tables: ``pages`` and ``residual`` as int64 ``[Hkv, n]``, where somebody asked for them.
+        prompt: tokens at the end of the sequence's prompt.
+        accumulated: tokens whose queries are in ``attention_received`` and ``query_moments``.
+        attention_received: see :attr:`quantkit.kv.base.PolicyView.attention_received`, of the slots that
+            there were when it was accumulated.
+        query_moments: of all queries, if the policy tracks them.
+        tables: ``pages`` and ``residual`` as int64 ``[Hkv, n]``, cached once they were asked for.
     """
 
-    __slots__ = (
-        "_index",
-        "_owner",
-        "absorbed",
-        "lengths",
-        "moments",
-        "pages",
-        "prompt",
-        "residual",
-        "starts",
-        "steps",
-        "sums",
-        "tables",
-    )
+    __slots__ = ("_index", "_sequence", "accumulated", "attention_received", "lengths", "pages", "prompt",
+                 "query_moments", "residual", "starts", "steps", "tables")
 
-    def __init__(self, owner: SequenceState, index: int) -> None:
-        self._owner, self._index = owner, index
-        self.lengths, self.starts = owner.lengths[index], owner.starts[index]
+    def __init__(self, sequence: SequenceState, index: int) -> None:
+        self._sequence, self._index = sequence, index
+        self.lengths, self.starts = sequence.lengths[index], sequence.starts[index]
         self.pages: list[list[int]] = [[] for _ in self.lengths]
         self.residual: list[list[int]] = [[] for _ in self.lengths]
-        self.steps = self.prompt = self.absorbed = 0
-        self.sums: torch.Tensor | None = None
-        self.moments: QueryMoments | None = None
+        self.steps = self.prompt = self.accumulated = 0
+        self.attention_received: torch.Tensor | None = None
+        self.query_moments: QueryMoments | None = None
         self.tables: dict[str, torch.Tensor] = {}
 
     def max_lengths(self) -> torch.Tensor:
-        """How many tokens the sequence was announced to have, int64 ``[1]``: longrope asks."""
-        return torch.tensor([self._owner.max_length])
+        """The final length that the sequence was announced with, int64 ``[1]``: longrope depends on it."""
+        return torch.tensor([self._sequence.max_length])
 
     @property
-    def asked(self) -> QueryWindow:
-        """The sequence's last queries; there are none unless the policy listens."""
-        assert self._owner.asked is not None
-        return self._owner.asked
+    def query_window(self) -> QueryWindow:
+        """The sequence's last queries. There are none unless the policy tracks queries."""
+        assert self._sequence.query_window is not None
+        return self._sequence.query_window
 
     @property
     def seen(self) -> int:
-        """Tokens that it had, dropped ones included: the next one's position."""
-        return int(self._owner.seen[self._index])
+        """Tokens of the sequence so far, dropped ones included: the next token's position."""
+        return int(self._sequence.seen[self._index])
 
     @seen.setter
     def seen(self, count: int) -> None:
-        self._owner.seen[self._index] = count
+        self._sequence.seen[self._index] = count
 
     def advance(self, count: int) -> None:
-        """So many tokens are in this layer's pages now; the sequence's tables are to be laid out anew."""
+        """Note that ``count`` more tokens are in this layer's pages; the sequence's tables become stale."""
         self.lengths += count
         self.seen += count
-        self._owner.table = None
+        self._sequence.table = None
 
-    def moved(self) -> None:
-        """Its pages are others now."""
+    def pages_changed(self) -> None:
+        """Forget the tables: the layer has other pages now."""
         self.tables = {}
-        self._owner.table = None
+        self._sequence.table = None
 
 
 class SequenceState:
-    """A sequence in all layers.
+    """One sequence in all layers.
 
     Attributes:
-        max_length: tokens that it was announced to have in the end; 0: few.
-        first: slots that are never encoded.
-        layers: one by one.
+        max_length: the final length that it was announced with, in tokens; 0: short.
+        first: slots at the beginning that are never encoded.
+        layers: its state in each layer.
         lengths, starts: int32 ``[layers, Hkv]``.
-        seen: tokens that each layer had, int64 ``[layers]``.
-        table, residual: page numbers int32 ``[layers, Hkv, width]``; ``None`` until somebody asks.
-        asked: the last queries, while a policy listens.
-        tokens: the prompt's, if the policy wants it fed again.
-        room: tokens that fit before a page is missing, where there is a table.
-        where: addresses of table, lengths, waiting and queries, each table's width behind it, and how many
-            queries are kept, where there is one.
+        seen: tokens that each layer has had, int64 ``[layers]``.
+        table, residual: page numbers int32 ``[layers, Hkv, width]``; ``None`` until they are laid out.
+        query_window: the last queries, while a policy tracks them.
+        tokens: the prompt's token ids, if the policy wants it fed again.
+        free_slots: tokens that fit before a page is missing, where there is a table.
+        addresses: addresses of table, lengths, residual table and queries, each table's width behind it, and
+            how many queries are kept, where there is a table.
     """
 
     def __init__(self, layers: int, heads: int, max_length: int = 0, first: int = 0) -> None:
         self.max_length, self.first = max_length, first
-        self.lengths, self.starts = (np.full((layers, heads), at, np.int32) for at in (0, first))
+        self.lengths, self.starts = (np.full((layers, heads), value, np.int32) for value in (0, first))
         self.seen = np.zeros(layers, np.int64)
         self.layers = [LayerState(self, index) for index in range(layers)]
         self.table: PageTable | None = None
         self.residual: PageTable | None = None
-        self.asked: QueryWindow | None = None
+        self.query_window: QueryWindow | None = None
         self.tokens: list[int] = []
-        self.room = 0
-        self.where = 0, 0, 0, 0, 0, 0, 0
+        self.free_slots = 0
+        self.addresses = 0, 0, 0, 0, 0, 0, 0
 
     @property
-    def watched_bytes(self) -> int:
-        """Bytes of queries and of sums over them."""
-        found = 0 if (asked := self.asked) is None else asked.ring.nbytes
+    def tracked_bytes(self) -> int:
+        """Bytes of kept queries and of what is accumulated over them."""
+        total = 0 if self.query_window is None else self.query_window.ring.nbytes
         for layer in self.layers:
-            found += 0 if (sums := layer.sums) is None else sums.nbytes
-            found += 0 if (moments := layer.moments) is None else moments.nbytes
-        return found
+            total += 0 if layer.attention_received is None else layer.attention_received.nbytes
+            total += 0 if layer.query_moments is None else layer.query_moments.nbytes
+        return total
 
     def lay_out(self, residual_length: int | None) -> None:
         """Make the tables if there are none.
 
         Args:
-            residual_length: the newest slots that wait; ``None``: none ever does.
+            residual_length: how many of the newest slots stay unencoded; ``None``: there is no residual.
         """
         if self.table is not None:
             return
         self.table = _table([layer.pages for layer in self.layers])
         self.residual = _table([layer.residual for layer in self.layers])
-        held, waits = (PAGE * np.array([[*map(len, rows)] for rows in pages]) for pages in (
+        coded, residual = (PAGE * np.array([[*map(len, heads)] for heads in pages]) for pages in (
             [layer.pages for layer in self.layers], [layer.residual for layer in self.layers]))
-        room = held - self.lengths if residual_length is None else np.minimum(
-            held + (self.first + PAGE - 1 + residual_length) - self.lengths,
-            self.starts - self.first + waits - self.lengths)
-        self.room = int(room.min())
-        self.where = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
-                      self.residual.ctypes.data, self.residual.shape[2],
-                      *((0, 0) if self.asked is None else (self.asked.ring.data_ptr(), self.asked.size)))
+        free = coded - self.lengths if residual_length is None else np.minimum(
+            coded + (self.first + PAGE - 1 + residual_length) - self.lengths,
+            self.starts - self.first + residual - self.lengths)
+        self.free_slots = int(free.min())
+        window = self.query_window
+        self.addresses = (self.table.ctypes.data, self.table.shape[2], self.lengths.ctypes.data,
+                          self.residual.ctypes.data, self.residual.shape[2],
+                          *((0, 0) if window is None else (window.ring.data_ptr(), window.size)))
 
-    def start_tracking(self, asked: QueryWindow | None) -> None:
-        """Keep the queries from now on there, or none; what was summed up before is forgotten."""
-        self.asked, self.table = asked, None
+    def track(self, window: QueryWindow | None) -> None:
+        """Keep queries in ``window`` from now on (``None``: keep none) and forget what was accumulated."""
+        self.query_window, self.table = window, None
         for layer in self.layers:
-            layer.absorbed, layer.sums, layer.moments = layer.seen, None, None
+            layer.accumulated, layer.attention_received, layer.query_moments = layer.seen, None, None
 
-    def closing(self, codings: KVCodecs, count: int) -> int:
-        """Pages of a head that are to be encoded with so many more tokens, at most."""
-        ends = np.maximum((self.lengths + (count - codings.residual_length)) & -PAGE, codings.first)
+    def pages_to_encode(self, codecs: KVCodecs, count: int) -> int:
+        """Pages of a head that are to be encoded when ``count`` more tokens come, at most."""
+        ends = np.maximum((self.lengths + (count - codecs.residual_length)) & -PAGE, codecs.first)
         return int((ends - self.starts).max()) // PAGE
 
-    def behind(self, residual_length: int) -> bool:
-        """Whether vectors wait that are codes by now."""
+    def has_stale_residual(self, residual_length: int) -> bool:
+        """Whether the residual still holds pages whose vectors have been encoded."""
         return bool((self.lengths - residual_length - PAGE >= self.starts).any())
 
     def advance(self, count: int) -> None:
-        """So many tokens are in its pages now."""
+        """Note that ``count`` more tokens are in the pages of all layers."""
         self.lengths += count
         self.seen += count
-        self.room -= count
+        self.free_slots -= count
 
 
 def _table(layers: Sequence[Sequence[Sequence[int]]]) -> PageTable:
-    """Page numbers, filled up with 0."""
-    flat = [pages for heads in layers for pages in heads]
-    sizes = set(map(len, flat))
+    """Page numbers as an array, filled up with 0."""
+    rows = [pages for heads in layers for pages in heads]
+    sizes = set(map(len, rows))
     width = max(sizes)
     if len(sizes) == 1:
-        return np.array(flat, np.int32).reshape(len(layers), len(layers[0]), width)
-    table = np.zeros((len(flat), width), np.int32)
-    for row, pages in zip(table, flat):
+        return np.array(rows, np.int32).reshape(len(layers), len(layers[0]), width)
+    table = np.zeros((len(rows), width), np.int32)
+    for row, pages in zip(table, rows):
         row[:len(pages)] = pages
     return table.reshape(len(layers), len(layers[0]), width)

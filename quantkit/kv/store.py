@@ -1,15 +1,16 @@
-"""One layer's keys and values: pages of codes, and pages of vectors that wait to be encoded.
+"""Storage of one layer's keys and values: pages of codes, and pages of the residual.
 
-Codes of one token each are written as they come. Where 64 are encoded together, or the newest are to stay as
-they were computed, vectors wait in pages of their own, in the dtype that they were computed in; a query reads
-``border(n)`` of the n slots that it sees as codes, however the text was cut into steps.
+A codec that encodes each token alone writes its codes at once. Where 64 tokens are encoded together, or the
+newest tokens stay unencoded, vectors are first written to the *residual*: pages of their own, in the dtype in
+which they were computed. Of the n slots that a query sees it reads those below ``border(n)`` as codes,
+however the text was cut into steps.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 
 import torch
 
@@ -18,121 +19,127 @@ from quantkit.kv.page_pool import MoveCounter, PagePool, slots_of
 from quantkit.kv.sequence import LayerState
 
 
-class Store:
-    """Pages of one layer, of all sequences.
+class PageStore:
+    """The pages of one layer, for all sequences.
 
     Args:
-        codings: of keys and values.
-        heads, dim: of keys.
+        codecs: of keys and values.
+        heads, dim: KV heads and head dimension.
         dtype: in which keys and values are computed.
-        numbered: whether each slot keeps its original position; else a slot's number is its position.
+        numbered: whether each slot stores its original position; otherwise a slot's number is its position.
         device: where pages lie.
-        moves: counts how often memory came to lie elsewhere.
+        move_counter: counts how often the pages' memory moved.
 
     Attributes:
-        pages: of codes.
-        residual: of vectors that wait, if any ever do.
+        pages: the pages of codes.
+        residual: the pages of unencoded vectors; ``None`` if the codecs need none.
 
     Raises:
-        UsageError: the head dimension doesn't fit.
+        UsageError: the codecs don't support the head dimension.
     """
 
-    def __init__(self, codings: KVCodecs, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
-                 device: torch.device, moves: MoveCounter) -> None:
-        self._codings, self._heads, self._device, self._numbered = codings, heads, device, numbered
-        self._sides = {"k": codings.keys, "v": codings.values}
+    def __init__(self, codecs: KVCodecs, heads: int, dim: int, dtype: torch.dtype, numbered: bool,
+                 device: torch.device, move_counter: MoveCounter) -> None:
+        self._codecs, self._heads, self._device, self._numbered = codecs, heads, device, numbered
+        self._sides = {"k": codecs.keys, "v": codecs.values}
         places = {"positions": ((), torch.int32)} if numbered else {}
-        layout: Layout = {**self._named(lambda one: one.layout(dim, dtype)), **places}
-        self.pages = PagePool(layout, device, moves, self._named(lambda one: one.shared(dim, dtype)))
-        plain: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
-        self.residual = PagePool({**plain, **places}, device, moves) if codings.has_residual(dim,
-                                                                                             dtype) else None
+        layout: Layout = {**self._by_side(lambda codec: codec.layout(dim, dtype)), **places}
+        self.pages = PagePool(layout, device, move_counter,
+                              self._by_side(lambda codec: codec.shared(dim, dtype)))
+        self.residual: PagePool | None = None
+        if codecs.has_residual(dim, dtype):
+            vectors: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
+            self.residual = PagePool({**vectors, **places}, device, move_counter)
 
-    def _named(self, of: Callable[[SideCodec], Layout]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {f"{side}.{name}": what for side, one in self._sides.items() for name, what in of(one).items()}
+    def _by_side(self, layout_of: Callable[[SideCodec], Layout]) -> dict[str, tuple[tuple[int, ...],
+                                                                                    torch.dtype]]:
+        return {f"{side}.{name}": shape for side, codec in self._sides.items()
+                for name, shape in layout_of(codec).items()}
 
     @property
     def all(self) -> tuple[PagePool, ...]:
-        """Both kinds of pages."""
+        """The pools of both kinds of pages."""
         return (self.pages,) if self.residual is None else (self.pages, self.residual)
 
     @property
     def page_bytes(self) -> tuple[int, int]:
-        """Of a page of codes, and of one of vectors that wait: 0 if none ever do."""
+        """Bytes of a page of codes, and of a page of the residual (0 if there is none)."""
         return self.pages.page_bytes, 0 if self.residual is None else self.residual.page_bytes
 
     # -- taking and giving
 
-    def reserve(self, held: LayerState, count: int) -> None:
-        """Pages for so many more tokens, which no other sequence holds."""
-        lengths, first = held.lengths.tolist(), self._codings.first
+    def reserve(self, state: LayerState, count: int) -> None:
+        """Take pages for ``count`` more tokens, which no other sequence holds."""
+        lengths, first = state.lengths.tolist(), self._codecs.first
         ends = [length + count for length in lengths]
         if self.residual is None:
-            moved = _grow(self.pages, held.pages, lengths, ends)
+            moved = _grow(self.pages, state.pages, lengths, ends)
         else:
-            starts = held.starts.tolist()
-            moved = _grow(self.pages, held.pages, [start - first for start in starts],
-                          [self._codings.border(end) - first for end in ends])
+            starts = state.starts.tolist()
+            moved = _grow(self.pages, state.pages, [start - first for start in starts],
+                          [self._codecs.border(end) - first for end in ends])
             begins, ends = ([first + at - start for at, start in zip(ats, starts)] for ats in (lengths, ends))
-            moved = _grow(self.residual, held.residual, begins, ends) or moved
+            moved = _grow(self.residual, state.residual, begins, ends) or moved
         if moved:
-            held.moved()
+            state.pages_changed()
 
-    def allocate(self, held: LayerState, count: int) -> list[int]:
-        """Slots for that many tokens, by head, then token: of pages that wait, if any do."""
-        self.reserve(held, count)
-        pages, before = (held.pages, [0] * self._heads) if self.residual is None else (
-            held.residual, [start - self._codings.first for start in held.starts.tolist()])
-        slots = [slot for own, length, gone in zip(pages, held.lengths.tolist(), before)
-                 for slot in slots_of(own, length - gone, count)]
-        held.advance(count)
+    def allocate(self, state: LayerState, count: int) -> list[int]:
+        """Take slots for ``count`` tokens, by head, then token: of the residual if there is one."""
+        self.reserve(state, count)
+        pages, skips = (state.pages, [0] * self._heads) if self.residual is None else (
+            state.residual, [start - self._codecs.first for start in state.starts.tolist()])
+        slots = [slot for head_pages, length, skipped in zip(pages, state.lengths.tolist(), skips)
+                 for slot in slots_of(head_pages, length - skipped, count)]
+        state.advance(count)
         return slots
 
-    def settle(self, held: LayerState) -> bool:
-        """Give back pages whose vectors are codes by now; whether there were any."""
+    def settle(self, state: LayerState) -> bool:
+        """Give back residual pages whose vectors have been encoded; returns whether there were any."""
         if self.residual is None:
             return False
         before = self.residual.used
-        for head, length in enumerate(held.lengths.tolist()):
-            start = int(held.starts[head])
-            done = (self._codings.border(length) - start) // PAGE
-            if done > 0:
-                gone = self._gone(done)
-                self.residual.give(held.residual[head][gone])
-                del held.residual[head][gone]
-                held.starts[head] = start + done * PAGE
-                held.moved()
+        for head, length in enumerate(state.lengths.tolist()):
+            start = int(state.starts[head])
+            count = (self._codecs.border(length) - start) // PAGE
+            if count > 0:
+                encoded = self._next_pages(count)
+                self.residual.give(state.residual[head][encoded])
+                del state.residual[head][encoded]
+                state.starts[head] = start + count * PAGE
+                state.pages_changed()
         return self.residual.used < before
 
-    def release(self, held: LayerState) -> None:
-        """Give back everything."""
-        self.pages.give(itertools.chain.from_iterable(held.pages))
+    def release(self, state: LayerState) -> None:
+        """Give back all pages of a sequence."""
+        self.pages.give(itertools.chain.from_iterable(state.pages))
         if self.residual is not None:
-            self.residual.give(itertools.chain.from_iterable(held.residual))
+            self.residual.give(itertools.chain.from_iterable(state.residual))
 
-    def fork(self, held: LayerState, own: LayerState, shared: bool) -> None:
-        """``own``, which holds nothing, gets what ``held`` does: the same pages, or copies of them."""
-        for pages, name in zip(self.all, ("pages", "residual")):
-            mine = [list(one) for one in getattr(held, name)]
-            pages.share(itertools.chain.from_iterable(mine))
-            for one in () if shared else mine:
-                pages.own(one, 0)
-            setattr(own, name, mine)
-        own.lengths[:], own.starts[:], own.seen, own.steps = held.lengths, held.starts, held.seen, held.steps
-        own.prompt, own.absorbed, own.sums = held.prompt, held.absorbed, held.sums  # never written to
-        own.moments = copy.deepcopy(held.moments)
-        held.moved()  # its next token is written to a page that is shared now
-        own.moved()
+    def fork(self, state: LayerState, copy: LayerState, shared: bool) -> None:
+        """Give the empty ``copy`` what ``state`` holds: the same pages if ``shared``, else copies of them."""
+        for pool, name in zip(self.all, ("pages", "residual")):
+            heads = [list(pages) for pages in getattr(state, name)]
+            pool.share(itertools.chain.from_iterable(heads))
+            for pages in () if shared else heads:
+                pool.own(pages, 0)
+            setattr(copy, name, heads)
+        copy.lengths[:], copy.starts[:] = state.lengths, state.starts
+        copy.seen, copy.steps, copy.prompt = state.seen, state.steps, state.prompt
+        copy.accumulated, copy.attention_received = state.accumulated, state.attention_received  # never written to
+        copy.query_moments = deepcopy(state.query_moments)
+        state.pages_changed()  # its next token is written to a page that is shared now
+        copy.pages_changed()
 
     def shrink(self, holders: Sequence[LayerState]) -> None:
-        """Give memory back if much of it is free."""
-        for pages, name in zip(self.all, ("pages", "residual")):
-            moved = pages.shrink()
+        """Give memory back if a quarter of it is free, and correct the page numbers of its holders."""
+        for pool, name in zip(self.all, ("pages", "residual")):
+            moved = pool.shrink()
             if moved is None:
                 continue
-            for held in holders:
-                setattr(held, name, [[moved.get(page, page) for page in own] for own in getattr(held, name)])
-                held.moved()
+            for state in holders:
+                heads = getattr(state, name)
+                setattr(state, name, [[moved.get(page, page) for page in pages] for pages in heads])
+                state.pages_changed()
 
     # -- writing
 
@@ -145,30 +152,31 @@ class Store:
         if self.residual is None:
             values = self._encoded(k, v)
         else:
-            pages, values = self.residual, {name: self._waitable(x) for name, x in values.items()}
+            pages, values = self.residual, {name: self._clamped(x) for name, x in values.items()}
         if self._numbered:
             values["positions"] = positions.to(torch.int32)
         pages.write(where, values)
 
-    def _waitable(self, x: torch.Tensor) -> torch.Tensor:
-        """As a page of vectors holds it: nothing is infinite."""
+    def _clamped(self, x: torch.Tensor) -> torch.Tensor:
+        """Vectors as the residual stores them: nothing is infinite."""
         assert self.residual is not None
         dtype = self.residual.parts["k.values"].dtype
-        most = torch.finfo(dtype).max
-        return x.clamp(-most, most).to(dtype)
+        largest = torch.finfo(dtype).max
+        return x.clamp(-largest, largest).to(dtype)
 
-    def close(self, held: LayerState) -> None:
-        """Encode what has waited long enough; the vectors stay where they are until :meth:`settle`."""
+    def close(self, state: LayerState) -> None:
+        """Encode the vectors that are older than the residual window; they stay there until
+        :meth:`settle`."""
         if self.residual is None:
             return
         source: list[int] = []
         target: list[int] = []
-        for head, length in enumerate(held.lengths.tolist()):
-            start = int(held.starts[head])
-            done = (self._codings.border(length) - start) // PAGE
-            place = (start - self._codings.first) // PAGE
-            source += held.residual[head][self._gone(done)]
-            target += held.pages[head][place:place + done]
+        for head, length in enumerate(state.lengths.tolist()):
+            start = int(state.starts[head])
+            count = (self._codecs.border(length) - start) // PAGE
+            page = (start - self._codecs.first) // PAGE
+            source += state.residual[head][self._next_pages(count)]
+            target += state.pages[head][page:page + count]
         if not source:
             return
         pages = torch.tensor(source, device=self._device)
@@ -178,9 +186,9 @@ class Store:
             values["positions"] = self.residual.parts["positions"][pages]
         self.pages.fill(torch.tensor(target, device=self._device), values)
 
-    def _gone(self, count: int) -> slice:
-        """Where a head's pages are that were the next to be encoded."""
-        kept = self._codings.first // PAGE
+    def _next_pages(self, count: int) -> slice:
+        """Where in a head's residual the next ``count`` pages to be encoded are."""
+        kept = self._codecs.first // PAGE
         return slice(kept, kept + max(0, count))
 
     def _encoded(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -189,168 +197,172 @@ class Store:
 
     # -- reading
 
-    def read(self, held: LayerState, side: str, borders: Sequence[int] | None = None) -> torch.Tensor:
-        """``[Hkv, S, D]``, decoded; behind a head's length anything finite.
+    def read(self, state: LayerState, side: str, borders: Sequence[int] | None = None) -> torch.Tensor:
+        """All vectors of one side, decoded: ``[Hkv, S, D]``; beyond a head's length anything finite.
 
         Args:
-            held: whose.
+            state: the sequence.
             side: ``k`` or ``v``.
-            borders: how many slots of each head to read as codes where others wait; by default all that
-                are old enough.
+            borders: with a residual, how many slots of each head to read as codes; by default all that are
+                older than the residual window.
         """
-        most, table = int(held.lengths.max()), self.table(held)
+        longest, table = int(state.lengths.max()), self.table(state)
         names = [name for name in self.pages.parts if name.startswith(f"{side}.")]
         codes = self._sides[side].decode(
             {name.removeprefix(f"{side}."): self.pages.read(name, table) for name in names}).flatten(1, 2)
         if self.residual is None:
-            return codes[:, :most]
-        lengths = held.lengths.tolist()
+            return codes[:, :longest]
+        lengths = state.lengths.tolist()
         if borders is None:
-            borders = [self._codings.border(length) for length in lengths]
-        residual = self.residual.read(f"{side}.values", self.table(held, "residual")).flatten(1, 2)
-        return self._joined(held, codes, residual, borders)
+            borders = [self._codecs.border(length) for length in lengths]
+        residual = self.residual.read(f"{side}.values", self.table(state, "residual")).flatten(1, 2)
+        return self._joined(state, codes, residual, borders)
 
-    def _joined(self, held: LayerState, codes: torch.Tensor, residual: torch.Tensor,
+    def _joined(self, state: LayerState, codes: torch.Tensor, residual: torch.Tensor,
                 borders: Sequence[int]) -> torch.Tensor:
-        """What lies in both kinds of pages, by slot: ``[Hkv, S, …]``."""
-        first, most = self._codings.first, int(held.lengths.max())
-        found = codes.new_zeros(self._heads, most, *codes.shape[2:],
+        """Join what both kinds of pages hold, by slot: ``[Hkv, S, …]``."""
+        first, longest = self._codecs.first, int(state.lengths.max())
+        joined = codes.new_zeros(self._heads, longest, *codes.shape[2:],
                                 dtype=torch.promote_types(codes.dtype, residual.dtype))
-        heads = zip(borders, held.starts.tolist(), held.lengths.tolist())
+        heads = zip(borders, state.starts.tolist(), state.lengths.tolist())
         for head, (border, start, length) in enumerate(heads):
-            found[head, :min(first, length)] = residual[head, :min(first, length)]
+            joined[head, :min(first, length)] = residual[head, :min(first, length)]
             if length > first:
-                found[head, first:border] = codes[head, :border - first]
-                found[head, border:length] = residual[head, first + border - start:first + length - start]
-        return found
+                joined[head, first:border] = codes[head, :border - first]
+                joined[head, border:length] = residual[head, first + border - start:first + length - start]
+        return joined
 
-    def positions(self, held: LayerState) -> torch.Tensor:
+    def positions(self, state: LayerState) -> torch.Tensor:
         """Original positions int32 ``[Hkv, S]``; −1 beyond a head's length."""
-        most = int(held.lengths.max())
-        found = torch.arange(most, dtype=torch.int32, device=self._device).expand(self._heads, -1)
-        ends = torch.tensor(held.lengths.tolist(), device=self._device)[:, None]
-        behind = found >= ends
+        longest = int(state.lengths.max())
+        positions = torch.arange(longest, dtype=torch.int32, device=self._device).expand(self._heads, -1)
+        ends = torch.tensor(state.lengths.tolist(), device=self._device)[:, None]
+        beyond = positions >= ends
         if self._numbered:
-            coded = self.pages.read("positions", self.table(held)).flatten(1, 2)
+            coded = self.pages.read("positions", self.table(state)).flatten(1, 2)
             if self.residual is None:
-                found = coded[:, :most]
+                positions = coded[:, :longest]
             else:
-                residual = self.residual.read("positions", self.table(held, "residual")).flatten(1, 2)
-                found = self._joined(held, coded, residual, held.starts.tolist())
-        return found.masked_fill(behind, -1)
+                residual = self.residual.read("positions", self.table(state, "residual")).flatten(1, 2)
+                positions = self._joined(state, coded, residual, state.starts.tolist())
+        return positions.masked_fill(beyond, -1)
 
-    def table(self, held: LayerState, name: str = "pages") -> torch.Tensor:
-        """``pages`` or ``residual``, int64 ``[Hkv, n]``, filled up with 0."""
-        if name not in held.tables:
-            rows: list[list[int]] = getattr(held, name)
-            most = max(map(len, rows))
-            filled = [own + [0] * (most - len(own)) for own in rows]
-            table = torch.tensor(filled, dtype=torch.int64, device=self._device)
-            held.tables[name] = table.view(self._heads, most)  # which may be 0
-        return held.tables[name]
+    def table(self, state: LayerState, name: str = "pages") -> torch.Tensor:
+        """A state's ``pages`` or ``residual`` as int64 ``[Hkv, n]``, padded up with 0."""
+        if name not in state.tables:
+            rows: list[list[int]] = getattr(state, name)
+            width = max(map(len, rows))
+            padded = [pages + [0] * (width - len(pages)) for pages in rows]
+            table = torch.tensor(padded, dtype=torch.int64, device=self._device)
+            state.tables[name] = table.view(self._heads, width)  # which may be 0
+        return state.tables[name]
 
     # -- dropping
 
-    def keep(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
-        """Only these slots stay: of each head int64 ``[n]`` in rising order."""
-        if held.sums is not None:
-            new = held.sums.new_zeros(self._heads, max(map(len, kept)))
+    def keep(self, state: LayerState, kept: Sequence[torch.Tensor]) -> None:
+        """Drop all slots but these: of each head int64 ``[n]`` in rising order."""
+        if state.attention_received is not None:
+            new = state.attention_received.new_zeros(self._heads, max(map(len, kept)))
             for head, slots in enumerate(kept):
-                new[head, :len(slots)] = held.sums[head, slots]
-            held.sums = new
+                new[head, :len(slots)] = state.attention_received[head, slots]
+            state.attention_received = new
         if self.residual is None:
-            self._keep_codes(held, kept)
+            self._keep_codes(state, kept)
         else:
-            self._keep_vectors(held, kept)
-        held.moved()
+            self._keep_vectors(state, kept)
+        state.pages_changed()
 
-    def thin(self, held: LayerState, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
-        """Where vectors wait, give back pages of codes in which no slot is among these; all others stay as
-        they are.
+    def thin(self, state: LayerState, kept: Sequence[torch.Tensor], pages: int = 1) -> None:
+        """With a residual: give back pages of codes of which no slot is kept, without moving the others.
 
         Args:
-            held: whose.
+            state: the sequence.
             kept: as for :meth:`keep`.
-            pages: so many go at once, or none.
+            pages: give back multiples of this many pages only.
         """
-        first = self._codings.first
+        first = self._codecs.first
         for head, slots in enumerate(kept):
-            end = int(held.starts[head])
-            wanted = set((slots[slots >= first] // PAGE - first // PAGE).tolist())
-            gone = [at for at in range((end - first) // PAGE) if at not in wanted]
-            del gone[len(gone) // pages * pages:]
-            own = held.pages[head]
-            self.pages.give([own[at] for at in gone])
-            for at in reversed(gone):
-                del own[at]
-            held.lengths[head] -= PAGE * len(gone)
-            held.starts[head] -= PAGE * len(gone)
-        held.moved()
+            end = int(state.starts[head])
+            needed = set((slots[slots >= first] // PAGE - first // PAGE).tolist())
+            released = [page for page in range((end - first) // PAGE) if page not in needed]
+            del released[len(released) // pages * pages:]
+            head_pages = state.pages[head]
+            self.pages.give([head_pages[page] for page in released])
+            for page in reversed(released):
+                del head_pages[page]
+            state.lengths[head] -= PAGE * len(released)
+            state.starts[head] -= PAGE * len(released)
+        state.pages_changed()
 
-    def _keep_codes(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
-        """Pages before the first dropped slot stay, what follows moves together."""
-        same = [_unmoved(slots) // PAGE for slots in kept]
-        rest = [slots[count * PAGE:] for slots, count in zip(kept, same)]
+    def _keep_codes(self, state: LayerState, kept: Sequence[torch.Tensor]) -> None:
+        """Leave the pages before the first dropped slot as they are; move what follows together."""
+        unmoved = [_unmoved(slots) // PAGE for slots in kept]
+        rest = [slots[count * PAGE:] for slots, count in zip(kept, unmoved)]
         old = torch.cat([pages[slots // PAGE] * PAGE + slots % PAGE
-                         for pages, slots in zip(self.table(held), rest)])
+                         for pages, slots in zip(self.table(state), rest)])
         values = {name: part.view(-1, *part.shape[2:]).index_select(0, old)
                   for name, part in self.pages.parts.items()}
         new, offsets = [], torch.arange(PAGE, device=self._device)
-        for head, (own, slots, count) in enumerate(zip(held.pages, rest, same)):
-            held.lengths[head] = len(kept[head])
-            _replace(self.pages, own, count, -(-len(slots) // PAGE))
-            pages = torch.tensor(own[count:], dtype=torch.int64, device=self._device)
+        for head, (head_pages, slots, count) in enumerate(zip(state.pages, rest, unmoved)):
+            state.lengths[head] = len(kept[head])
+            _replace(self.pages, head_pages, count, -(-len(slots) // PAGE))
+            pages = torch.tensor(head_pages[count:], dtype=torch.int64, device=self._device)
             new.append((pages[:, None] * PAGE + offsets).flatten()[:len(slots)])
         self.pages.write(torch.cat(new), values)
 
-    def _keep_vectors(self, held: LayerState, kept: Sequence[torch.Tensor]) -> None:
-        """Pages of codes before the first dropped slot stay; what follows is encoded again, or residual."""
+    def _keep_vectors(self, state: LayerState, kept: Sequence[torch.Tensor]) -> None:
+        """Leave the pages of codes before the first dropped slot; encode what follows anew, or keep it in the
+        residual."""
         assert self.residual is not None
-        places = self.positions(held)
-        sides = {side: self.read(held, side) for side in "kv"}
-        fixed, target = self._codings.first, list[int]()
+        positions = self.positions(state)
+        sides = {side: self.read(state, side) for side in "kv"}
+        first, target = self._codecs.first, list[int]()
         coded = []
         for head, slots in enumerate(kept):
             count = len(slots)
-            border = self._codings.border(count)
-            begin = min(_unmoved(slots) & -PAGE, border, int(held.starts[head]))
-            begin = max(fixed, begin)  # codes before it stay
-            own, place = held.pages[head], (begin - fixed) // PAGE
-            _replace(self.pages, own, place, (border - begin) // PAGE)
-            target += own[place:]
-            again, stay = slots[begin:border], torch.cat((slots[:fixed], slots[border:]))
-            coded.append((sides["k"][head, again], sides["v"][head, again], places[head, again]))
-            _replace(self.residual, held.residual[head], 0, -(-len(stay) // PAGE))
-            held.lengths[head], held.starts[head] = count, border
-            where = slots_of(held.residual[head], 0, len(stay))
-            self.write(where, sides["k"][head, stay], sides["v"][head, stay], places[head, stay])
+            border = self._codecs.border(count)
+            begin = min(_unmoved(slots) & -PAGE, border, int(state.starts[head]))
+            begin = max(first, begin)  # codes before it stay
+            head_pages, page = state.pages[head], (begin - first) // PAGE
+            _replace(self.pages, head_pages, page, (border - begin) // PAGE)
+            target += head_pages[page:]
+            recoded, stay = slots[begin:border], torch.cat((slots[:first], slots[border:]))
+            coded.append((sides["k"][head, recoded], sides["v"][head, recoded], positions[head, recoded]))
+            _replace(self.residual, state.residual[head], 0, -(-len(stay) // PAGE))
+            state.lengths[head], state.starts[head] = count, border
+            where = slots_of(state.residual[head], 0, len(stay))
+            self.write(where, sides["k"][head, stay], sides["v"][head, stay], positions[head, stay])
         if not target:
             return
         k, v, at = (torch.cat(parts) for parts in zip(*coded))
-        k, v = (self._waitable(x).unflatten(0, (-1, PAGE)) for x in (k, v))
+        k, v = (self._clamped(x).unflatten(0, (-1, PAGE)) for x in (k, v))
         values = self._encoded(k, v)
         if self._numbered:
             values["positions"] = at.view(-1, PAGE)
         self.pages.fill(torch.tensor(target, device=self._device), values)
 
 
-def _grow(pages: PagePool, held: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
-    """Pages of each head for its slots before ``end``, its own from slot ``begin`` on; whether any is new."""
-    missing = [max(0, -(-end // PAGE) - len(own)) for own, end in zip(held, ends)]
-    new = iter(pages.take(sum(missing)))
-    for own, more in zip(held, missing):
-        own += itertools.islice(new, more)
-    copied = [pages.own(own, begin // PAGE) for own, begin in zip(held, begins)]
+def _grow(pool: PagePool, heads: Sequence[list[int]], begins: Iterable[int], ends: Iterable[int]) -> bool:
+    """Take the pages that each head lacks for its slots before ``end``, unshared from slot ``begin`` on.
+
+    Returns:
+        Whether any page is new.
+    """
+    missing = [max(0, -(-end // PAGE) - len(head_pages)) for head_pages, end in zip(heads, ends)]
+    new = iter(pool.take(sum(missing)))
+    for head_pages, more in zip(heads, missing):
+        head_pages += itertools.islice(new, more)
+    copied = [pool.own(head_pages, begin // PAGE) for head_pages, begin in zip(heads, begins)]
     return any(missing) or any(copied)
 
 
-def _replace(pages: PagePool, own: list[int], stay: int, more: int) -> None:
-    """Of a head's pages the first stay, others are given back for so many new ones."""
-    pages.give(own[stay:])
-    own[stay:] = pages.take(more)
+def _replace(pool: PagePool, head_pages: list[int], stay: int, more: int) -> None:
+    """Keep the first ``stay`` of a head's pages; exchange the others for ``more`` new ones."""
+    pool.give(head_pages[stay:])
+    head_pages[stay:] = pool.take(more)
 
 
 def _unmoved(slots: torch.Tensor) -> int:
-    """How many of these slots, in rising order, keep their number when others are dropped."""
+    """How many of these slots, in rising order, keep their number when all others are dropped."""
     other = (slots != torch.arange(len(slots), device=slots.device)).nonzero()
     return int(other[0]) if len(other) else len(slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -102,12 +102,17 @@ class LanguageModel(Protocol):
         config: its shape.
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
+        runs_ahead: whether the next step can be launched before the host has read this one's tokens.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     decode_rows: int
+    runs_ahead: bool
+
+    def check_cache(self, cache: Any) -> None:
+        """Raises UsageError: the model can't be run with such a KVCache."""
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,13 +142,13 @@ class CausalLM:
         device: where it computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows: as :class:`LanguageModel` says.
+        decode_rows, runs_ahead: as :class:`LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
     """
 
-    decode_rows = DECODE_ROWS
+    decode_rows, runs_ahead = DECODE_ROWS, False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -154,6 +159,9 @@ class CausalLM:
         self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
         self.head = Linear(HEAD, self.embedding) if config.tie_word_embeddings else linear(
             weights, HEAD, (config.vocab_size, config.hidden_size), False)
+
+    def check_cache(self, cache: Any) -> None:
+        """See :class:`LanguageModel`: operations run with every cache."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
         """See :class:`LanguageModel`: libraries multiply and attend otherwise for other numbers of tokens."""

@@ -1,4 +1,4 @@
-"""Sequences' tokens in portions that go through a program at once."""
+"""Cuts the tokens of a batch into steps that go through a program at once, and joins their results."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ class Chunk:
     count: int
 
 
-def chunks_of(counts: Sequence[int], rows: int, most: int | None = None,
+def chunks_of(counts: Sequence[int], rows: int, block: int | None = None,
               starts: Sequence[int] = ()) -> Iterable[list[Chunk]]:
-    """Portions of tokens.
+    """Cut a batch into steps.
 
     Args:
         counts: tokens of each sequence.
-        rows: tokens of a portion, at most.
-        most: a sequence's tokens in a portion are of one block of so many positions.
-        starts: the position of each sequence's first token; needed with ``most``.
+        rows: tokens of a step, at most.
+        block: a step has tokens of a sequence from one block of this many positions only.
+        starts: the position of each sequence's first token; needed with ``block``.
+
+    Yields:
+        The chunks of a step.
     """
-    now: list[Chunk] = []
-    room = rows
+    step: list[Chunk] = []
+    free = rows
     for sequence, count in enumerate(counts):
         start = 0
         while start < count:
-            take = min(room, count - start)
-            if most is not None:
-                take = min(take, most - (starts[sequence] + start) % most)
-            now.append(Chunk(sequence, start, take))
-            start, room = start + take, room - take
-            if not room or start < count:
-                yield now
-                now, room = [], rows
-    if now:
-        yield now
+            size = min(free, count - start)
+            if block is not None:
+                size = min(size, block - (starts[sequence] + start) % block)
+            step.append(Chunk(sequence, start, size))
+            start, free = start + size, free - size
+            if not free or start < count:
+                yield step
+                step, free = [], rows
+    if step:
+        yield step
 
 
-def selected_rows(pieces: Sequence[Chunk], wanted: Sequence[range]) -> list[int]:
-    """Rows of a portion whose places in their sequences are wanted."""
-    found, row = [], 0
-    for piece in pieces:
-        found += [row + at - piece.start for at in wanted[piece.sequence]
-                  if piece.start <= at < piece.start + piece.count]
-        row += piece.count
-    return found
+def selected_rows(chunks: Sequence[Chunk], wanted: Sequence[range]) -> list[int]:
+    """The rows of a step whose places in their sequences are in ``wanted``."""
+    rows, first = [], 0
+    for chunk in chunks:
+        rows += [first + place - chunk.start for place in wanted[chunk.sequence]
+                 if chunk.start <= place < chunk.start + chunk.count]
+        first += chunk.count
+    return rows
 
 
-def single_position(at: int, count: int) -> range:
-    """The one position of a row that is wanted."""
-    at += count if at < 0 else 0
-    if not 0 <= at < count:
-        raise ValueError(f"last is {at} in a row of {count} tokens")
-    return range(at, at + 1)
+def single_position(index: int, count: int) -> range:
+    """The one place ``index`` of a row of ``count`` tokens. Raises ValueError if there is none."""
+    index += count if index < 0 else 0
+    if not 0 <= index < count:
+        raise ValueError(f"last is {index} in a row of {count} tokens")
+    return range(index, index + 1)
 
 
 def join_rows(parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-    """Rows ``[n, size]`` of all portions."""
+    """The rows ``[n, size]`` of all steps."""
     if not parts:
         return torch.empty(0, size)
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def pad_rows(rows: torch.Tensor, counts: Sequence[int], length: int) -> torch.Tensor:
-    """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, 0 behind their ends."""
+    """Sequences' rows ``[n, size]``, one after another → ``[B, length, size]``, zeros behind their ends."""
     if all(count == length for count in counts):
         return rows.view(len(counts), length, rows.shape[1])
-    return torch.stack([torch.nn.functional.pad(one, (0, 0, 0, length - len(one)))
-                        for one in rows.split(counts)])
+    return torch.stack([torch.nn.functional.pad(sequence, (0, 0, 0, length - len(sequence)))
+                        for sequence in rows.split(counts)])

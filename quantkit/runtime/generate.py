@@ -46,15 +46,15 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
     longest = max(len(prompt) + one.max_tokens for prompt, one in zip(prompts, settings))
     engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
                     context=longest)
-    tickets: list[Request] = []
+    submitted: list[Request] = []
     for index, (prompt, one) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:
             if info.text and on_text is not None:
                 on_text(index, info.text)
 
-        tickets.append(engine.submit(prompt, one, on_token=show))
+        submitted.append(engine.submit(prompt, one, on_token=show))
     while engine.step():
         pass
     if on_done is not None:
         on_done(engine.timing)
-    return [ticket.result for ticket in tickets]
+    return [request.result for request in submitted]

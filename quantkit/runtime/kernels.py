@@ -17,15 +17,15 @@ from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, unavailable
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import kernel_name, pack, query_for
+from quantkit.runtime.choose import RuntimeChoice, choose_runtime
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
-from quantkit.runtime.loader import choose_runtime
 from quantkit.spec import KVSpec, QuantSpec
 
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 Declined = tuple[tuple[str, str], ...]
 Layer = QuantizedTensor | tuple[int, int]
-"""A layer of a model: its weight without the numbers, or the shape of one that isn't quantized."""
+"""A layer of a model: its quantized weight without the numbers, or the shape of an unquantized one."""
 
 
 def unread(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: str) -> QuantizedTensor:
@@ -35,58 +35,65 @@ def unread(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: str) -> 
 
 def linear_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device,
                    layers: Mapping[str, Layer]) -> dict[str, dict[Phase, tuple[str | None, Declined]]]:
-    """By layer and phase the kernel that multiplies by it (``None``: none does), and who declined before it.
+    """The kernel that multiplies by each layer in each phase.
 
     Args:
         config: of the model.
         dtype: of activations.
         device: where it runs.
-        layers: all of them by name.
+        layers: all layers by name.
+
+    Returns:
+        For each layer and phase the kernel's name (``None``: no kernel takes the layer), and the kernels that
+        declined before it with their reasons.
     """
-    way, _ = _way(config, dtype, device, layers)
-    return {name: {phase: _chosen(layer, dtype, device, way, phase) for phase in PHASES}
+    choice = _choice(config, dtype, device, layers)
+    return {name: {phase: _linear_kernel(layer, dtype, device, choice, phase) for phase in PHASES}
             for name, layer in layers.items()}
 
 
 def other_kernels(config: ModelConfig, kv: KVSpec, dtype: torch.dtype, device: torch.device,
                   layers: Mapping[str, Layer]) -> list[kv_gpu.OperationChoice]:
-    """Who runs what isn't a matrix product, and why not a kernel of ours. Arguments as above.
+    """What runs the operations that aren't matrix products, and why not a kernel of ours.
 
     Args:
+        config, dtype, device, layers: as for :func:`linear_kernels`.
         kv: how keys and values are kept.
     """
-    way, reason = _way(config, dtype, device, layers)
-    if device.type != "cpu" or way == "gpu":
+    choice = _choice(config, dtype, device, layers)
+    reason = choice.reason
+    if device.type != "cpu" or choice.runtime == "gpu":
         return list(kv_gpu.choices(build_kv_codecs(kv), dtype, config.hidden_size, config.head_dim,
                                    config.num_heads // config.num_kv_heads, device.type, reason))
-    if way == "cpu":
+    if choice.runtime == "cpu":
         reason = cpu_model.cache_declines(KVCache(config, kv, dtype))
     return [kv_gpu.OperationChoice(op, "torch" if reason else "cpu", reason) for op in kv_gpu.OPERATIONS]
 
 
-def _way(config: ModelConfig, dtype: torch.dtype, device: torch.device,
-         layers: Mapping[str, Layer]) -> tuple[str, str | None]:
+def _choice(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+            layers: Mapping[str, Layer]) -> RuntimeChoice:
     quantized = {name: layer for name, layer in layers.items() if isinstance(layer, QuantizedTensor)}
     try:
         return choose_runtime(config, dtype, device, quantized)
     except QuantkitError as error:  # no kernel at all takes some weight
-        return "operations", error.what
+        return RuntimeChoice("eager", error.what)
 
 
-def _chosen(layer: Layer, dtype: torch.dtype, device: torch.device, way: str,
-            phase: Phase) -> tuple[str | None, Declined]:
-    own = device.type == "cpu" and unavailable() is None
+def _linear_kernel(layer: Layer, dtype: torch.dtype, device: torch.device, choice: RuntimeChoice,
+                   phase: Phase) -> tuple[str | None, Declined]:
+    packs = device.type == "cpu" and unavailable() is None
     if isinstance(layer, QuantizedTensor):
         try:
-            choice = choose(query_for(layer, dtype, device, "decode" if own else phase))
-            if own and not isinstance(choice.kernel, CpuKernel):  # not packed: chosen again in every product
-                choice = choose(query_for(layer, dtype, device, phase))
+            kernel = choose(query_for(layer, dtype, device, "decode" if packs else phase))
+            if packs and not isinstance(kernel.kernel,
+                                        CpuKernel):  # not packed: chosen anew for every product
+                kernel = choose(query_for(layer, dtype, device, phase))
         except QuantkitError as error:
             return None, (("all", error.why or error.what),)
-        return choice.kernel.name, choice.declined
+        return kernel.kernel.name, kernel.declined
     weight = torch.empty(layer, dtype=dtype, device="meta")
-    if way == "gpu":
+    if choice.runtime == "gpu":
         return linears.device_weight(Linear("", weight), dtype, device).name, ()
-    if own and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), CpuWeight):
+    if packs and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), CpuWeight):
         return packed.name, ()
     return kernel_name(weight, dtype, device, phase), ()

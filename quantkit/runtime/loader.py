@@ -1,11 +1,11 @@
-"""A name → a model that runs: a checkpoint, or any source."""
+"""A name → a model that runs, from a checkpoint or any source."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,11 +24,11 @@ from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_linear import CpuWeight, unavailable
 from quantkit.ops.linear import pack
+from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
-from quantkit.runtime.cpu.model import CpuModel, declines
+from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.gpu import memory
 from quantkit.runtime.gpu.model import GpuModel
-from quantkit.runtime.gpu.model import declines as gpu_declines
 from quantkit.sources.base import ModelSource
 from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer
@@ -42,26 +42,25 @@ class TensorFiles(Protocol):
     """Where plain tensors come from."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """By its full name."""
+        """The tensor with this full name."""
 
 
 @dataclass
 class LoadedModel:
-    """A model ready to run.
+    """A model that is ready to run.
 
     Attributes:
-        model: the network; on a CPU, where its kernels are there, as one program.
+        model: the network, for the runtime that was chosen.
         config: its shape.
         tokenizer: text ⇄ ids.
         uri: what was loaded.
-        label: ``bf16``, or what was done to it: ``gptq int4 g64 sym``.
-        manifest: of a checkpoint of quantkit's, else ``None``.
-        file_bytes: of all weights as they are stored (for a source: in the dtype it yields).
-        bits_per_weight: stored bits of the Linears over their parameters; the embedding, quantized or not
-            and tied or not, and norms are not counted.
-        weight_bytes: of all weights as they lie in memory, before any kernel repacks them; a file's
-            pages that are mapped count.
-        fallback_reason: why it isn't run as one program; ``None`` if it is.
+        label: ``bf16``, or how it was quantized: ``gptq int4 g64 sym``.
+        manifest: of a checkpoint made by quantkit, else ``None``.
+        file_bytes: bytes of all weights as they are stored (for a source: in the dtype that it yields).
+        bits_per_weight: stored bits of the Linears over their parameters. The embedding, tied or not, and
+            norms don't count.
+        weight_bytes: bytes of all weights in memory before kernels repack them; mapped pages of a file count.
+        fallback_reason: why it is run one operation after another; ``None`` if kernels run it.
     """
 
     model: LanguageModel
@@ -77,7 +76,7 @@ class LoadedModel:
 
     @property
     def kv(self) -> KVSpec:
-        """How keys and values are kept unless somebody asks otherwise: a checkpoint's recipe says so.
+        """The KV setting that is used by default: the one that is saved in the checkpoint.
 
         Raises:
             UsageError: it names a policy or codec that isn't installed.
@@ -86,24 +85,26 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What activations are computed in."""
+        """The dtype of activations."""
         return self.model.dtype
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
          device: str = "auto") -> LoadedModel:
-    """Load a model. Plain weights whose dtype fits are mapped from their file, not copied; those that a CPU
-    multiplies are packed one by one.
+    """Load a model.
+
+    Plain weights with the right dtype are mapped from their file, not copied. Weights that a CPU multiplies
+    by are packed one after another.
 
     Args:
-        uri: a checkpoint's folder, or anything a source takes; on the hub, a checkpoint too.
+        uri: a checkpoint's folder, or anything that a source accepts; on the hub, a checkpoint too.
         revision: branch, tag or commit of a model on the hub.
-        dtype: of activations and plain weights: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes
-            the model's.
+        dtype: of activations and plain weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` takes the
+            model's.
         device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
 
     Raises:
-        QuantkitError: it isn't there, is damaged, or holds a tensor too many or too few.
+        QuantkitError: the model isn't there, is damaged, or has a tensor too many or too few.
     """
     if dtype != "auto" and dtype not in FLOATS:
         raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *FLOATS]))
@@ -156,44 +157,48 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
                        reason)
 
 
-def choose_runtime(config: ModelConfig, kind: torch.dtype, device: torch.device,
-                   packed: Mapping[str, QuantizedTensor]) -> tuple[Literal["gpu", "cpu", "operations"], str
-                                                                   | None]:
-    """How a model runs: by kernels of a GPU, as one program on a CPU, or operation by operation and why."""
-    on_gpu = gpu_declines(config, kind, device, packed)
-    if on_gpu is None:
-        return "gpu", None
-    reason = on_gpu if device.type == "cuda" else declines(config, kind, device, packed)
-    return ("cpu", None) if reason is None else ("operations", reason)
+def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bool], dtype: torch.dtype,
+                quantized: Mapping[str, QuantizedTensor], device: torch.device,
+                uri: str) -> tuple[LanguageModel, str | None]:
+    """Build the network for the runtime that :func:`~quantkit.runtime.choose.choose_runtime` names.
 
+    On a CPU weights are packed whatever the runtime: what torch computes for a row may depend on other rows.
 
-def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bool],
-           kind: torch.dtype, packed: Mapping[str, QuantizedTensor], device: torch.device,
-           uri: str) -> tuple[LanguageModel, str | None]:
-    """The network, as one program if this device and these weights have kernels for it; else why not. Either
-    way a CPU multiplies by packed weights: what torch does with a row may depend on the others."""
+    Args:
+        config, dtype, quantized: of the model.
+        files: where plain tensors come from.
+        has: whether there is a tensor of a name.
+        device: where it is to run.
+        uri: what the model is called.
+
+    Returns:
+        The network, and why it is run one operation after another; ``None`` if it isn't.
+
+    Raises:
+        QuantkitError: it doesn't fit on the device, or a tensor is missing.
+    """
     release = getattr(files, "release", lambda: None)
-    way, reason = choose_runtime(config, kind, device, packed)
-    memory.check(config, kind, packed, device, uri, way == "gpu")
-    if way == "gpu":  # weights are taken from the file's pages a layer at a time
-        return GpuModel(CausalLM(config, Weights(files.tensor, has, kind, packed.get)), device, release), None
+    choice = choose_runtime(config, dtype, device, quantized)
+    memory.check(config, dtype, quantized, device, uri, choice.runtime == "gpu")
+    if choice.runtime == "gpu":  # weights are taken from the file's pages a layer at a time
+        weights = Weights(files.tensor, has, dtype, quantized.get)
+        return GpuModel(CausalLM(config, weights), device, release), None
     if device.type != "cpu" or unavailable() is not None:
-        moved = {name: weight.to(device) for name, weight in packed.items()}
-        return CausalLM(config, Weights(files.tensor, has, kind, moved.get, device)), reason
-    passed = 0
+        moved = {name: weight.to(device) for name, weight in quantized.items()}
+        return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device)), choice.reason
+    packed_bytes = 0
 
     def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> CpuWeight | QuantizedTensor:
-        nonlocal passed
-        made = pack(weight, kind, release)
-        release()  # what was read of the file: it would be in memory twice
-        passed += made.nbytes
-        if passed > TRIM_EVERY:
-            passed = 0
+        nonlocal packed_bytes
+        packed = pack(weight, dtype, release)
+        release()  # the file's pages that were read: the weight would be in memory twice
+        packed_bytes += packed.nbytes
+        if packed_bytes > TRIM_EVERY:
+            packed_bytes = 0
             trim_heap()
-        return made
+        return packed
 
-    weights = Weights(files.tensor, has, kind, packed.get, device, pack_and_release)
-    model = CausalLM(config, weights)
+    model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
     release()
     trim_heap()
-    return (CpuModel(model), None) if way == "cpu" else (model, reason)
+    return (CpuModel(model), None) if choice.runtime == "cpu" else (model, choice.reason)

@@ -1,7 +1,8 @@
-"""One request on its way through the model: its prompt, what was sampled, and what may be shown."""
+"""One request on its way through the engine: its prompt, its tokens so far, and the text to show."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,15 +15,24 @@ from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
 
 FinishReason = Literal["stop", "length", "stop_string", "cancelled"]
-ROWS = 64
-"""Positions whose log-probabilities are worked out at once: each is a vocabulary of float32."""
+LOGPROB_ROWS = 64
+"""Positions whose log-probabilities are computed at once; each takes a vocabulary of float32."""
+
+
+class Status(enum.Enum):
+    """Where a request is on its way through the engine."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
 
 
 class ContextLengthError(UsageError):
-    """Prompt and answer are longer than the model's context.
+    """Prompt and answer together are longer than the model's context.
 
     Attributes:
-        context: tokens asked for in all, and the limit.
+        context: tokens of prompt and answer, and the limit.
     """
 
     def __init__(self, prompt: int, answer: int, limit: int) -> None:
@@ -34,14 +44,15 @@ class ContextLengthError(UsageError):
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One token and what its arrival showed.
+    """One token and what became known with it.
 
     Attributes:
         id: the token.
-        text: text that became certain with it; often a word, sometimes none, sometimes several tokens'.
-        logprob: natural log of its probability before temperature and filters; ``None`` if nobody
-            asked, and for a prompt's first token.
-        top: the most likely ids with theirs, in falling order.
+        text: the text that became certain with it: often a word, sometimes nothing, sometimes the text of
+            several tokens.
+        logprob: natural logarithm of its probability before temperature and filters. ``None`` if it wasn't
+            requested, and for a prompt's first token.
+        top: the most likely ids with their log-probabilities, in falling order.
     """
 
     id: int
@@ -56,11 +67,11 @@ class Completion:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        token_ids: new ids, with the end-of-sequence one or those that make up the stop string.
+        token_ids: the new ids, including the end-of-sequence token or the tokens of the stop string.
         text: their text without special tokens, up to the stop string.
-        finish_reason: ``stop`` (the model ended the sequence), ``stop_string``, ``length``
-            (``max_tokens`` are there), or ``cancelled``.
-        prompt_logprobs: of each prompt token, if asked for; text is empty there.
+        finish_reason: ``stop`` (the model ended the sequence), ``stop_string``, ``length`` (``max_tokens``
+            were generated), or ``cancelled``.
+        prompt_logprobs: of each prompt token, if requested; their text is empty.
     """
 
     prompt_tokens: int
@@ -73,10 +84,22 @@ class Completion:
 class Request:
     """A request's handle.
 
+    Args:
+        number: its number within the engine.
+        loaded: the model.
+        prompt: token ids.
+        sampling: how the prompt is continued.
+        logprobs: how many alternatives' log-probabilities each token comes with; ``None``: not even its own.
+        echo: also score the prompt's tokens.
+        on_token, on_done, on_error: called on the engine's thread.
+
     Attributes:
-        id: number within the engine.
+        id: its number within the engine.
         result: grows while it runs.
-        done: nothing more will come.
+        status: where it is on its way.
+        cancelled: whether somebody asked for an early end.
+        computed_tokens: prompt tokens that went through the model.
+        sequence: its number in the KV cache; −1 until it is admitted.
         sampler: chooses its tokens.
     """
 
@@ -87,13 +110,22 @@ class Request:
                  on_error: Callable[[BaseException], None] | None = None) -> None:
         self.id, self.prompt, self.sampling = number, list(prompt), sampling
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
-        self.done = self.cancelled = False
-        self.fed = 0  # prompt tokens that went through the model
-        self.row = -1  # its number in the KV cache
+        self.status, self.cancelled = Status.WAITING, False
+        self.computed_tokens, self.sequence = 0, -1
         self._logprobs = logprobs
         self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
         self.sampler, self._stops = Sampler(sampling), StopStrings(sampling.stop)
         self._stream, self._eos = loaded.tokenizer.stream(), loaded.tokenizer.eos_ids
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.status is Status.FINISHED
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.prompt) + self.sampling.max_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -106,18 +138,18 @@ class Request:
         return self.result.prompt_logprobs is not None
 
     def cancel(self) -> None:
-        """Ask for an end before its time; takes effect at the next step."""
+        """Ask for an early end. It takes effect at the engine's next step."""
         self.cancelled = True
 
-    def see_prompt(self, logits: torch.Tensor) -> None:
-        """Score prompt tokens by ``logits [T, vocab]`` of the chunk that was just fed, up to ``fed``."""
+    def score_prompt(self, logits: torch.Tensor) -> None:
+        """Score prompt tokens by ``logits [T, vocab]`` of the chunk that ends at ``computed_tokens``."""
         scored = self.result.prompt_logprobs
         assert scored is not None
         if not scored:
             scored.append(TokenInfo(self.prompt[0], ""))
-        first = self.fed - logits.shape[0]
-        for start in range(0, logits.shape[0], ROWS):
-            rows = logits[start:start + ROWS].float().log_softmax(-1)
+        first = self.computed_tokens - logits.shape[0]
+        for start in range(0, logits.shape[0], LOGPROB_ROWS):
+            rows = logits[start:start + LOGPROB_ROWS].float().log_softmax(-1)
             for offset, row in enumerate(rows):
                 place = first + start + offset + 1
                 if place < len(self.prompt):
@@ -125,25 +157,25 @@ class Request:
 
     @property
     def history(self) -> list[int]:
-        """All ids so far."""
+        """Prompt and answer so far."""
         return self.prompt + self.result.token_ids
 
     @property
     def wants_logits(self) -> bool:
-        """Whether those that a token was chosen from are needed."""
+        """Whether the logits that a token was chosen from are needed."""
         return self._logprobs is not None
 
     @property
-    def last(self) -> bool:
-        """Whether the next token is the last one that was asked for."""
+    def at_last_token(self) -> bool:
+        """Whether the next token reaches ``max_tokens``."""
         return len(self.result.token_ids) + 1 >= self.sampling.max_tokens
 
-    def push(self, token: int, logits: torch.Tensor | None) -> None:
-        """Take the next token, and tell the listener.
+    def append(self, token: int, logits: torch.Tensor | None) -> None:
+        """Append the next token and tell the listener.
 
         Args:
             token: its id.
-            logits: ``[vocab]`` that it was chosen from; may be missing unless :attr:`wants_logits`.
+            logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
         """
         ids, result = self.result.token_ids, self.result
         ids.append(token)
@@ -170,16 +202,16 @@ class Request:
             self.finish()
 
     def finish(self, reason: FinishReason | None = None) -> None:
-        """Mark it done and tell the listener."""
+        """Mark the request as finished and tell the listener."""
         if reason is not None:
             self.result.finish_reason = reason
-        self.done = True
+        self.status = Status.FINISHED
         if self._on_done is not None:
             self._on_done(self)
 
     def fail(self, error: BaseException) -> None:
-        """Mark it done because of an error; without a listener for errors, raise it."""
-        self.done = True
+        """Mark the request as finished by an error; without a listener for errors, raise it."""
+        self.status = Status.FINISHED
         if self._on_error is None:
             raise error
         self._on_error(error)

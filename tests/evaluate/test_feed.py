@@ -23,7 +23,7 @@ def test_tokens_that_are_forced_in_parts_are_read_like_one_by_one(tiny, kv):
             for count in parts:
                 rows.append(force(loaded, cache, row, ids[40 + done:40 + done + count], done))
                 done += count
-            found.append((torch.cat(rows), cache.held(row)))
+            found.append((torch.cat(rows), cache.slots(row)))
     for rows, held in found[1:]:
         assert (rows - found[0][0]).abs().max() < 1e-4 and held == found[0][1]
 
@@ -36,9 +36,9 @@ def test_a_prompt_in_two_parts_is_one(loaded):
         one, other = whole.add(), cut.add()
         logits = prefill(loaded, whole, one, ids)
         prefill(loaded, cut, other, ids[:50], ends=False)
-        assert cut.held(other) == [(50, 50)] * loaded.config.num_layers, "the prompt isn't over"
+        assert cut.slots(other) == [(50, 50)] * loaded.config.num_layers, "the prompt isn't over"
         assert (prefill(loaded, cut, other, ids[50:]) - logits).abs().max() < 1e-4
-        assert cut.held(other) == whole.held(one) == [(45, 45)] * loaded.config.num_layers
+        assert cut.slots(other) == whole.slots(one) == [(45, 45)] * loaded.config.num_layers
 
 
 def test_what_is_not_finite_is_no_answer(loaded):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quantkit.evaluate.forced import TeacherForcedModel, split_settings
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
@@ -25,10 +26,10 @@ def test_chunks_equal_one_token_at_a_time(exact, kv):
     got = forced.logits(window)
     cache = KVCache(exact.config, parse_kv(kv), exact.dtype)
     row, alone = cache.add(), []
-    batch = cache.batch([row], "prefill_end")
+    batch = Batch(cache, [row], "prefill_end")
     exact.model(window[None, :60], batch.next_positions(60), batch)
     for token in window[60:]:
-        batch = cache.batch([row], "decode")
+        batch = Batch(cache, [row], "decode")
         alone.append(exact.model(token[None, None], batch.next_positions(), batch)[0, 0])
     assert (got - torch.stack(alone)).abs().max() < 1e-4
     assert forced.kv_bytes >= cache.used_bytes > 0 and forced.kv_bytes_per_token == cache.bytes_per_token

@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate import scoring
 from quantkit.evaluate.feed import prefill
 from quantkit.evaluate.scoring import Scorer, ScoringRequest
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.cpu.model import CpuModel
@@ -138,7 +139,7 @@ def decoded(loaded, kv, request):
     row, total, greedy, likeliest = cache.add(), 0.0, True, []
     phase, ids = "prefill_end", torch.tensor([request.context])
     for token in (*request.continuation, None, None, None):
-        batch = cache.batch([row], phase)
+        batch = Batch(cache, [row], phase)
         logits = loaded.model(ids, batch.next_positions(ids.shape[1]), batch)[0, -1]
         best = int(logits.argmax())
         if token is None:

@@ -44,7 +44,7 @@ def test_no_step_reads_less_than_the_cache_says(kv, context):
     found = footprint(config, parse_kv(kv), torch.bfloat16, context, context // 2, 512)
     cache = KVCache(config, parse_kv(kv), torch.bfloat16)
     row = cache.add()
-    for store, layer in zip(cache.stores, cache.sequence(row).layers):
+    for store, layer in zip((layer.store for layer in cache.layers), cache.sequence(row).layers):
         store.allocate(layer, context)
     read = step(weights, found, Ceilings(1e11, 1e12, {}), 1).kv_bytes
     spare = 64 * cache.residual_bytes_per_token  # of the newest page, which fills

@@ -14,7 +14,7 @@ from quantkit.kv.footprint import footprint
 from quantkit.ops.cpu_linear import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.quantize import quantize
-from quantkit.runtime.cpu.buffers import MOST_ROWS
+from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.sources.base import open_source
@@ -108,7 +108,7 @@ def test_activations_are_those_of_the_program(tmp_path, family):
     if loaded.config.sandwich_norms:
         rows.append(program._aside)
     made = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in rows}
-    rooms = sum(MOST_ROWS * one.stride for one in program._activations.values())
+    rooms = sum(MAX_ROWS * one.stride for one in program._activations.values())
     counted = kept(open_source(str(source)))
     found = footprint(loaded.config, KVSpec(), loaded.dtype, 300, 150, 512)
     scratch = scratch_bytes(counted, found, 300, 40)

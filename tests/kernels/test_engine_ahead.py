@@ -33,22 +33,22 @@ def loaded(request, tmp_path, monkeypatch):
 def waiting(monkeypatch):
     """An engine that looks at every token at once, to compare with."""
     def switch():
-        monkeypatch.setattr(Engine, "_flies", lambda self, rows: False)
+        monkeypatch.setattr(Engine, "_can_run_ahead", lambda self, requests: False)
 
     return switch
 
 
 def several(loaded, **more):
     """Requests that begin and end at different steps, greedy and drawn: their tokens."""
-    engine, tickets = Engine(loaded, max_batch=3), []
+    engine, submitted = Engine(loaded, max_batch=3), []
     for at, count in enumerate((4, 1, 6, 3)):
         sampling = Sampling(max_tokens=count, ignore_eos=True, temperature=30.0 * (at % 2), seed=at, **more)
-        tickets.append(engine.submit(list(range(5, 9 + at)), sampling))
+        submitted.append(engine.submit(list(range(5, 9 + at)), sampling))
         engine.step()
     while engine.step():
         pass
-    assert engine.cache.used_bytes == 0 and engine._flight is None
-    return [ticket.result.token_ids for ticket in tickets]
+    assert engine.cache.used_bytes == 0 and engine._pending is None
+    return [request.result.token_ids for request in submitted]
 
 
 def test_requests_that_come_and_go_give_the_same_tokens(loaded, waiting):
@@ -69,24 +69,24 @@ def test_a_step_is_launched_before_the_last_ones_tokens_are_read(loaded, monkeyp
 
     class Watched(GpuModel):
         def __call__(self, *given, **named):
-            seen.append(len(ticket.result.token_ids))
+            seen.append(len(request.result.token_ids))
             return super().__call__(*given, **named)
 
     model.__class__ = Watched
     engine = Engine(loaded)
-    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
+    request = engine.submit([5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
     while engine.step():
         pass
     # the prompt; a step; the next ones while one token is on its way; none after the last
-    assert seen == [0, 1, 1, 2, 3] and len(ticket.result.token_ids) == 5
+    assert seen == [0, 1, 1, 2, 3] and len(request.result.token_ids) == 5
 
 
 def test_what_ends_in_the_middle_ends_there(loaded, waiting):
     free = Engine(loaded)
-    ticket = free.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=4))
+    request = free.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True, temperature=30.0, seed=4))
     while free.step():
         pass
-    tokens = ticket.result.token_ids
+    tokens = request.result.token_ids
     loaded.tokenizer.eos_ids = frozenset({tokens[2]})
     assert tokens[2] not in tokens[:2]
     engine = Engine(loaded)
@@ -125,7 +125,7 @@ def test_a_request_that_is_cancelled_leaves_the_others_alone(loaded):
 def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     errors = []
     engine = Engine(loaded)
-    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True), on_error=errors.append)
+    request = engine.submit([5, 6, 7], Sampling(max_tokens=6, ignore_eos=True), on_error=errors.append)
     for _ in range(2):
         engine.step()
 
@@ -134,8 +134,8 @@ def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
 
     monkeypatch.setattr(PendingTokens, "tokens", broken)
     engine.step()
-    assert ticket.done and [str(one) for one in errors] == ["an illegal memory access"]
-    assert engine._flight is None and not engine.step() and engine.cache.used_bytes == 0
+    assert request.done and [str(one) for one in errors] == ["an illegal memory access"]
+    assert engine._pending is None and not engine.step() and engine.cache.used_bytes == 0
 
 
 def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):
@@ -159,10 +159,10 @@ def test_a_step_that_fails_keeps_the_tokens_before(loaded, monkeypatch):
 
     loaded.model.__class__ = Broken
     engine = Engine(loaded)
-    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True), on_error=errors.append)
+    request = engine.submit([5, 6, 7], Sampling(max_tokens=9, ignore_eos=True), on_error=errors.append)
     while engine.step():
         pass
-    assert [str(one) for one in errors] == ["out of memory"] and len(ticket.result.token_ids) == 3
+    assert [str(one) for one in errors] == ["out of memory"] and len(request.result.token_ids) == 3
     assert engine.cache.used_bytes == 0
 
 

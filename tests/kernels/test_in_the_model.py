@@ -10,6 +10,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.kv import gpu as kv_gpu
 from quantkit.kv import reservation
+from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
@@ -75,7 +76,7 @@ def logits(folder, kv="none", device="cpu", dtype="float32"):
     row, found = cache.add(), []
     for start, end, phase in ((0, 40, "prefill"), (40, PROMPT, "prefill_end"),
                               *((at, at + 1, "decode") for at in range(PROMPT, PROMPT + STEPS))):
-        found.append(model.model(ids[:, start:end], cache=cache.batch([row], phase)).clone())
+        found.append(model.model(ids[:, start:end], cache=Batch(cache, [row], phase)).clone())
     return torch.cat(found, 1), model
 
 
@@ -158,7 +159,7 @@ def test_what_page_tables_will_take_is_known_before(folder, kv):
     tables = DeviceTables(cache)
     rows = [cache.add(4000) for _ in range(20)]
     for row, count in zip(rows, (4000, *[10] * 19)):
-        tables.place(cache.batch([row]), [count])
+        tables.place(Batch(cache, [row]), [count])
     held = [getattr(tables.tables, name) for name in ("pages", "lengths", "seen", "residual", "starts")]
     taken = sum(one.nbytes for one in held if one is not None)
     assert taken <= table_bytes(cache, 20, 4000) < 3 * taken
@@ -178,17 +179,17 @@ def test_loading_and_steps_are_counted_before():
     assert memory.packing_bytes(tied) == memory.PACKING * 2 * 14336 * 4096
     assert memory.stored_bytes(config, torch.bfloat16, {}) == 2 * 8_030_261_248
     step = memory.step_bytes(config, torch.bfloat16)
-    assert memory.MOST_ROWS * 2 * 3 * 14336 + 256 * 2 * 128256 < step < 2 << 30
+    assert memory.MAX_ROWS * 2 * 3 * 14336 + 256 * 2 * 128256 < step < 2 << 30
 
 
 def tokens(loaded, kv, prompts, together):
     """Greedy, and drawn, with a batch of all or one after another."""
     engine = Engine(loaded, kv=parse_kv(kv), max_batch=len(prompts) if together else 1)
-    tickets = [engine.submit(prompt, Sampling(max_tokens=3, ignore_eos=True, temperature=0.8 * (at % 2),
+    submitted = [engine.submit(prompt, Sampling(max_tokens=3, ignore_eos=True, temperature=0.8 * (at % 2),
                                               top_p=0.9, seed=at)) for at, prompt in enumerate(prompts)]
     while engine.step():
         pass
-    return [ticket.result.token_ids for ticket in tickets]
+    return [request.result.token_ids for request in submitted]
 
 
 @pytest.mark.parametrize("kv", ["none", "int4"])
@@ -262,7 +263,7 @@ def test_a_model_keeps_no_cache_alive(folder, simulated):
     cache = KVCache(loaded.config, parse_kv("int8"), torch.float16)
     row = cache.add()
     for phase in ("prefill_end", "decode"):
-        loaded.model(torch.tensor([[5]]), cache=cache.batch([row], phase))
+        loaded.model(torch.tensor([[5]]), cache=Batch(cache, [row], phase))
     gone = weakref.ref(cache)
     del cache
     assert gone() is None and not loaded.model._running
@@ -278,14 +279,14 @@ def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
     engine = Engine(loaded, kv=parse_kv(kv), max_batch=2, memory=1 << 22)
     found = []
     for one in (free, engine):
-        before, moves = one.cache.allocated_bytes, one.cache.moves.count
-        tickets = [one.submit(list(range(5, 5 + size)), Sampling(max_tokens=140, ignore_eos=True))
+        before, moves = one.cache.allocated_bytes, one.cache.move_counter.count
+        submitted = [one.submit(list(range(5, 5 + size)), Sampling(max_tokens=140, ignore_eos=True))
                    for size in (60, 9)]
         for _ in range(6):
             one.step()
-        if one.room is not None:
-            assert one.cache.moves.count == moves and one.cache.allocated_bytes >= before
-        found.append([ticket.result.token_ids for ticket in tickets])
+        if one.reservation is not None:
+            assert one.cache.move_counter.count == moves and one.cache.allocated_bytes >= before
+        found.append([request.result.token_ids for request in submitted])
         one.close()
     assert found[0] == found[1] and all(found[0])
 

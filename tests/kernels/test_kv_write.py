@@ -11,7 +11,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from quantkit.kv.base import KVCodecs
-from quantkit.kv.batch import _hadamard
+from quantkit.kv.batch import rotated_for_codec
 from quantkit.kv.codecs.fp8 import Float8Vectors
 from quantkit.kv.codecs.int8 import Int8Vectors
 from quantkit.kv.codecs.kivi import GroupedGrid
@@ -19,7 +19,7 @@ from quantkit.kv.codecs.plain import PlainVectors
 from quantkit.kv.codecs.rotation import HadamardVectors
 from quantkit.kv.page_pool import MoveCounter
 from quantkit.kv.sequence import SequenceState
-from quantkit.kv.store import Store
+from quantkit.kv.store import PageStore
 from quantkit.ops import hadamard
 from quantkit_kernels import reference
 from quantkit_kernels.triton import close_pages as close
@@ -53,8 +53,8 @@ class Cache:
 
     def __init__(self, on, keys, values, dim, residual_length=0, first=0, numbered=False, sequences=2):
         self.on, self.dim, self.names = on, dim, (keys, values)
-        self.codings = KVCodecs(CODINGS[keys], CODINGS[values], residual_length, first)
-        self.expected, self.store = (Store(self.codings, HKV, dim, on[1], numbered, device, MoveCounter())
+        self.codecs = KVCodecs(CODINGS[keys], CODINGS[values], residual_length, first)
+        self.expected, self.store = (PageStore(self.codecs, HKV, dim, on[1], numbered, device, MoveCounter())
                                      for device in (torch.device("cpu"), on[0]))
         self.held = [[SequenceState(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
         self.turn = tuple(part.to(on[0]) for part in hadamard.hadamard_factors(dim))
@@ -63,7 +63,7 @@ class Cache:
         """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
         held = self.held[1]
         for one in held:
-            one.lay_out(None if self.store.residual is None else self.codings.residual_length)
+            one.lay_out(None if self.store.residual is None else self.codecs.residual_length)
 
         def joined(name):
             parts = [getattr(one, name)[0] for one in held]
@@ -81,8 +81,8 @@ class Cache:
         seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
         return SequenceTables(joined("table"), numbers("lengths"), seen, joined("residual")
                               if waits else None,
-                              numbers("starts") if waits else None, self.codings.residual_length,
-                              self.codings.first)
+                              numbers("starts") if waits else None, self.codecs.residual_length,
+                              self.codecs.first)
 
     def pages(self):
         """The second store's, as kernels are given them."""
@@ -105,14 +105,14 @@ class Cache:
         positions = torch.tensor([starts[row] + place for row, place in placed], device=self.on[0])
         q, k, v = parts(qkv, self.dim)
         cos, sin = (t[positions].repeat(1, 2) for t in angles)
-        turned = self.codings.keys.hadamard, self.codings.values.hadamard
+        turned = self.codecs.keys.hadamard, self.codecs.values.hadamard
         if about.get("q_norm") is not None:
             q, k = (normed(x, about[f"{name}_norm"]) for name, x in (("q", q), ("k", k)))
         q, k = (reference.rotate(x.float(), cos, sin).to(self.on[1]) for x in (q, k))
         if turned[0]:
-            q, k = hadamard.apply_hadamard(q), _hadamard(k)
+            q, k = hadamard.apply_hadamard(q), rotated_for_codec(k)
         if turned[1]:
-            v = _hadamard(v)
+            v = rotated_for_codec(v)
         at = 0
         for row, count in enumerate(counts):
             own = slice(at, at + count)

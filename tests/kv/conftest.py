@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
@@ -35,7 +36,7 @@ class Feeder:
 
     def feed(self, ids, counts, phase="prefill", *, window=None, drawn=None):
         """One step with so many tokens a row; returns a layer's (q, k, v, positions, out) each."""
-        batch = self.cache.batch(ids, phase)
+        batch = Batch(self.cache, ids, phase)
         positions = batch.next_positions(max(counts))
         for row, count in enumerate(counts):
             positions[row, count:] = -1

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.layers import ForwardContext
@@ -61,7 +62,7 @@ def run(model, ids, kv, cuts, prompt):
     number, outs, start = cache.add(), [], 0
     for stop in sorted({*cuts, prompt, ids.shape[1]}):
         phase = "prefill" if stop < prompt else "prefill_end" if stop == prompt else "decode"
-        batch = cache.batch([number], phase)
+        batch = Batch(cache, [number], phase)
         with torch.inference_mode():
             outs.append(model(ids[:, start:stop], batch.next_positions(stop - start), batch)[0])
         start = stop
@@ -83,7 +84,7 @@ def test_a_window_is_a_mask_token_by_token(model, ids):
     want = model(ids, torch.arange(LENGTH)[None], Masked(20, 3))[0]
     got, cache = run(model, ids, "window(20, sinks=3)", range(1, LENGTH), 10)
     assert torch.allclose(got, want, atol=2e-4, rtol=1e-4)
-    assert max(cache.held(0)[0]) < 23 + 64
+    assert max(cache.slots(0)[0]) < 23 + 64
 
 
 @pytest.mark.parametrize("prompt", [1, 100])
@@ -118,7 +119,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
     cache = KVCache(sliding.config, parse_kv(kv), sliding.dtype)
     number = cache.add()
     for start, stop, phase in ((0, 60, "prefill_end"), (60, 61, "decode"), (61, 75, "decode")):
-        batch = cache.batch([number], phase)
+        batch = Batch(cache, [number], phase)
         positions = batch.next_positions(stop - start)
         held = [cache.positions(number, layer).clone() for layer in range(2)]
         context = ForwardContext(sliding.config, positions, torch.float32)
@@ -126,7 +127,7 @@ def test_heads_that_keep_different_positions_in_a_model_with_a_window(sliding, i
             random = torch.Generator().manual_seed(1000 * layer + start)
             q, k, v = (torch.randn(1, h, stop - start, 32, generator=random) for h in (4, 2, 2))
             own = cache._sequences[number].layers[layer]
-            old = [cache.stores[layer].read(own, side) for side in "kv"] if start else []
+            old = [cache.layers[layer].store.read(own, side) for side in "kv"] if start else []
             out = batch.attend(layer, q, k, v, context, 40)
             if phase != "decode":
                 continue

@@ -7,7 +7,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kv import attention_scores
 from quantkit.models.layers import ForwardContext
 from quantkit.ops import hadamard
 from quantkit.ops.rope import apply_rope
@@ -26,7 +25,7 @@ YARN = {"max_position_embeddings": 1024, "rope_scaling": {
 def rotation_of(one, number, positions, dtype=torch.float32):
     """Of a sequence's positions, as long as it was announced to get."""
     held = one.cache._sequences[number].layers[0]
-    return ForwardContext(one.config, positions, dtype, held).rotation(None)
+    return ForwardContext(one.config, positions, dtype, held).rope_tables(None)
 
 
 def fed(one, number, cuts, answers=()):
@@ -43,7 +42,7 @@ def fed(one, number, cuts, answers=()):
 
 def views(one, number):
     held = one.cache._sequences[number].layers
-    return [attention_scores.policy_view(one.cache, layer, held[layer]) for layer in range(one.layers)]
+    return [one.cache.layers[layer].view(held[layer]) for layer in range(one.layers)]
 
 
 def attention(q, k):
@@ -60,12 +59,12 @@ def test_sums_are_of_all_queries(feeder, cuts, answers):
     number = one.cache.add()
     for (q, k, _), held in zip(fed(one, number, cuts, answers), views(one, number)):
         wanted = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
-        assert torch.allclose(held.sums().double(), wanted, atol=1e-4)
+        assert torch.allclose(held.attention_received().double(), wanted, atol=1e-4)
         assert held.prompt == sum(cuts) and held.seen == sum(cuts) + sum(answers)
 
 
 def test_sums_follow_what_stays(feeder):
-    one = feeder("h2o(50, residual_length=0.4)")
+    one = feeder("h2o(50, recent=0.4)")
     number = one.cache.add()
     for layer, (q, k, _) in enumerate(fed(one, number, [130, 70])):
         sums = attention(q, k).sum(1).unflatten(0, (2, 2)).mean(1)
@@ -73,7 +72,7 @@ def test_sums_follow_what_stays(feeder):
         for head, row in enumerate(kept):
             assert row[-20:].tolist() == list(range(180, 200))
             assert sorted(sums[head, :180].topk(30).indices.tolist()) == row[:-20].tolist()
-        held = one.cache._sequences[number].layers[layer].sums
+        held = one.cache._sequences[number].layers[layer].attention_received
         assert torch.allclose(held.double(), sums.gather(1, kept), atol=1e-4)
 
 
@@ -84,7 +83,7 @@ def test_weights_are_of_the_last_queries(feeder, cuts, size):
     number = one.cache.add()
     for (q, k, _), held in zip(fed(one, number, cuts), views(one, number)):
         wanted = attention(q, k)[:, -size:].mean(1).unflatten(0, (2, 2)).mean(1)
-        assert torch.allclose(held.weights().double(), wanted, atol=1e-5)
+        assert torch.allclose(held.window_attention().double(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", ["none", "rotation(4)"])
@@ -96,7 +95,7 @@ def test_queries_to_come_are_expected_to_be_like_those_that_came(feeder, codec, 
     number, total = one.cache.add(max_length), sum(cuts)
     assert (one.config.rope.attention_factor != 1) == bool(keys), "or vectors keep their lengths"
     for (_, _, plain), held in zip(fed(one, number, cuts), views(one, number)):
-        mean, covariance = held.future(20)
+        mean, covariance = held.future_queries(20)
         some = plain[:, 4:].double() / one.dim**0.5  # without the first, which are like no other
         at = torch.arange(total, total + 20)[None]
         cos, sin = (wave.double() for wave in rotation_of(one, number, at))
@@ -119,10 +118,10 @@ def test_nothing_is_kept_of_queries_that_nobody_will_ask(feeder):
         for count, phase in ((30, "prefill"), (30, "prefill_end"), (1, "decode")):
             one.feed([number], [count], phase)
             listens = phase.partition("_")[0] in phases
-            assert (one.cache._sequences[number].asked is not None) == listens, (kv, phase)
-            assert one.cache._sequences[number].watched_bytes > 0 or not listens
-        assert one.cache._sequences[number].watched_bytes == 0 or "decode" in phases
-        pages = sum(store.pages.used * store.pages.page_bytes for store in one.cache.stores)
-        assert one.cache.used_bytes - pages == one.cache._sequences[number].watched_bytes
+            assert (one.cache._sequences[number].query_window is not None) == listens, (kv, phase)
+            assert one.cache._sequences[number].tracked_bytes > 0 or not listens
+        assert one.cache._sequences[number].tracked_bytes == 0 or "decode" in phases
+        pages = sum(pool.used * pool.page_bytes for pool in one.cache.pools)
+        assert one.cache.used_bytes - pages == one.cache._sequences[number].tracked_bytes
         one.cache.free([number])
         assert one.cache.used_bytes == 0

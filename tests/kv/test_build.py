@@ -45,7 +45,7 @@ def test_unknown_names(spec):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("int8(4)", "no option 'bits'"), ("int8(recnt=4)", "did you mean 'recent'"),
+    ("int8(4)", "no option 'bits'"), ("int8(residual_lenght=4)", "did you mean 'residual_length'"),
     ("int4(residual_length=-1)", "residual_length"),
     ("int4(sinks=1.5)", "sinks"), ("rotation(5)", "bits"), ("rotation(2.2)", "bits"), ("rotation(x)", "bits"),
     ("int8/int4(residual_length=x)", "residual_length")])
@@ -70,7 +70,7 @@ def test_a_codec_that_does_not_say_how_keys_are_stored_cannot_be_made():
         Half()
 
 
-@pytest.mark.parametrize(("kind", "said"), [(int, "isn't a KVCodec"), ("sides", "isn't a Coding")])
+@pytest.mark.parametrize(("kind", "said"), [(int, "isn't a KVCodec"), ("sides", "isn't a SideCodec")])
 def test_a_plugin_made_for_another_version_is_named(monkeypatch, kind, said):
     class Sides(KVCodec):
         name = "int8"

@@ -23,10 +23,10 @@ def test_no_more_than_that_is_taken_and_not_much_less(feeder, policy, codec):
     for phase in ("prefill", "prefill_end"):
         one.feed([number], [1500], phase)
     most = 0  # what the policy watched of the prompt is gone with the first token of the answer
-    for _ in range(70 if one.cache.policy.every else 64):
+    for _ in range(70 if one.cache.policy.decode_interval else 64):
         one.feed([number], [1], "decode")
         most = max(most, one.cache.used_bytes)
-    page = sum(pages.page_bytes for pages in one.cache.stores[0].all)
+    page = sum(pages.page_bytes for pages in one.cache.layers[0].store.all)
     assert size - 4 * page * one.layers * one.kv_heads < most <= size
 
 
@@ -65,9 +65,9 @@ def test_windows_of_the_models_own_count_too(feeder, policy, codec):
         one.feed([number], [1500], phase)
     for _ in range(300):
         one.feed([number], [1], "decode")
-        most = max(most, one.cache.used_bytes if one.cache.policy.every else 0)
+        most = max(most, one.cache.used_bytes if one.cache.policy.decode_interval else 0)
     assert most <= 900_000
-    assert min(one.cache.held(number)[1]) > 300
+    assert min(one.cache.slots(number)[1]) > 300
 
 
 def test_too_little_says_how_much_there_is_at_least(feeder):

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
+from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.page_pool import PAGE
@@ -144,19 +145,19 @@ class Pair:
         self.check()
 
     def check(self):
-        for layer, pages in enumerate(self.cache.pages):
+        for layer, pages in enumerate(layer.store.pages for layer in self.cache.layers):
             used = 0
             for number, layers in self.plain.items():
                 assert torch.equal(self.cache.positions(number, layer).long(), layers[layer].positions)
                 held = layers[layer].positions.shape[1]
-                assert self.cache.held(number)[layer] == (held, held)
+                assert self.cache.slots(number)[layer] == (held, held)
                 assert self.cache.seen(number) == layers[layer].seen
                 used += 2 * -(-held // PAGE)
             assert pages.used == used, "pages that nobody needs, or two that share one"
             assert 4 * (pages.allocated_bytes - used * pages.page_bytes) <= pages.allocated_bytes
         assert self.cache.allocated_bytes == sum(
-            part.nbytes for pages in self.cache.pages for part in pages.parts.values()) + sum(
-            one.watched_bytes for one in self.cache._sequences.values())
+            part.nbytes for pages in self.cache.pools for part in pages.parts.values()) + sum(
+            one.tracked_bytes for one in self.cache._sequences.values())
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -237,9 +238,9 @@ def test_snapkv_asks_nothing_of_decoding_and_keeps_no_queries_for_it(feeder):
     number = one.cache.add()
     one.feed([number], [100], "prefill_end")
     one.feed([number], [1], "decode")
-    assert one.cache._sequences[number].watched_bytes == 0
+    assert one.cache._sequences[number].tracked_bytes == 0
     one.feed([number], [50], "prefill_end")
-    assert set(one.cache.held(number)) == {(20, 20)}
+    assert set(one.cache.slots(number)) == {(20, 20)}
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if not p.startswith("snapkv")])
@@ -264,7 +265,7 @@ def test_chunks_make_no_difference_to_what_is_held(feeder, codec, policy):
             outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
             start = stop
         results.append((torch.cat(outs, 3), [one.cache.positions(number, i) for i in range(one.layers)],
-                        [one.cache.stores[i].read(one.cache._sequences[number].layers[i], side)
+                        [one.cache.layers[i].store.read(one.cache._sequences[number].layers[i], side)
                          for i in range(one.layers) for side in "kv"]))
     first = results[0]
     for other in results[1:]:
@@ -282,7 +283,7 @@ def test_positions_must_follow(feeder):
         positions = torch.tensor(positions)
         q, k, v = one.draw(*positions.shape)
         with pytest.raises(ValueError, match=said):
-            one.cache.batch([number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype),
+            Batch(one.cache, [number]).attend(0, q, k, v, ForwardContext(one.config, positions, one.dtype),
                                              None)
     assert one.cache.seen(number) == 3
 
@@ -293,7 +294,7 @@ def test_a_row_of_padding_adds_nothing(feeder):
     one.feed(ids, [3, 0])
     one.feed(ids, [0, 0])
     assert (one.cache.seen(ids[0]), one.cache.seen(ids[1])) == (3, 0)
-    assert one.cache.held(ids[1]) == [(0, 0)] * 2
+    assert one.cache.slots(ids[1]) == [(0, 0)] * 2
     done = one.feed(ids, [0, 2])
     assert all(not out[0].any() for *_, out in done)
 
@@ -303,7 +304,7 @@ def test_ids_are_never_used_again(feeder):
     first = cache.add()
     cache.free([first])
     assert cache.add() != first
-    for call in (lambda: cache.free([first]), lambda: cache.batch([first]), lambda: cache.seen(first)):
+    for call in (lambda: cache.free([first]), lambda: Batch(cache, [first]), lambda: cache.seen(first)):
         with pytest.raises(KeyError):
             call()
 

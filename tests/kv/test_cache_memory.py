@@ -21,8 +21,9 @@ def test_a_window_takes_the_same_memory_however_long(feeder, codec):
     for _ in range(300):
         one.feed([number], [1], "decode")
         sizes.append(one.cache.allocated_bytes)
-    assert one.cache.seen(number) == 2310 and set(one.cache.held(number)) == {(103 + 300 % 64,) * 2}
-    pages = {size / (one.layers * one.kv_heads * one.cache.pages[0].page_bytes) for size in sizes}
+    assert one.cache.seen(number) == 2310 and set(one.cache.slots(number)) == {(103 + 300 % 64,) * 2}
+    pages = {size / (one.layers * one.kv_heads * one.cache.layers[0].store.pages.page_bytes)
+             for size in sizes}
     assert pages <= {2, 3} and len(set(sizes[:4])) == 1
     assert max(sizes[-128:-64]) == max(sizes[-64:])
 
@@ -32,10 +33,10 @@ def test_what_snapkv_drops_is_given_back(feeder, codec):
     one = feeder(f"snapkv(0.25)+{codec}")
     number = one.cache.add()
     one.feed([number], [1000])
-    watched = one.cache.sequence(number).watched_bytes
+    watched = one.cache.sequence(number).tracked_bytes
     before = one.cache.allocated_bytes - watched
     one.feed([number], [24], "prefill_end")
-    assert set(one.cache.held(number)) == {(256, 256)}
+    assert set(one.cache.slots(number)) == {(256, 256)}
     assert one.cache.allocated_bytes == before // 4 + watched == one.cache.used_bytes
 
 

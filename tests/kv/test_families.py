@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
@@ -36,7 +37,7 @@ def through(model, kv, cuts):
     row, found = cache.add(), []
     for start, stop in zip([0, *cuts], [*cuts, 80]):
         phase = "decode" if start else "prefill_end"
-        found.append(model(IDS[:, start:stop], cache=cache.batch([row], phase)))
+        found.append(model(IDS[:, start:stop], cache=Batch(cache, [row], phase)))
     return torch.cat(found, 1)[0]
 
 

@@ -10,10 +10,11 @@ import torch
 from pydantic import Field
 
 from quantkit.kv import footprint as footprint_module
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.kv.policies.snapkv import SnapKV
-from quantkit.kv.store import Store
+from quantkit.kv.store import PageStore
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 from quantkit.plugins import registry
@@ -27,7 +28,7 @@ SETTINGS = ("none", "int8", "fp8", "int4", "int3(residual_length=0, sinks=0)",
             "window(100, sinks=4)", "window(70)+int4", "snapkv(50)+int8", "snapkv(0.5)",
             "snapkv(0.25, window=8)+int4", "tova(90, interval=8)", "tova(64)+rotation(3)",
             "pyramidkv(0.5, window=8)", "adakv(60)+int4", "h2o(0.3, interval=16)", "expected(80)+int8",
-            "kvzip(0.5, piece=100)", "kvzip(100)+int4", "snapkv(0.15MB, window=8)", "h2o(0.1MB)+int8",
+            "kvzip(0.5, chunk=100)", "kvzip(100)+int4", "snapkv(0.15MB, window=8)", "h2o(0.1MB)+int8",
             "window(40kB)+int8")
 
 
@@ -50,26 +51,26 @@ class Fed:
 
     def __init__(self, loaded, spec, monkeypatch):
         self.model, self.cache, self.peak = loaded.model, KVCache(loaded.config, spec, loaded.dtype), 0
-        take = Store.reserve
+        take = PageStore.reserve
 
         def reserve(store, held, count):
             take(store, held, count)
             self.peak = max(self.peak, self.cache.used_bytes)
 
-        monkeypatch.setattr(Store, "reserve", reserve)
+        monkeypatch.setattr(PageStore, "reserve", reserve)
 
     def prompt(self, count):
         row = self.cache.add()
         ids = torch.randint(4, 200, (1, count), generator=torch.Generator().manual_seed(0))
         for start in range(0, count, CHUNK):
             stop = min(start + CHUNK, count)
-            batch = self.cache.batch([row], "prefill_end" if stop == count else "prefill")
+            batch = Batch(self.cache, [row], "prefill_end" if stop == count else "prefill")
             self.model(ids[:, start:stop], cache=batch, last=torch.tensor([stop - start - 1]))
         return row
 
     def decode(self, rows, count):
         for at in range(count):
-            self.model(torch.full((len(rows), 1), 4 + at % 200), cache=self.cache.batch(rows, "decode"))
+            self.model(torch.full((len(rows), 1), 4 + at % 200), cache=Batch(self.cache, rows, "decode"))
 
 
 @pytest.mark.parametrize("kv", SETTINGS)
@@ -84,9 +85,9 @@ def test_what_a_sequence_holds_from_its_prompt_on(loaded, kv, prompt, decoded, m
     fed.decode([row], decoded)
     assert found.bytes_per_token == fed.cache.bytes_per_token
     assert found.residual_bytes_per_token == fed.cache.residual_bytes_per_token
-    if fed.cache.policy.queries:  # layers act one after another
+    if fed.cache.policy.query_window:  # layers act one after another
         spare = 2 if fed.cache.policy.uniform_budget else 2 + found.layers * found.heads
-        assert fed.peak <= found.sequence_bytes <= fed.peak + spare * sum(found.kinds[0].page_bytes)
+        assert fed.peak <= found.sequence_bytes <= fed.peak + spare * sum(found.groups[0].page_bytes)
     else:
         assert fed.peak == found.sequence_bytes
     assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
@@ -99,9 +100,9 @@ def test_what_a_prompt_holds_while_it_comes_in(loaded, kv, monkeypatch):
     found = footprint(loaded.config, spec, loaded.dtype, 390, 100, CHUNK)
     fed = Fed(loaded, spec, monkeypatch)
     fed.prompt(390)
-    most = found.layers * found.heads * found.kinds[0].filling.bytes
-    if fed.cache.policy.queries:
-        assert fed.peak <= most <= fed.peak + found.heads * CHUNK // 64 * sum(found.kinds[0].page_bytes)
+    most = found.layers * found.heads * found.groups[0].filling.bytes
+    if fed.cache.policy.query_window:
+        assert fed.peak <= most <= fed.peak + found.heads * CHUNK // 64 * sum(found.groups[0].page_bytes)
     else:
         assert fed.peak == most
     assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
@@ -114,7 +115,7 @@ def test_the_worst_case_of_three_is_met_to_the_byte(loaded, kv, monkeypatch):
     """Two that decode together, as long as they may become, and a third whose prompt is as long as that."""
     spec, length = parse_kv(kv), 400
     found = footprint(loaded.config, spec, loaded.dtype, length, length // 2, CHUNK)
-    assert found.kinds[0].filling.bytes >= found.kinds[0].decoding.bytes
+    assert found.groups[0].filling.bytes >= found.groups[0].decoding.bytes
     fed = Fed(loaded, spec, monkeypatch)
     rows = [fed.prompt(length // 2) for _ in range(2)]
     fed.decode(rows, length // 2)
@@ -128,10 +129,10 @@ def test_the_worst_case_of_three_is_met_to_the_byte(loaded, kv, monkeypatch):
 def held_bytes(cache, found, rows):
     """Bytes of the pages of these sequences, by row, then layer."""
     for row in rows:
-        sizes = found.kinds[0].page_bytes
+        sizes = found.groups[0].page_bytes
         yield [sum(len(own) * size for kind, size in zip((layer.pages, layer.residual), sizes)
                    for own in kind)
-               for layer in cache.batch([row]).sequences[0].layers]
+               for layer in Batch(cache, [row]).sequences[0].layers]
 
 
 def test_plain_pages_are_arithmetic():
@@ -148,7 +149,7 @@ def test_plain_pages_are_arithmetic():
 
 @pytest.mark.parametrize("kv", [
     "none", "int8", "int4", "window(150, sinks=4)", "window(60)+int8", "window(0.2MB)", "snapkv(0.5)",
-    "snapkv(0.6MB)+int4", "tova(90, interval=8)", "h2o(0.3, interval=16)+int8", "kvzip(0.5, piece=100)"])
+    "snapkv(0.6MB)+int4", "tova(90, interval=8)", "h2o(0.3, interval=16)+int8", "kvzip(0.5, chunk=100)"])
 @pytest.mark.parametrize("prompt, decoded", [(60, 20), (500, 450)])
 @torch.inference_mode()
 def test_layers_with_a_window_of_the_models_own(hybrid, kv, prompt, decoded, monkeypatch):
@@ -161,11 +162,11 @@ def test_layers_with_a_window_of_the_models_own(hybrid, kv, prompt, decoded, mon
     fed.peak = fed.cache.used_bytes
     fed.decode([row], decoded)
     assert found.bytes_per_token == fed.cache.bytes_per_token
-    spare = 2 * found.layers * found.heads * max(sum(kind.page_bytes) for kind in found.kinds)
+    spare = 2 * found.layers * found.heads * max(sum(kind.page_bytes) for kind in found.groups)
     assert fed.peak <= found.sequence_bytes <= fed.peak + spare
     assert fed.cache.allocated_bytes <= found.allocated_bytes(1)
     fed.decode([row], 64)
-    lengths = [max(heads) for heads in fed.cache.held(row)]
+    lengths = [max(heads) for heads in fed.cache.slots(row)]
     assert max(lengths[0::2]) <= 90 + 255 + 63, "what is behind a window is given back"
     if kv in ("none", "int8", "int4"):
         assert lengths[1::2] == [prompt + decoded + 64] * 2
@@ -196,14 +197,14 @@ def test_a_long_sequence_is_no_more_work_and_no_other_result(context, prompt):
     found = footprint(config, parse_kv("int8"), torch.bfloat16, context, prompt, 512)
     assert found.sequence_bytes == -(-context // 64) * 64 * found.bytes_per_token
     residual_slots = footprint(config, parse_kv("int4"), torch.bfloat16, context, prompt, 512)
-    assert residual_slots.kinds[0].decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
+    assert residual_slots.groups[0].decoding.codes == max(0, -(-(context - 127) // 64)) - (context > 127)
 
 
 @pytest.mark.parametrize("kv", ["snapkv(0.5)", "tova(0.5)", "h2o(0.25, interval=24)+int4",
                                 "window(1000)+int8"])
 def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
-    batch, steps = KVCache.batch, []
-    monkeypatch.setattr(KVCache, "batch", lambda *given: steps.append(given[2]) or batch(*given))
+    steps = []
+    monkeypatch.setattr(footprint_module, "Batch", lambda *given: steps.append(given[2]) or Batch(*given))
     config = dataclasses.replace(loaded.config, max_position_embeddings=1 << 17)
     long = footprint(config, parse_kv(kv), loaded.dtype, 100_000, 4_000, CHUNK)
     assert steps.count("decode") < 1000
@@ -212,7 +213,7 @@ def test_a_long_answer_is_predicted_in_a_few_steps(loaded, kv, monkeypatch):
     else:  # an answer of any length takes the same
         monkeypatch.setattr(footprint_module, "_repeats", lambda *given: False)
         whole = footprint(config, parse_kv(kv), loaded.dtype, 6_000, 4_000, CHUNK)
-        assert long.kinds[0].decoding == whole.kinds[0].decoding
+        assert long.groups[0].decoding == whole.groups[0].decoding
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -225,8 +226,8 @@ def test_queries_give_their_memory_back_when_the_prompt_ends(tmp_path, kv, dtype
     row = cache.add()
     ids = torch.randint(4, 200, (1, 300), generator=torch.Generator().manual_seed(0))
     for some, phase in ((ids[:, :200], "prefill"), (ids[:, 200:], "prefill_end")):
-        model.model(some, cache=cache.batch([row], phase), last=torch.tensor([some.shape[1] - 1]))
-        watched = cache.sequence(row).watched_bytes
+        model.model(some, cache=Batch(cache, [row], phase), last=torch.tensor([some.shape[1] - 1]))
+        watched = cache.sequence(row).tracked_bytes
         assert (watched > 0) == (phase == "prefill" or kv.startswith("h2o")), phase
 
 
@@ -265,12 +266,12 @@ def test_a_policy_may_have_options_of_any_type(hybrid, loaded, monkeypatch):
         assert found.sequence_bytes == footprint(
             model.config, parse_kv("snapkv(0.5)"), model.dtype, 300, 200, CHUNK).sequence_bytes
         cache = KVCache(model.config, spec, model.dtype)
-        model.model._model(torch.arange(4, 104)[None], cache=cache.batch([cache.add()], "prefill_end"))
+        model.model._model(torch.arange(4, 104)[None], cache=Batch(cache, [cache.add()], "prefill_end"))
 
 
 @pytest.mark.parametrize("kv, own", [("none", [90]), ("window(90, sinks=4)", []), ("window(50)", []),
                                      ("window(91)", [90]), ("snapkv(0.5)", [90])])
 def test_which_layers_hold_their_own_window(hybrid, kv, own):
     found = footprint(hybrid.config, parse_kv(kv), hybrid.dtype, 500, 400, CHUNK)
-    assert [kind.window for kind in found.kinds if kind.own] == own
-    assert found.layers == 4 and not found.kinds[0].own
+    assert [kind.window for kind in found.groups if kind.model_window] == own
+    assert found.layers == 4 and not found.groups[0].model_window

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import UsageError
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
@@ -30,7 +31,7 @@ def served(tmp_path_factory):
 
 def feed(model, cache, row, ids, phase):
     with torch.inference_mode():
-        batch = cache.batch([row], phase)
+        batch = Batch(cache, [row], phase)
         return model.model(ids[None], batch.next_positions(len(ids)), batch)[0]
 
 
@@ -42,7 +43,7 @@ def test_both_go_on_as_if_alone(model, kv):
     row = cache.add()
     feed(model, cache, row, prompt, "prefill_end")
     other = cache.fork(row)
-    assert (cache.seen(other), cache.held(other)) == (130, cache.held(row))
+    assert (cache.seen(other), cache.slots(other)) == (130, cache.slots(row))
     got = [[feed(model, cache, where, ids[i:i + 1], "decode") for i in range(16)]
            for where, ids in ((row, left), (other, right))]
     for ids, logits in zip((left, right), got):
@@ -55,7 +56,7 @@ def test_both_go_on_as_if_alone(model, kv):
 
 def held(cache):
     """Bytes of pages in use."""
-    return sum(pages.used * pages.page_bytes for store in cache.stores for pages in store.all)
+    return sum(pages.used * pages.page_bytes for pages in cache.pools)
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4", "rotation(3)/int8", "snapkv(90, window=8)+int4"])
@@ -68,7 +69,7 @@ def test_pages_are_shared_until_one_writes_to_them(model, kv):
     assert held(cache) == 2 * before, "one of both is a copy"
     cache.free([copied])
     assert held(cache) == before
-    last = sum(store.all[-1].page_bytes * cache.heads for store in cache.stores)
+    last = sum(store.all[-1].page_bytes * cache.heads for store in [layer.store for layer in cache.layers])
     feed(model, cache, row, torch.tensor([5]), "decode")
     assert held(cache) == before + last, "only the page that was written to is another"
     feed(model, cache, other, torch.arange(70), "prefill_end")
@@ -77,7 +78,7 @@ def test_pages_are_shared_until_one_writes_to_them(model, kv):
     own = alone.add()
     feed(model, alone, own, torch.arange(4, 304) % 256, "prefill_end")
     feed(model, alone, own, torch.arange(70), "prefill_end")
-    assert held(cache) == held(alone) and cache.held(other) == alone.held(own)
+    assert held(cache) == held(alone) and cache.slots(other) == alone.slots(own)
     cache.free([other])
     assert cache.allocated_bytes == 0
     with pytest.raises(KeyError):
@@ -136,15 +137,15 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
     if cache.policy.keeps_all or cache.policy.visible:
         rows.append(cache.prefix(row))
     else:
-        with pytest.raises(UsageError, match="can't begin another"):
+        with pytest.raises(UsageError, match="another text can't begin"):
             cache.prefix(row)
-        with pytest.raises(UsageError, match="can't begin another"):
+        with pytest.raises(UsageError, match="another text can't begin"):
             cache.prefix(cache.fork(row))
         large = KVCache(model.config, parse_kv(LARGE.sub(r"\1(500", kv)), torch.float32)
         own = large.add()
         feed(model, large, own, first, "prefill_end")
-        assert large.held(own) == [(140,) * large.heads] * 2, "nothing is dropped"
-        with pytest.raises(UsageError, match="can't begin another"):
+        assert large.slots(own) == [(140,) * large.heads] * 2, "nothing is dropped"
+        with pytest.raises(UsageError, match="another text can't begin"):
             large.prefix(own)
     for start, number in zip((first, torch.cat((first, rest))), rows):
         alone = KVCache(model.config, parse_kv(kv), torch.float32)
@@ -155,4 +156,4 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
         for ids, phase in ((other, "prefill_end"), (other[:1], "decode")):
             got = feed(model, cache, number, ids, phase)
             assert torch.equal(got, feed(model, alone, own, ids, phase))
-        assert cache.held(number) == alone.held(own)
+        assert cache.slots(number) == alone.slots(own)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import UsageError
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.layers import ForwardContext
@@ -29,7 +30,7 @@ def run(model, kv, tokens, cuts, dtype=torch.float32, config=None):
     for count in cuts:
         start += count
         phase = "prefill" if start < tokens.shape[1] else "prefill_end"
-        batch = cache.batch([number], phase)
+        batch = Batch(cache, [number], phase)
         out = model(tokens[:, start - count:start], batch.next_positions(count), batch)
     return cache, number, out
 
@@ -58,7 +59,7 @@ class Watcher:
 @pytest.mark.parametrize("piece", [64, 2048])
 def test_what_stays_was_looked_at_most_once(loaded, cuts, piece):
     tokens, count = ids(150), 150
-    cache, number, _ = run(loaded.model, f"kvzip(0.4, piece={piece})", tokens, cuts)
+    cache, number, _ = run(loaded.model, f"kvzip(0.4, chunk={piece})", tokens, cuts)
     heads, groups = loaded.config.num_kv_heads, loaded.config.num_heads // loaded.config.num_kv_heads
     peaks = [torch.zeros(heads, count, dtype=torch.float64) for _ in range(loaded.config.num_layers)]
     for begin in range(0, count, piece):
@@ -88,12 +89,13 @@ def test_the_sequence_goes_on_as_if_nothing_had_come_again(loaded, kv):
     plain, other, expected = run(loaded.model, "all" + kv[kv.index(")") + 1:], tokens, [130, 70])
     assert torch.equal(out, expected)
     assert cache.seen(number) == 200 and cache.sequence(number).tokens == []
-    pages = sum(store.pages.used * store.pages.page_bytes for store in cache.stores)
+    pages = sum(store.pages.used * store.pages.page_bytes
+                for store in [layer.store for layer in cache.layers])
     if kv == "kvzip(1000)":
-        assert cache.held(number) == plain.held(other)
+        assert cache.slots(number) == plain.slots(other)
     if "+int4" not in kv:
         assert cache.used_bytes == pages, "a fork is left, or what was looked at"
-    batch = cache.batch([number], "decode")
+    batch = Batch(cache, [number], "decode")
     assert torch.isfinite(loaded.model(ids(1), batch.next_positions(), batch)).all()
     cache.free([number])
     assert cache.allocated_bytes == 0
@@ -105,7 +107,7 @@ def test_several_prompts_in_one_step(loaded):
     tokens = torch.cat((ids(120, seed=3), ids(120, seed=4)))
     cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
     rows = [cache.add(), cache.add()]
-    batch = cache.batch(rows, "prefill_end")
+    batch = Batch(cache, rows, "prefill_end")
     loaded.model(tokens, batch.next_positions(120), batch)
     for row, some in zip(rows, tokens):
         alone, number, _ = run(loaded.model, "kvzip(0.5)", some[None], [120])
@@ -130,10 +132,10 @@ def test_a_failure_leaves_nothing_behind(loaded, monkeypatch):
     def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr("quantkit.kv.attention_scores.accumulate", fail)
+    monkeypatch.setattr("quantkit.kv.attention_scores.AttentionScores.accumulate", fail)
     cache = KVCache(loaded.config, parse_kv("kvzip(0.5)"), torch.float32)
     number = cache.add()
-    batch = cache.batch([number], "prefill_end")
+    batch = Batch(cache, [number], "prefill_end")
     with pytest.raises(MemoryError):
         loaded.model(ids(100), batch.next_positions(100), batch)
     cache.free([number])
@@ -144,6 +146,6 @@ def test_a_failure_leaves_nothing_behind(loaded, monkeypatch):
 def test_it_comes_again_within_the_models_context(loaded):
     """512 positions: a prompt of 400 is fed in pieces of 104, one of 450 is refused."""
     cache, number, _ = run(loaded.model, "kvzip(0.5)", ids(400), [400])
-    assert sum(cache.held(number)[0]) == 2 * 200
+    assert sum(cache.slots(number)[0]) == 2 * 200
     with pytest.raises(UsageError, match="too long for 'kvzip'"):
         run(loaded.model, "kvzip(0.5)", ids(450), [450])

@@ -1,4 +1,4 @@
-"""A cache of a fixed size: what was promised is there when it is taken, and nothing moves."""
+"""A cache of a fixed size: what was reserved is there when it is taken, and nothing moves."""
 
 from __future__ import annotations
 
@@ -40,65 +40,65 @@ def test_what_fits_never_moves_a_page(config, kv):
     one = KVCache(config, parse_kv(kv), torch.float32)
     grow(one, one.add(), 300, 1000)
     size = (6 if kv == "int4" else 2) * one.allocated_bytes  # there most are vectors that wait
-    room = PageReservation(cache, size, 4, 1024, CHUNK)
-    before, moves, rows = cache.allocated_bytes, cache.moves.count, []
+    reservation = PageReservation(cache, size, 4, 1024, CHUNK)
+    before, moves, rows = cache.allocated_bytes, cache.move_counter.count, []
     assert before <= size
-    while len(rows) < 4 and room.fits(500):
+    while len(rows) < 4 and reservation.fits(500):
         rows.append(cache.add(500))
-        room.promise(rows[-1], 500)
+        reservation.reserve(rows[-1], 500)
     assert len(rows) >= 2
     for row in rows:
         grow(cache, row, 200, 500)
-    assert cache.allocated_bytes == before and cache.moves.count == moves
+    assert cache.allocated_bytes == before and cache.move_counter.count == moves
     cache.free(rows[:1])
-    room.release(rows[0])
-    assert room.fits(500) and cache.moves.count == moves and cache.allocated_bytes == before
+    reservation.release(rows[0])
+    assert reservation.fits(500) and cache.move_counter.count == moves and cache.allocated_bytes == before
 
 
 def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
     """And what its answer takes."""
     cache = KVCache(config, parse_kv("snapkv(64)"), torch.float32)
-    room = PageReservation(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
+    reservation = PageReservation(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
     rows = []
-    while len(rows) < 4 and room.fits(960):
+    while len(rows) < 4 and reservation.fits(960):
         rows.append(cache.add(960))
-        room.promise(rows[-1], 960)
+        reservation.reserve(rows[-1], 960)
         if len(rows) == 1:
-            assert not room.fits(960)
+            assert not reservation.fits(960)
         held = cache.sequence(rows[-1])
         cache.reserve(held, 900)
         cache.settle(held, 900)
-        for store, layer in zip(cache.stores, held.layers):
+        for store, layer in zip((layer.store for layer in cache.layers), held.layers):
             store.keep(layer, [torch.arange(64)] * cache.heads)
-        room.settle(rows[-1])
+        reservation.shrink_to_answer(rows[-1])
     assert len(rows) >= 3
     for row in rows:
         cache.reserve(cache.sequence(row), 60)
         assert all(len(pages) <= 2 for layer in cache.sequence(row).layers for pages in layer.pages)
-    assert cache.moves.count == len(cache.stores)
+    assert cache.move_counter.count == len(cache.layers)
 
 
 @pytest.mark.parametrize("kv", ["snapkv(0.5)+int4", "snapkv(0.5)+rotation(3)"])
 def test_what_is_encoded_again_never_residual_in_between(config, kv):
-    """Pages of vectors are few: what stays of a long text has no room there."""
+    """Pages of vectors are few: what stays of a long text has no reservation there."""
     cache = KVCache(config, parse_kv(kv), torch.float32)
     PageReservation(cache, 10**8, 1, 1024, CHUNK)
-    moves, row = cache.moves.count, cache.add(1024)
+    moves, row = cache.move_counter.count, cache.add(1024)
     grow(cache, row, 960, 960)
-    for store, layer in zip(cache.stores, cache.sequence(row).layers):
+    for store, layer in zip((layer.store for layer in cache.layers), cache.sequence(row).layers):
         store.keep(layer, [torch.arange(0, 960, 2)] * cache.heads)
-    assert cache.moves.count == moves and cache.held(row) == [(480, 480)] * 2
+    assert cache.move_counter.count == moves and cache.slots(row) == [(480, 480)] * 2
 
 
 @pytest.mark.parametrize("kv", ["h2o(0.5, interval=640)", "tova(0.5, interval=640)", "snapkv(0.5)"])
 def test_no_prompt_needs_more_than_was_looked_at(config, kv):
     config = dataclasses.replace(config, max_position_embeddings=2048)
     cache = KVCache(config, parse_kv(kv), torch.float32)
-    room = PageReservation(cache, 10**8, 1, 2048, CHUNK)
+    reservation = PageReservation(cache, 10**8, 1, 2048, CHUNK)
     for prompt in range(64, 2048, 128):
-        found = footprint(config, parse_kv(kv), torch.float32, 2048, prompt, CHUNK).kinds[0]
-        filling, decoding = room._whole[0]
-        assert found.most.codes <= filling and found.decoding.codes <= decoding
+        found = footprint(config, parse_kv(kv), torch.float32, 2048, prompt, CHUNK).groups[0]
+        filling, decoding = reservation._limits[0]
+        assert found.peak.codes <= filling and found.decoding.codes <= decoding
 
 
 def test_all_that_can_ever_be_needed_is_enough(config):
@@ -111,21 +111,21 @@ def test_layers_with_a_window_have_theirs_whole(config):
     config = dataclasses.replace(config, num_layers=2, sliding_windows=(None, 64))
     cache = KVCache(config, parse_kv("none"), torch.float32)
     size = 900 * cache.bytes_per_token
-    room = PageReservation(cache, size, 2, 1024, CHUNK)
-    full, window = (store.pages for store in cache.stores)
+    reservation = PageReservation(cache, size, 2, 1024, CHUNK)
+    full, window = (store.pages for store in [layer.store for layer in cache.layers])
     assert full.allocated_bytes + window.allocated_bytes <= size
     tokens = full.allocated_bytes // (full.page_bytes * cache.heads) * 64
-    assert 512 < tokens < 1024 and room.tokens == tokens
+    assert 512 < tokens < 1024 and reservation.tokens == tokens
     assert window.allocated_bytes > full.page_bytes * cache.heads * (64 + 256) // 64
 
 
 def test_what_does_not_fit_says_how_much_would(config):
     cache = KVCache(config, parse_kv("none"), torch.float32)
-    room = PageReservation(cache, 512 * cache.bytes_per_token, 4, 1024, CHUNK)
-    assert room.tokens == 512
-    room.check(512)
+    reservation = PageReservation(cache, 512 * cache.bytes_per_token, 4, 1024, CHUNK)
+    assert reservation.tokens == 512
+    reservation.check(512)
     with pytest.raises(UsageError, match="513 tokens don't fit") as caught:
-        room.check(513)
+        reservation.check(513)
     assert "512" in caught.value.why
     with pytest.raises(UsageError, match="too few"):
         PageReservation(KVCache(config, parse_kv("int4"), torch.float32), 1000, 4, 1024, CHUNK)

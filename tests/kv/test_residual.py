@@ -21,15 +21,15 @@ class Lists:
     """One layer of one sequence. Of each head: vectors as they were computed, and as codes give them back."""
 
     def __init__(self, cache):
-        self.codings = cache.codings
-        self.sides = {"k": self.codings.keys, "v": self.codings.values}
+        self.codecs = cache.codecs
+        self.sides = {"k": self.codecs.keys, "v": self.codecs.values}
         self.plain = {side: [torch.zeros(0, 32) for _ in range(2)] for side in "kv"}
         self.coded = {side: [torch.zeros(0, 32) for _ in range(2)] for side in "kv"}
         self.positions = [torch.zeros(0, dtype=torch.int64) for _ in range(2)]
         self.seen = 0
 
     def border(self, length):
-        return max(self.codings.first, (length - self.codings.residual_length) // PAGE * PAGE)
+        return max(self.codecs.first, (length - self.codecs.residual_length) // PAGE * PAGE)
 
     def close(self):
         """What is old enough becomes codes, once."""
@@ -43,7 +43,7 @@ class Lists:
 
     def read(self, side, head, length):
         """What a query that sees so many slots reads."""
-        first, border = self.codings.first, self.border(length)
+        first, border = self.codecs.first, self.border(length)
         plain, coded = self.plain[side][head], self.coded[side][head]
         return torch.cat((plain[:min(first, length)], coded[first:border], plain[border:length]))
 
@@ -132,10 +132,10 @@ def test_each_query_reads_codes_and_vectors_as_the_rule_says(feeder, codec):
 
 def check_pages(cache, number):
     """As many as the rule says, and no more memory than a quarter beside them."""
-    first = cache.codings.first
-    for layer, store in enumerate(cache.stores):
-        lengths = cache.held(number)[layer]
-        borders = [cache.codings.border(length) for length in lengths]
+    first = cache.codecs.first
+    for layer, store in enumerate(layer.store for layer in cache.layers):
+        lengths = cache.slots(number)[layer]
+        borders = [cache.codecs.border(length) for length in lengths]
         assert store.pages.used == sum((border - first) // PAGE for border in borders)
         assert store.residual.used == sum(-(-(length - border + first) // PAGE) if length > first
                                           else -(-length // PAGE) for length, border in zip(lengths, borders))
@@ -158,8 +158,8 @@ def test_under_a_window_chunks_make_no_difference_and_old_pages_are_given_back(f
             outs.append(torch.stack([out for *_, out in one.feed([number], [count], phase, drawn=part)]))
             start += count
         results.append(torch.cat(outs, 3))
-        waits = one.cache.codings.residual_length + one.cache.codings.first
-        assert one.cache.held(number)[0][0] <= 70 + waits + 4 * PAGE, "far more than a window is held"
+        waits = one.cache.codecs.residual_length + one.cache.codecs.first
+        assert one.cache.slots(number)[0][0] <= 70 + waits + 4 * PAGE, "far more than a window is held"
     for other in results[1:]:
         assert torch.allclose(results[0], other, atol=1e-5)
 
@@ -169,13 +169,15 @@ def test_a_fork_goes_its_own_way(feeder, codec):
     one = feeder(codec)
     first = one.cache.add()
     one.feed([first], [200], "prefill_end")
-    before = [[one.cache.stores[i].read(one.cache._sequences[first].layers[i], side).clone() for side in "kv"]
+    before = [[one.cache.layers[i].store.read(one.cache._sequences[first].layers[i], side).clone()
+               for side in "kv"]
               for i in range(one.layers)]
     second = one.cache.fork(first)
     one.feed([second], [100], "decode")
     for i, sides in enumerate(before):
         for side, was in zip("kv", sides):
-            assert torch.equal(one.cache.stores[i].read(one.cache._sequences[first].layers[i], side), was)
+            assert torch.equal(one.cache.layers[i].store.read(one.cache._sequences[first].layers[i], side),
+                               was)
     one.cache.free([first])
     one.feed([second], [100], "decode")
     assert one.cache.seen(second) == 400

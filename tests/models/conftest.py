@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
@@ -49,7 +50,7 @@ class Fed:
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  last: torch.Tensor | None = None) -> torch.Tensor:
-        batch = self.cache.batch(self.rows)
+        batch = Batch(self.cache, self.rows)
         return self.model(ids, batch.next_positions(ids.shape[1]) if positions is None else positions, batch,
                           last)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import SourceError
+from quantkit.kv.batch import Batch
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.linear import Weights
 from quantkit.testing import tiny_weights
@@ -114,7 +115,7 @@ def test_a_tensor_of_the_wrong_shape_is_named(make_config, make_model):
 def test_positions_follow_what_a_cache_holds(make_config, make_model, fed):
     model = make_model(make_config("llama"))
     ids, cached = tokens(2, 9), fed(model, 2)
-    parts = [model(ids[:, at:at + 3], cache=cached.cache.batch(cached.rows)) for at in (0, 3, 6)]
+    parts = [model(ids[:, at:at + 3], cache=Batch(cached.cache, cached.rows)) for at in (0, 3, 6)]
     close(torch.cat(parts, 1), model(ids))
     with pytest.raises(ValueError, match="1 rows for 2 sequences"):
-        model(ids[:1], cache=cached.cache.batch(cached.rows))
+        model(ids[:1], cache=Batch(cached.cache, cached.rows))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import UnsupportedModelError
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import parse_config
 from quantkit.testing import tiny_weights
@@ -31,7 +32,7 @@ def through_cache(model, tokens, max_lengths):
     cache = KVCache(model.config, None, model.dtype)
     rows, found = [cache.add(max_length) for max_length in max_lengths], []
     for some in tokens.split([7, 1, tokens.shape[1] - 8], 1):
-        found.append(model(some, cache=cache.batch(rows)))
+        found.append(model(some, cache=Batch(cache, rows)))
     return torch.cat(found, 1)
 
 
@@ -65,9 +66,9 @@ def test_a_copy_keeps_it(config, make_model):
     model = make_model(config)
     cache = KVCache(model.config, None, model.dtype)
     row = cache.add(60)
-    model(ids(1, 5), cache=cache.batch([row]))
+    model(ids(1, 5), cache=Batch(cache, [row]))
     copies = [cache.fork(row), cache.fork(cache.fork(row))]
-    first, *others = (model(ids(1, 3, seed=1), cache=cache.batch([one])) for one in (row, *copies))
+    first, *others = (model(ids(1, 3, seed=1), cache=Batch(cache, [one])) for one in (row, *copies))
     assert all(torch.equal(first, other) for other in others)
 
 

@@ -67,12 +67,12 @@ def prompt_of():
 
 @pytest.fixture(scope="session")
 def submit(prompt_of, long):
-    """``submit(engine, length, sampling=long, seed=0, **listeners)`` → the ticket, and why it ended, once
+    """``submit(engine, length, sampling=long, seed=0, **listeners)`` → the request, and why it ended, once
     it has."""
     def make(engine, length, sampling=long, seed=0, **listeners):
         ends = []
-        listeners.setdefault("on_done", lambda ticket: ends.append(ticket.result.finish_reason))
-        ticket = engine.submit(prompt_of(length, seed), sampling, **listeners)
-        return ticket, ends
+        listeners.setdefault("on_done", lambda request: ends.append(request.result.finish_reason))
+        request = engine.submit(prompt_of(length, seed), sampling, **listeners)
+        return request, ends
 
     return make

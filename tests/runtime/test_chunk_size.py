@@ -203,8 +203,8 @@ def test_two_long_prompts_leave_short_gaps(timed, submit):
     engine, model = timed(SLOW, max_itl=ITL)
     times, one = decoding(engine, model, submit, 4), Sampling(max_tokens=1, ignore_eos=True)
     del model.chunks[:]
-    tickets = [submit(engine, 200, one, seed=seed)[0] for seed in (7, 8)]
-    while not all(ticket.done for ticket in tickets):
+    submitted = [submit(engine, 200, one, seed=seed)[0] for seed in (7, 8)]
+    while not all(request.done for request in submitted):
         engine.step()
     assert sum(model.chunks) == 400 and max(gaps_of(times)) <= ITL
     # of 1.8 ms each some 19 tokens fit
@@ -221,9 +221,9 @@ def test_without_a_limit_a_prompt_goes_in_the_largest_chunks(timed, submit):
 
 def test_a_prompt_that_nobody_residual_for_goes_in_the_largest_chunks(timed, submit):
     engine, model = timed(SLOW, max_itl=ITL)
-    ticket, _ = submit(engine, 200)
+    request, _ = submit(engine, 200)
     engine.step()
-    assert model.chunks == [200] and ticket.result.token_ids
+    assert model.chunks == [200] and request.result.token_ids
 
 
 def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, tmp_path):
@@ -234,9 +234,9 @@ def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, tmp_pa
     submit(engine, 4)
     for _ in range(5):
         engine.step()
-    ticket, _ = submit(engine, 200)
+    request, _ = submit(engine, 200)
     engine.step()
-    assert ticket.result.token_ids
+    assert request.result.token_ids
 
 
 def test_what_a_policy_does_at_the_end_of_a_prompt_leaves_short_gaps(timed, submit, monkeypatch, tmp_path):
@@ -254,8 +254,8 @@ def test_what_a_policy_does_at_the_end_of_a_prompt_leaves_short_gaps(timed, subm
     times = decoding(engine, model, submit, 2)
     acts.clear()
     del times[:-1]
-    ticket, _ = submit(engine, 100)
-    while not ticket.result.token_ids:
+    request, _ = submit(engine, 100)
+    while not request.result.token_ids:
         engine.step()
     assert acts == list(range(8)) and max(gaps_of(times)) <= ITL
 
@@ -264,8 +264,8 @@ def test_a_prompt_that_comes_again_leaves_short_gaps(timed, submit):
     engine, model = timed(SLOW, max_itl=ITL, kv=parse_kv("kvzip(0.5)+int4"))
     times = decoding(engine, model, submit, 2)
     del model.chunks[:]
-    ticket, _ = submit(engine, 200)
-    while not ticket.result.token_ids:
+    request, _ = submit(engine, 200)
+    while not request.result.token_ids:
         engine.step()
     assert sum(model.chunks) == 400 and max(gaps_of(times)) <= ITL
 
@@ -286,14 +286,14 @@ def test_who_leaves_at_the_end_of_its_prompt_leaves_nothing(timed, submit, kv, h
     engine, model = timed(SLOW, max_itl=ITL, kv=parse_kv(kv))
     decoding(engine, model, submit, 2)
     before, errors = engine.cache.numbers, []
-    ticket, ends = submit(engine, 200, on_error=errors.append)
-    while ticket.fed < 200:
+    request, ends = submit(engine, 200, on_error=errors.append)
+    while request.computed_tokens < 200:
         engine.step()
     monkeypatch.setattr(ChunkSizer, "spare", -1.0)  # one layer, or one chunk, a step
     engine.step()
-    assert not ticket.result.token_ids and len(engine.cache.numbers) == 3 + ("kvzip" in kv)
+    assert not request.result.token_ids and len(engine.cache.numbers) == 3 + ("kvzip" in kv)
     if how == "cancelled":
-        ticket.cancel()
+        request.cancel()
         engine.step()
     else:
         def broken(*given):
@@ -301,7 +301,7 @@ def test_who_leaves_at_the_end_of_its_prompt_leaves_nothing(timed, submit, kv, h
 
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "act", broken)
-            while not ticket.done:
+            while not request.done:
                 engine.step()
     assert (ends, [str(one) for one in errors]) == (
         (["cancelled"], []) if how == "cancelled" else ([], ["broken"]))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.plugins import registry
@@ -121,7 +122,7 @@ def test_prefill_chunks_and_decoding_give_the_same_bits(make, way, tied):
         cache = KVCache(model.config, parse_kv("none"), model.dtype)
         sequence, found = cache.add(), []
         for part in tokens.split(sizes, dim=1):
-            found.append(model(part, None, cache.batch([sequence], "prefill")))
+            found.append(model(part, None, Batch(cache, [sequence], "prefill")))
         return torch.cat(found, dim=1)
 
     for sizes in ((17, 23), (1, 38, 1), (1,) * 40):

@@ -47,21 +47,21 @@ def test_cancel_while_waiting_prefilling_and_running(small, submit):
 
 def test_cancel_comes_too_late_for_what_is_done(small, submit):
     engine = Engine(small)
-    ticket, ends = submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True))
+    request, ends = submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True))
     engine.step()
-    ticket.cancel()
+    request.cancel()
     engine.step()
-    assert ticket.result.finish_reason == "length" and ends == ["length"]
+    assert request.result.finish_reason == "length" and ends == ["length"]
 
 
 def test_cancelling_everything_takes_the_next_at_once(small, submit):
     engine = Engine(small, max_batch=1)
     gone = [submit(engine, 30, seed=i)[0] for i in range(3)]
     last, _ = submit(engine, 8, Sampling(max_tokens=1, ignore_eos=True))
-    for ticket in gone:
-        ticket.cancel()
+    for request in gone:
+        request.cancel()
     engine.step()
-    assert last.done and last.result.finish_reason == "length" and all(ticket.done for ticket in gone)
+    assert last.done and last.result.finish_reason == "length" and all(request.done for request in gone)
 
 
 def test_the_place_of_one_that_left_is_taken_in_the_same_step(small, submit):
@@ -76,22 +76,22 @@ def test_the_place_of_one_that_left_is_taken_in_the_same_step(small, submit):
 
 def test_the_queue_is_bounded_and_takes_again(small, submit):
     engine = Engine(small, max_batch=1, max_queue=2)
-    tickets = [submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0] for _ in range(2)]
+    submitted = [submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0] for _ in range(2)]
     with pytest.raises(EngineFull, match="2 requests wait") as caught:
         submit(engine, 3)
     assert isinstance(caught.value, QuantkitError) and caught.value.next
     engine.step()
-    tickets.append(submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0])
+    submitted.append(submit(engine, 3, Sampling(max_tokens=2, ignore_eos=True))[0])
     while engine.step():
         assert engine.stats()["waiting"] <= 2
-    assert all(ticket.done for ticket in tickets)
+    assert all(request.done for request in submitted)
 
 
 def test_at_most_max_batch_run_and_in_the_order_they_came(small, submit):
     engine, done = Engine(small, max_batch=3), []
     for i in range(7):
         submit(engine, 20, Sampling(max_tokens=6, ignore_eos=True), seed=i,
-               on_done=lambda ticket: done.append(ticket.id))
+               on_done=lambda request: done.append(request.id))
     while engine.step():
         assert engine.stats()["running"] <= 3
     assert done == list(range(7)) == sorted(done)
@@ -135,8 +135,8 @@ def test_the_error_of_one_request_is_its_own(small, prompt_of, submit):
     assert raised == 2 and [str(error) for error in errors] == ["listener"]
     assert bad.done and worse.done and alone.done and bad_ends == []
     assert ends == last_ends == ["length"] and engine.cache.allocated_bytes == 0
-    for ticket, seed in ((good, 1), (last, 2)):
-        assert ticket.result == generate(small, [prompt_of(9, seed)], sampling)[0]
+    for request, seed in ((good, 1), (last, 2)):
+        assert request.result == generate(small, [prompt_of(9, seed)], sampling)[0]
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -144,34 +144,34 @@ def test_an_error_in_the_middle_of_a_batch_costs_the_others_no_token(small, late
     """Nobody listens to the error, so it is raised; but after the others had their token."""
     engine = Engine(small)
     sampling = Sampling(max_tokens=12, ignore_eos=True)
-    tickets = [submit(engine, 9, sampling, seed=i)[0] for i in range(2)]
+    submitted = [submit(engine, 9, sampling, seed=i)[0] for i in range(2)]
 
     def broken(info):
         if len(fails.result.token_ids) == 3:
             raise RuntimeError("third")
 
     fails = engine.submit(prompt_of(9, 5), sampling, on_token=broken)
-    tickets += [submit(engine, 9, sampling, seed=i)[0] for i in range(2, 4)]
+    submitted += [submit(engine, 9, sampling, seed=i)[0] for i in range(2, 4)]
     with pytest.raises(RuntimeError, match="third"):
         while engine.step():
             pass
     while engine.step():
         pass
-    for seed, ticket in enumerate(tickets):
-        assert ticket.result == generate(small, [prompt_of(9, seed)], sampling)[0]
+    for seed, request in enumerate(submitted):
+        assert request.result == generate(small, [prompt_of(9, seed)], sampling)[0]
 
 
 def test_listeners_of_the_end_that_fail_are_asked_once(small, submit):
     engine, calls = Engine(small, max_batch=1), []
 
-    def end(ticket):
-        calls.append(ticket.id)
+    def end(request):
+        calls.append(request.id)
         raise RuntimeError("end")
 
-    tickets = [submit(engine, 5, seed=i, on_done=end)[0] for i in range(3)]
+    submitted = [submit(engine, 5, seed=i, on_done=end)[0] for i in range(3)]
     engine.step()
-    for ticket in tickets:
-        ticket.cancel()
+    for request in submitted:
+        request.cancel()
     with pytest.raises(RuntimeError, match="end"):
         engine.step()
     assert sorted(calls) == [0, 1, 2] and not engine.step() and engine.cache.allocated_bytes == 0
@@ -212,7 +212,7 @@ def test_a_step_of_the_model_that_fails_ends_those_in_it(small, monkeypatch, sub
     with monkeypatch.context() as patch:
         patch.setattr(CpuProgram, "step", fails)
         engine.step()
-    assert all(ticket.done for ticket in running) and len(errors) == 2
+    assert all(request.done for request in running) and len(errors) == 2
     assert engine.cache.allocated_bytes == 0
     assert submit(engine, 5, Sampling(max_tokens=3, ignore_eos=True)) and engine.step()
 
@@ -246,15 +246,15 @@ def test_bad_sizes(small, wrong):
 def test_logprobs_are_those_of_the_model(loaded, prompt_of, submit):
     """float32, against the whole sequence run at once."""
     prompt, heard, engine = prompt_of(40), [], Engine(loaded)
-    ticket = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50, ignore_eos=True,
+    request = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50, ignore_eos=True,
                                             repetition_penalty=1.2),
                            logprobs=5, echo=True, on_token=heard.append)
     while engine.step():
         pass
-    ids = prompt + ticket.result.token_ids
+    ids = prompt + request.result.token_ids
     want = loaded.model(torch.tensor([ids]))[0].log_softmax(-1)
-    assert [info.id for info in heard] == ticket.result.token_ids
-    scored = ticket.result.prompt_logprobs
+    assert [info.id for info in heard] == request.result.token_ids
+    scored = request.result.prompt_logprobs
     assert [info.id for info in scored] == prompt
     assert scored[0] == TokenInfo(prompt[0], "")
     for place, info in enumerate([*scored[1:], *heard]):
@@ -269,16 +269,16 @@ def test_logprobs_are_those_of_the_model(loaded, prompt_of, submit):
 def test_echo_scores_every_prompt_token_whatever_the_chunks(loaded, length, monkeypatch, prompt_of, submit):
     engine, prompt = Engine(loaded), prompt_of(length)
     plain, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True))
-    ticket, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True), echo=True)
+    request, _ = submit(engine, length, Sampling(max_tokens=2, ignore_eos=True), echo=True)
     while engine.step():
         pass
     want = loaded.model(torch.tensor([prompt]))[0].log_softmax(-1)
-    scored = ticket.result.prompt_logprobs
+    scored = request.result.prompt_logprobs
     assert [info.id for info in scored] == prompt and scored[0].logprob is None
     assert [info.logprob for info in scored[1:]] == pytest.approx(
         [float(want[i, prompt[i + 1]]) for i in range(length - 1)], abs=1e-4)
     assert all(info.top == () and info.text == "" for info in scored)
-    assert plain.result.prompt_logprobs is None and plain.result.token_ids == ticket.result.token_ids
+    assert plain.result.prompt_logprobs is None and plain.result.token_ids == request.result.token_ids
 
 
 @pytest.mark.parametrize(("asked", "count"), [(None, 0), (0, 0), (1, 1), (1000, 300)])
@@ -298,14 +298,14 @@ def test_the_pieces_are_the_text_up_to_a_stop_string(small, prompt_of, submit):
     whole, _ = submit(Engine(small), 6)
     (whole,) = generate(small, [prompt_of(6)], Sampling(max_tokens=30, ignore_eos=True))
     stop, engine, heard = whole.text[9:12], Engine(small), []
-    ticket = engine.submit(prompt_of(6), Sampling(max_tokens=30, ignore_eos=True, stop=("nowhere", stop)),
+    request = engine.submit(prompt_of(6), Sampling(max_tokens=30, ignore_eos=True, stop=("nowhere", stop)),
                            on_token=heard.append)
     while engine.step():
         pass
-    assert ticket.result.finish_reason == "stop_string"
-    assert ticket.result.text == whole.text[:whole.text.index(stop)] == "".join(info.text for info in heard)
-    assert [info.id for info in heard] == ticket.result.token_ids
-    assert whole.token_ids[:len(heard)] == ticket.result.token_ids and len(heard) < 30
+    assert request.result.finish_reason == "stop_string"
+    assert request.result.text == whole.text[:whole.text.index(stop)] == "".join(info.text for info in heard)
+    assert [info.id for info in heard] == request.result.token_ids
+    assert whole.token_ids[:len(heard)] == request.result.token_ids and len(heard) < 30
 
 
 def test_stats_count(small, submit):
@@ -346,7 +346,7 @@ def test_close_cancels_running_prefilling_and_waiting(small, submit):
     engine.step()
     engine.close()
     assert [ends for _, ends in all_ends] == [["cancelled"]] * 5
-    assert all(ticket.done for ticket, _ in all_ends)
+    assert all(request.done for request, _ in all_ends)
     assert engine.cache.allocated_bytes == 0
     with pytest.raises(EngineClosed):
         submit(engine, 3)

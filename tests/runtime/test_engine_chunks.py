@@ -25,7 +25,7 @@ def long_model(tmp_path_factory):
 KV = ("none", "int8", "int4", "int2", "rotation(4)", "window(70, sinks=2)", "window(70, sinks=2)+int8",
       "window(70)+int2", "snapkv(0.4, window=8)+int4", "adakv(0.4)", "pyramidkv(60, window=8)",
       "tova(90, interval=3)", "h2o(0.4)", "h2o(100)+int2", "expected(0.4)", "kvzip(0.4)+int4",
-      "kvzip(100, piece=128)")
+      "kvzip(100, chunk=128)")
 
 
 def run(loaded, kv, prompt, seed, monkeypatch):
@@ -38,10 +38,10 @@ def run(loaded, kv, prompt, seed, monkeypatch):
                             lambda self, seconds: draw.choice((1, 3, 16, 40, 64, 100)))
         engine.submit(prompt[:9], Sampling(max_tokens=400, ignore_eos=True))
         engine.step()
-    ticket = engine.submit(prompt, Sampling(max_tokens=12, ignore_eos=True), logprobs=2,
+    request = engine.submit(prompt, Sampling(max_tokens=12, ignore_eos=True), logprobs=2,
                            on_token=heard.append)
     steps = 0
-    while not ticket.done:
+    while not request.done:
         engine.step()
         steps += not heard
     engine.close()

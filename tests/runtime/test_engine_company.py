@@ -106,22 +106,22 @@ REQUESTS = st.builds(
 def run(loaded, kv, requests, max_batch=11):
     """Tokens with their exact log-probabilities, a list for each request; all pages are back at the end."""
     engine = Engine(loaded, kv=parse_kv(kv), max_batch=max_batch, max_queue=100)
-    heard, tickets, now = [[] for _ in requests], [None] * len(requests), 0
+    heard, submitted, now = [[] for _ in requests], [None] * len(requests), 0
 
     def listen(index, info):
         heard[index].append((info.id, info.logprob, info.top))
         if len(heard[index]) == requests[index].leaves:
-            tickets[index].cancel()
+            submitted[index].cancel()
 
     while True:
         for index, one in enumerate(requests):
             if one.arrives == now:
-                tickets[index] = engine.submit(prompt_of(one.length, one.seed), one.sampling, logprobs=2,
+                submitted[index] = engine.submit(prompt_of(one.length, one.seed), one.sampling, logprobs=2,
                                                on_token=lambda info, index=index: listen(index, info))
         now += 1
-        if not engine.step() and all(tickets):
+        if not engine.step() and all(submitted):
             break
-    assert all(ticket.done for ticket in tickets)
+    assert all(request.done for request in submitted)
     assert engine.cache.allocated_bytes == 0 == engine.stats()["running"]
     return heard
 
@@ -153,6 +153,7 @@ def test_more_at_once_than_a_multiply_takes_as_decode(models):
 @pytest.mark.parametrize("kv", KV)
 def test_a_request_ends_as_the_model_says_for_each_setting(models, kv):
     """Against the model and a cache by hand: one chunk after another, one token after another."""
+    from quantkit.kv.batch import Batch
     from quantkit.kv.cache import KVCache
 
     small, prompt, ids = models["qwen3 bf16"], prompt_of(40), []
@@ -160,7 +161,7 @@ def test_a_request_ends_as_the_model_says_for_each_setting(models, kv):
     number, feed = cache.add(), prompt
     for phase in ("prefill", "prefill", "prefill_end", *["decode"] * 11):
         chunk, feed = feed[:16], feed[16:]
-        batch = cache.batch([number], phase)
+        batch = Batch(cache, [number], phase)
         with torch.inference_mode():
             logits = small.model(torch.tensor([chunk]), batch.next_positions(len(chunk)), batch,
                                  torch.tensor([len(chunk) - 1]))[0]

@@ -14,11 +14,11 @@ LONG = Sampling(max_tokens=30, ignore_eos=True)
 
 
 def tokens(engine, submit, sampling=LONG):
-    tickets = [submit(engine, 230, sampling, seed)[0] for seed in range(3)]
+    submitted = [submit(engine, 230, sampling, seed)[0] for seed in range(3)]
     most = 0
     while engine.step():
         most = max(most, engine.stats()["running"])
-    return [ticket.result.token_ids for ticket in tickets], most
+    return [request.result.token_ids for request in submitted], most
 
 
 @pytest.mark.parametrize("kv", ["none", "window(64)+int8"])
@@ -28,10 +28,10 @@ def test_requests_wait_for_room_and_give_the_same_tokens(small, submit, kv):
     one = Engine(small, kv=parse_kv(kv), max_batch=1, memory=10**12)
     size = one.cache.allocated_bytes if kv != "none" else 640 * one.cache.bytes_per_token
     tight = Engine(small, kv=parse_kv(kv), max_batch=3 if kv == "none" else 1, memory=size)
-    before, moves = tight.cache.allocated_bytes, tight.cache.moves.count
+    before, moves = tight.cache.allocated_bytes, tight.cache.move_counter.count
     found, most = tokens(tight, submit)
     assert found == whole and together == 3 and most == (2 if kv == "none" else 1)
-    assert tight.cache.allocated_bytes == before <= size and tight.cache.moves.count == moves
+    assert tight.cache.allocated_bytes == before <= size and tight.cache.move_counter.count == moves
     assert tight.cache.used_bytes == 0
 
 
@@ -44,14 +44,14 @@ def test_what_a_policy_does_moves_nothing(small, submit, kv):
     while True:  # the least memory that will do
         try:
             engine = Engine(small, kv=parse_kv(kv), max_batch=3, memory=least)
-            engine.room.check(310)
+            engine.reservation.check(310)
             break
         except UsageError:
             least += least // 4
-    moves = engine.cache.moves.count
+    moves = engine.cache.move_counter.count
     found, most = tokens(engine, submit, longer)
     assert found == whole and together == 3 >= most
-    assert engine.cache.moves.count == moves and engine.cache.used_bytes == 0
+    assert engine.cache.move_counter.count == moves and engine.cache.used_bytes == 0
 
 
 def test_what_never_fits_is_refused_when_it_is_submitted(small, submit):
@@ -59,10 +59,10 @@ def test_what_never_fits_is_refused_when_it_is_submitted(small, submit):
     with pytest.raises(UsageError, match="260 tokens don't fit") as caught:
         submit(engine, 230, LONG)
     assert "256 tokens" in caught.value.why and not engine.step()
-    ticket, ends = submit(engine, 200, LONG)
+    request, ends = submit(engine, 200, LONG)
     while engine.step():
         pass
-    assert ends == ["length"] and ticket.done
+    assert ends == ["length"] and request.done
 
 
 def test_those_that_end_early_give_their_room_back(small, submit):

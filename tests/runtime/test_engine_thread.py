@@ -35,9 +35,9 @@ def test_requests_from_many_threads(small, started, prompt_of, submit):
 
     def ask(seed):
         finished = threading.Event()
-        ticket = engine.submit(prompt_of(3 + seed, seed), sampling, on_done=lambda _: finished.set())
+        request = engine.submit(prompt_of(3 + seed, seed), sampling, on_done=lambda _: finished.set())
         assert finished.wait(WAIT)
-        results[seed] = ticket.result
+        results[seed] = request.result
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(9)]
     for thread in threads:
@@ -50,9 +50,9 @@ def test_requests_from_many_threads(small, started, prompt_of, submit):
 
 def test_drain_ends_what_is_there_and_takes_nothing_new(started, submit):
     engine = started()
-    tickets = [submit(engine, 30, Sampling(max_tokens=20, ignore_eos=True), seed=i)[0] for i in range(3)]
+    submitted = [submit(engine, 30, Sampling(max_tokens=20, ignore_eos=True), seed=i)[0] for i in range(3)]
     assert engine.drain(WAIT)
-    assert [ticket.result.finish_reason for ticket in tickets] == ["length"] * 3
+    assert [request.result.finish_reason for request in submitted] == ["length"] * 3
     with pytest.raises(EngineClosed):
         submit(engine, 3)
     assert engine.drain(WAIT) and engine.cache.allocated_bytes == 0
@@ -60,21 +60,21 @@ def test_drain_ends_what_is_there_and_takes_nothing_new(started, submit):
 
 def test_drain_does_not_wait_longer_than_asked(started, submit):
     engine = started()
-    ticket, ends = submit(engine, 30)
-    assert not engine.drain(0.001) and not ticket.done
-    ticket.cancel()
+    request, ends = submit(engine, 30)
+    assert not engine.drain(0.001) and not request.done
+    request.cancel()
     assert engine.drain(WAIT) and ends == ["cancelled"]
 
 
 def test_who_is_cancelled_is_told_before_it_is_gone(small, submit):
     """Else :meth:`drain` returns while somebody still waits for an answer's end."""
     engine, ended = Engine(small, max_batch=2), []
-    tickets = [submit(engine, length, on_done=lambda ticket: ended.append((ticket.id, engine.drain(0))))[0]
+    submitted = [submit(engine, length, on_done=lambda request: ended.append((request.id, engine.drain(0))))[0]
                for length in (5, 200, 5)]
     for _ in range(2):
         engine.step()
-    for ticket in (tickets[2], tickets[0], tickets[1]):
-        ticket.cancel()
+    for request in (submitted[2], submitted[0], submitted[1]):
+        request.cancel()
         engine.step()
     assert ended == [(2, False), (0, False), (1, False)] and engine.drain(0)
 
@@ -89,8 +89,8 @@ def test_a_thread_survives_errors_that_nobody_hears(started, monkeypatch, prompt
     engine.submit(prompt_of(5), long, on_token=broken)
     engine.submit(prompt_of(5), long, on_token=broken, on_error=broken)
     engine.submit(prompt_of(5), Sampling(max_tokens=1), on_done=broken)
-    ticket, ends = submit(engine, 5, Sampling(max_tokens=4, ignore_eos=True))
-    assert engine.drain(WAIT) and ends == ["length"] and len(ticket.result.token_ids) == 4
+    request, ends = submit(engine, 5, Sampling(max_tokens=4, ignore_eos=True))
+    assert engine.drain(WAIT) and ends == ["length"] and len(request.result.token_ids) == 4
     assert [str(args.exc_value) for args in hooked] == ["listener"] * 3
 
 
@@ -98,9 +98,9 @@ def test_a_thread_starts_once_and_closes_at_once(started, submit):
     engine = started()
     with pytest.raises(EngineClosed, match="started before"):
         engine.start()
-    ticket, ends = submit(engine, 5)
+    request, ends = submit(engine, 5)
     engine.close()
-    assert ticket.done and ends == ["cancelled"]
+    assert request.done and ends == ["cancelled"]
     assert engine.drain(WAIT)
 
 
@@ -131,7 +131,7 @@ def test_a_broken_engine_ends_its_requests_instead_of_hanging(small, monkeypatch
         raise next(failing)
 
     monkeypatch.setattr(engine.cache, "add", add)
-    ticket = engine.submit([5, 6, 7], Sampling(max_tokens=4), on_done=lambda done: ended.set())
+    request = engine.submit([5, 6, 7], Sampling(max_tokens=4), on_done=lambda done: ended.set())
     engine.start()
-    assert ended.wait(20) and ticket.result.finish_reason == "cancelled"
+    assert ended.wait(20) and request.result.finish_reason == "cancelled"
     engine.close()

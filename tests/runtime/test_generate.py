@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.kv.cache import Batch
+from quantkit.kv.batch import Batch
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime import engine as module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -27,7 +28,7 @@ def greedy(loaded, prompt, tokens, max_length):
     cache = KVCache(loaded.config, None, loaded.dtype)
     with torch.no_grad():
         logits = loaded.model(torch.tensor([prompt + tokens[:-1]]),
-                              cache=cache.batch([cache.add(max_length)]))
+                              cache=Batch(cache, [cache.add(max_length)]))
     return logits[0, len(prompt) - 1:].argmax(-1).tolist()
 
 

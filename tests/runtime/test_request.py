@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.runtime.request import ROWS, ContextLengthError, Request, TokenInfo, check_request
+from quantkit.runtime.request import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
 
 
@@ -21,46 +21,46 @@ def encode(loaded, text):
 
 
 def feed(loaded, ids, **options):
-    """A ticket through which these ids go; and all that was heard."""
+    """A request through which these ids go; and all that was heard."""
     heard = []
     options = {"ignore_eos": True, "max_tokens": len(ids) + 5} | options
-    ticket = Request(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
-                     on_done=lambda ticket: heard.append(ticket.result.finish_reason))
+    request = Request(0, loaded, [5, 6], Sampling(**options), on_token=heard.append,
+                     on_done=lambda request: heard.append(request.result.finish_reason))
     for token in ids:
-        if not ticket.done:
-            ticket.push(token, logits_for(token))
-    return ticket, heard
+        if not request.done:
+            request.append(token, logits_for(token))
+    return request, heard
 
 
 @pytest.mark.parametrize("text", ["the thing in the other", "naïve 😀 text", "日本語", "a"])
 def test_the_pieces_are_the_text_and_no_character_is_cut(loaded, text):
     ids = encode(loaded, text)
-    ticket, heard = feed(loaded, ids, max_tokens=len(ids))
-    assert heard.pop() == "length" == ticket.result.finish_reason and ticket.done
-    assert [info.id for info in heard] == ids == ticket.result.token_ids
-    assert "".join(info.text for info in heard) == text == ticket.result.text
+    request, heard = feed(loaded, ids, max_tokens=len(ids))
+    assert heard.pop() == "length" == request.result.finish_reason and request.done
+    assert [info.id for info in heard] == ids == request.result.token_ids
+    assert "".join(info.text for info in heard) == text == request.result.text
     assert not any("\ufffd" in info.text for info in heard)
 
 
 def test_an_unfinished_character_comes_out_at_the_end(loaded):
     ids = encode(loaded, "x😀")[:-1]
-    ticket, heard = feed(loaded, ids, max_tokens=len(ids))
-    assert ticket.result.text == loaded.tokenizer.decode(ids) == "".join(info.text for info in heard[:-1])
-    assert ticket.result.text.startswith("x") and "\ufffd" in ticket.result.text
+    request, heard = feed(loaded, ids, max_tokens=len(ids))
+    assert request.result.text == loaded.tokenizer.decode(ids) == "".join(info.text for info in heard[:-1])
+    assert request.result.text.startswith("x") and "\ufffd" in request.result.text
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_text_before_the_end_token_is_flushed_with_it(loaded, cut):
     ids = encode(loaded, "one 😀 two")[:cut]
-    ticket, heard = feed(loaded, [*ids, 3, 7], ignore_eos=False)
-    assert heard.pop() == "stop" == ticket.result.finish_reason
-    assert ticket.result.token_ids == [*ids, 3] and ticket.result.text == loaded.tokenizer.decode(ids)
-    assert "".join(info.text for info in heard) == ticket.result.text
+    request, heard = feed(loaded, [*ids, 3, 7], ignore_eos=False)
+    assert heard.pop() == "stop" == request.result.finish_reason
+    assert request.result.token_ids == [*ids, 3] and request.result.text == loaded.tokenizer.decode(ids)
+    assert "".join(info.text for info in heard) == request.result.text
 
 
 def test_an_end_token_that_is_ignored_goes_on(loaded):
-    ticket, _ = feed(loaded, [*encode(loaded, "a"), 3, *encode(loaded, "b")])
-    assert not ticket.done and ticket.result.text == "ab"
+    request, _ = feed(loaded, [*encode(loaded, "a"), 3, *encode(loaded, "b")])
+    assert not request.done and request.result.text == "ab"
 
 
 @pytest.mark.parametrize(("stop", "shown"), [
@@ -68,33 +68,33 @@ def test_an_end_token_that_is_ignored_goes_on(loaded):
     (("c d", "d"), "ab")])
 def test_a_stop_string(loaded, stop, shown):
     ids = encode(loaded, "abc de f g h i")
-    ticket, heard = feed(loaded, ids, stop=stop)
-    assert heard.pop() == "stop_string" == ticket.result.finish_reason
-    assert ticket.result.text == shown == "".join(info.text for info in heard)
-    assert len(ticket.result.token_ids) < len(ids) and ids[:len(heard)] == ticket.result.token_ids
+    request, heard = feed(loaded, ids, stop=stop)
+    assert heard.pop() == "stop_string" == request.result.finish_reason
+    assert request.result.text == shown == "".join(info.text for info in heard)
+    assert len(request.result.token_ids) < len(ids) and ids[:len(heard)] == request.result.token_ids
 
 
 def test_a_stop_string_with_the_last_token(loaded):
     ids = encode(loaded, "abc d")
-    ticket, _ = feed(loaded, ids, stop=("c d",), max_tokens=len(ids))
-    assert (ticket.result.finish_reason, ticket.result.text) == ("stop_string", "ab")
+    request, _ = feed(loaded, ids, stop=("c d",), max_tokens=len(ids))
+    assert (request.result.finish_reason, request.result.text) == ("stop_string", "ab")
 
 
 def test_what_may_be_a_stop_string_is_held_until_it_is_none(loaded):
     ids = encode(loaded, "abc de")
-    ticket, heard = feed(loaded, ids, stop=("de never",))
-    assert ticket.result.text == "abc " and not ticket.done
-    ticket, heard = feed(loaded, ids, stop=("de never",), max_tokens=len(ids))
-    assert ticket.result.text == "abc de" == "".join(info.text for info in heard[:-1])
+    request, heard = feed(loaded, ids, stop=("de never",))
+    assert request.result.text == "abc " and not request.done
+    request, heard = feed(loaded, ids, stop=("de never",), max_tokens=len(ids))
+    assert request.result.text == "abc de" == "".join(info.text for info in heard[:-1])
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
 def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     heard = []
     row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ticket = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
+    request = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
                                               repetition_penalty=2.0), logprobs, on_token=heard.append)
-    ticket.push(ticket.sampler(row, ticket.history), row)
+    request.append(request.sampler(row, request.history), row)
     (info,) = heard
     want = row.float().log_softmax(-1)
     if logprobs is None:
@@ -105,18 +105,18 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     assert info.top == tuple(zip(best.indices.tolist(), best.values.tolist()))
 
 
-@pytest.mark.parametrize("chunks", [[200], [1, 199], [ROWS, ROWS, 72], [65, 64, 63, 8], [1] * 200])
+@pytest.mark.parametrize("chunks", [[200], [1, 199], [LOGPROB_ROWS, LOGPROB_ROWS, 72], [65, 64, 63, 8], [1] * 200])
 def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 300, (200,), generator=random).tolist()
     logits = torch.randn(200, 300, generator=random)
     want = logits.log_softmax(-1)
-    ticket = Request(0, loaded, prompt, Sampling(), 2, echo=True)
-    assert ticket.wants_prompt_logprobs
+    request = Request(0, loaded, prompt, Sampling(), 2, echo=True)
+    assert request.wants_prompt_logprobs
     for count in chunks:
-        ticket.fed += count
-        ticket.see_prompt(logits[ticket.fed - count:ticket.fed])
-    first, *scored = ticket.result.prompt_logprobs
+        request.computed_tokens += count
+        request.score_prompt(logits[request.computed_tokens - count:request.computed_tokens])
+    first, *scored = request.result.prompt_logprobs
     assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
     assert [info.logprob for info in scored] == pytest.approx(
         [float(want[i, prompt[i + 1]]) for i in range(199)], abs=1e-5)
@@ -124,9 +124,9 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
 
 
 def test_without_echo_there_is_nothing_to_score(loaded):
-    ticket = Request(0, loaded, [5], Sampling())
-    assert not ticket.wants_prompt_logprobs and ticket.result.prompt_logprobs is None
-    assert (ticket.prompt_tokens, ticket.result.prompt_tokens) == (1, 1)
+    request = Request(0, loaded, [5], Sampling())
+    assert not request.wants_prompt_logprobs and request.result.prompt_logprobs is None
+    assert (request.prompt_tokens, request.result.prompt_tokens) == (1, 1)
 
 
 def test_an_error_is_told_or_raised(loaded):
@@ -150,21 +150,21 @@ def test_output_that_is_not_finite(loaded):
 
 
 def test_cancelling_is_a_wish_until_somebody_ends_it(loaded):
-    ticket, heard = feed(loaded, encode(loaded, "ab"))
-    ticket.cancel()
-    assert ticket.cancelled and not ticket.done
-    ticket.finish("cancelled")
-    assert ticket.done and heard[-1] == "cancelled" == ticket.result.finish_reason
-    assert ticket.result.text == "ab"
+    request, heard = feed(loaded, encode(loaded, "ab"))
+    request.cancel()
+    assert request.cancelled and not request.done
+    request.finish("cancelled")
+    assert request.done and heard[-1] == "cancelled" == request.result.finish_reason
+    assert request.result.text == "ab"
 
 
 def test_the_prompt_counts_for_the_repetition_penalty(loaded):
     for penalty, chosen in ((1.0, 7), (1.5, 8)):
         row = torch.zeros(300)
         row[7], row[8] = 6.0, 5.0
-        ticket = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
-        assert ticket.sampler.on_host == (penalty != 1)
-        assert sample_tokens(row[None], [ticket.sampler], [ticket.history]) == [chosen]
+        request = Request(0, loaded, [7], Sampling(repetition_penalty=penalty, ignore_eos=True))
+        assert request.sampler.on_host == (penalty != 1)
+        assert sample_tokens(row[None], [request.sampler], [request.history]) == [chosen]
 
 
 def test_check_request(loaded):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.models.architecture import parse_config
-from quantkit.runtime.cpu.tables import rope_tables
+from quantkit.runtime.rope_tables import rope_tables
 
 
 @pytest.mark.parametrize("dim", [64, 36])

@@ -1,56 +1,51 @@
-"""Expected Attention: keep what queries to come will look at, by their distribution,
-https://arxiv.org/abs/2510.00636.
-"""
+"""Expected attention: keep what queries to come are likely to attend to, https://arxiv.org/abs/2510.00636."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import MAX_TOKENS, PAGE, KVPolicy, PolicyView
-from quantkit.kv.policies.scores import best, places, tokens
+from quantkit.kv.base import MAX_TOKENS, PAGE, PolicyView, Tracked
+from quantkit.kv.policies.score_policy import ScorePolicy, stored
 from quantkit.kv.query_window import SINKS
 
 
-class ExpectedAttention(KVPolicy):
-    """Queries are taken for Gaussian, as the prompt was: ``E exp(q·k) = exp(μ·k + kᵀΣk / 2)``.
+class ExpectedAttention(ScorePolicy):
+    """Queries to come are assumed Gaussian with the prompt's moments: ``E exp(q·k) = exp(μ·k + kᵀΣk / 2)``.
 
-    No query of the prompt's end is special, so that what stays doesn't depend on what is asked last.
+    No query at the prompt's end is special, so what stays doesn't depend on what is asked last.
 
     Attributes:
-        budget: a number below 1 is the share of the prompt that stays, from 1 on the tokens that stay.
-        steps: how many queries to come, over whose positions rotations are averaged.
-        sinks: so many first positions always stay.
+        steps: the number of queries to come over whose positions the rotations are averaged.
+        sinks: the first ``sinks`` positions always stay.
     """
 
     name: ClassVar[str] = "expected"
-    on_prefill: ClassVar[Literal["chunk", "end"] | None] = "end"
-    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = "moments"
-    budget: float = Field(gt=0, le=MAX_TOKENS)
+    tracks: ClassVar[Tracked | None] = "query_moments"
     steps: int = Field(default=512, ge=1, le=MAX_TOKENS)
     sinks: int = Field(default=4, ge=0, le=MAX_TOKENS)
 
     @property
-    def queries(self) -> int:
+    def query_window(self) -> int:
         return PAGE
 
-    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
-        """The best by expected attention times the size of what it reads."""
-        counts = [min(tokens(self.budget, held.prompt), length) for length in held.lengths]
-        if counts == list(held.lengths) or held.seen <= max(SINKS, self.sinks):
-            return None
-        mean, covariance = held.future(self.steps)
-        keys, values = held.keys().float(), held.values().float()
-        heads = keys.shape[0]
-        at, lengths = places(held, keys.device)
-        first = held.positions() < self.sinks
+    def keep(self, view: PolicyView) -> Sequence[torch.Tensor] | None:
+        # before that there are no moments
+        return None if view.seen <= max(SINKS, self.sinks) else super().keep(view)
+
+    def score(self, view: PolicyView) -> torch.Tensor:
+        """Expected attention times the norm of the value that it reads; sinks stay in any case."""
+        means, covariances = view.future_queries(self.steps)
+        keys, values = view.keys().float(), view.values().float()
+        kv_heads = keys.shape[0]
+        sinks = view.positions() < self.sinks
+        excluded = sinks | ~stored(view, keys.device)
         scores = torch.zeros(keys.shape[:2], device=keys.device)
-        groups = (part.unflatten(0, (heads, -1)).unbind(1) for part in (mean, covariance))
-        for m, c in zip(*groups):
-            logits = (keys @ m[:, :, None])[..., 0] + ((keys @ c) * keys).sum(-1) / 2
-            scores += logits.masked_fill(first | (at >= lengths), -torch.inf).softmax(-1)
-        scores = (scores * values.norm(dim=-1)).masked_fill(first, torch.inf)
-        return best(scores.masked_fill(at >= lengths, -torch.inf), counts)
+        groups = (moment.unflatten(0, (kv_heads, -1)).unbind(1) for moment in (means, covariances))
+        for mean, covariance in zip(*groups):
+            logits = (keys @ mean[:, :, None])[..., 0] + ((keys @ covariance) * keys).sum(-1) / 2
+            scores += logits.masked_fill(excluded, -torch.inf).softmax(-1)
+        return (scores * values.norm(dim=-1)).masked_fill(sinks, torch.inf)

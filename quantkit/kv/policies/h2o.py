@@ -1,41 +1,35 @@
-"""H2O: keep the newest positions and those that got most attention so far,
+"""H2O: keep the newest positions and those that received the most attention,
 https://arxiv.org/abs/2306.14048."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from quantkit.kv.base import PAGE, PolicyView
-from quantkit.kv.policies.again import DecodingPolicy
-from quantkit.kv.policies.scores import best, places, tokens
+from quantkit.kv.base import PAGE, PolicyView, Tracked
+from quantkit.kv.policies.decoding import DecodingPolicy
+from quantkit.kv.policies.score_policy import newest
 
 
 class H2O(DecodingPolicy):
-    """Each key head keeps positions of its own.
+    """Each KV head keeps positions of its own.
 
     Attributes:
-        recent: the share of the budget that the newest positions have.
+        recent: the share of the budget that the newest positions get.
     """
 
     name: ClassVar[str] = "h2o"
-    tracks: ClassVar[Literal["sums", "peaks", "moments"] | None] = "sums"
+    tracks: ClassVar[Tracked | None] = "attention_sum"
     recent: float = Field(default=0.5, ge=0, le=1)
 
     @property
-    def queries(self) -> int:
+    def query_window(self) -> int:
         return PAGE
 
-    def keep(self, held: PolicyView) -> Sequence[torch.Tensor] | None:
-        """The newest, and the best of the others."""
-        kept = tokens(self.budget, held.prompt)
-        counts = [min(kept, length) for length in held.lengths]
-        if counts == list(held.lengths):
-            return None
-        scores = held.sums()
-        at, lengths = places(held, scores.device)
-        newest = at >= lengths - max(1, int(kept * self.recent))
-        return best(scores.masked_fill(newest, torch.inf).masked_fill(at >= lengths, -torch.inf), counts)
+    def score(self, view: PolicyView) -> torch.Tensor:
+        """The attention that slots received so far; the newest slots stay in any case."""
+        received = view.attention_received()
+        count = max(1, int(self.layer_budget(view) * self.recent))
+        return received.masked_fill(newest(view, count, received.device), torch.inf)

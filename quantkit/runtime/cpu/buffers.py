@@ -12,19 +12,20 @@ from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuWeight, lazy_zeros
 
-MOST_ROWS = 512
-"""Tokens that go through the program at once."""
+MAX_ROWS = 512
+"""Tokens that go through the program at once, at most."""
 
 
 def packed_of(linear: Linear) -> CpuWeight:
-    """A Linear's packed weight. Raises TypeError if it isn't."""
+    """A Linear's packed weight. Raises TypeError if it isn't packed."""
     if not isinstance(linear.weight, CpuWeight):
         raise TypeError(f"{linear.name} isn't packed")
     return linear.weight
 
 
-def key_of(weight: CpuWeight) -> tuple[Any, int, int]:
-    """How it wants rows: the kind of its kernel, columns, the width that is rotated or 0."""
+def activation_key(weight: CpuWeight) -> tuple[Any, int, int]:
+    """Weights with the same key read the same activations: the kernel's family, columns, rotated width or
+    0."""
     return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
 
 
@@ -34,36 +35,38 @@ def stride_of(x: torch.Tensor) -> int:
 
 
 def mlp_of(layer: DecoderLayer) -> MLP:
-    """A layer's MLP: models with experts are declined."""
+    """A layer's MLP. Models with experts are declined before."""
     assert isinstance(layer.mlp, MLP)
     return layer.mlp
 
 
-def buffers(made_by: Sequence[Sequence[Linear]], read_by: Sequence[Linear],
+def buffers(writers: Sequence[Sequence[Linear]], readers: Sequence[Linear],
             sizes: Sequence[int]) -> list[torch.Tensor]:
-    """A buffer for each result of what sees one input; they are parts of one, where one Linear gives all.
+    """A buffer for each result of the Linears that read the same input.
+
+    Where one Linear computes all results side by side, the buffers are parts of one.
 
     Args:
-        made_by: of every layer, a Linear for each result, or one that gives them side by side.
-        read_by: what reads any of them.
+        writers: for every layer, a Linear for each result, or one for all of them.
+        readers: what reads any of the buffers.
         sizes: of the results.
 
     Returns:
-        float32 ``[MOST_ROWS, …]`` each.
+        float32 ``[MAX_ROWS, …]`` each.
     """
-    if len(made_by[0]) == len(sizes):
-        return [buffer([ones[i] for ones in made_by], read_by) for i in range(len(sizes))]
-    assert all(len(ones) == 1 for ones in made_by)
+    if len(writers[0]) == len(sizes):
+        return [buffer([linears[i] for linears in writers], readers) for i in range(len(sizes))]
+    assert all(len(linears) == 1 for linears in writers)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    room = max([starts[-1], *(starts[-1] + packed_of(one).columns for one in read_by)])
-    whole = buffer([ones[0] for ones in made_by], [], room)
-    return [whole[:, start:] for start in starts]
+    width = max([starts[-1], *(starts[-1] + packed_of(linear).columns for linear in readers)])
+    joined = buffer([linears[0] for linears in writers], [], width)
+    return [joined[:, start:] for start in starts]
 
 
-def buffer(made_by: Sequence[Linear], read_by: Sequence[Linear], size: int = 0) -> torch.Tensor:
-    """float32 ``[MOST_ROWS, …]`` that those Linears write and these read; what pads a row stays 0."""
+def buffer(writers: Sequence[Linear], readers: Sequence[Linear], size: int = 0) -> torch.Tensor:
+    """float32 ``[MAX_ROWS, …]``, wide enough for these Linears; the padding of a row stays 0."""
     from quantkit_kernels.cpu.matmul import STRIPE
 
-    width = max([size, *(packed_of(one).stripes * STRIPE for one in made_by),
-                 *(packed_of(one).columns for one in read_by)])
-    return lazy_zeros(MOST_ROWS, -(-width // 16) * 16)
+    width = max([size, *(packed_of(linear).stripes * STRIPE for linear in writers),
+                 *(packed_of(linear).columns for linear in readers)])
+    return lazy_zeros(MAX_ROWS, -(-width // 16) * 16)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.kv.cache import Batch, KVCache
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
@@ -21,7 +22,7 @@ from quantkit.ops import cpu_linear
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
-from quantkit.runtime.cpu.buffers import MOST_ROWS, packed_of
+from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.spec import KVSpec
 
@@ -90,10 +91,10 @@ class CpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows: sequences that decode side by side.
+        decode_rows, runs_ahead: see :class:`~quantkit.models.decoder.LanguageModel`.
     """
 
-    decode_rows = DECODE_ROWS
+    decode_rows, runs_ahead = DECODE_ROWS, False
 
     def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config
@@ -115,6 +116,10 @@ class CpuModel:
         """Why a step over these sequences goes operation by operation instead."""
         return cache_declines(batch.cache)
 
+    def check_cache(self, cache: KVCache) -> None:
+        """See :class:`~quantkit.models.decoder.LanguageModel`: other caches are read operation by
+        operation."""
+
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
         """See :class:`~quantkit.models.decoder.LanguageModel`: operation by operation it isn't."""
         return isinstance(cache, Batch) and self.declines(cache) is None
@@ -129,8 +134,8 @@ class CpuModel:
         program = self.program(codecs_of(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
             single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-        parts = [program.step(batch, ids, pieces, selected_rows(pieces, wanted))
-                 for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
+        parts = [program.step(batch, ids, chunks, selected_rows(chunks, wanted))
+                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         rows = join_rows(parts, self.config.vocab_size)
@@ -144,8 +149,8 @@ class CpuModel:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache))
-        parts = [program.run(batch, ids, pieces).clone()
-                 for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
+        parts = [program.run(batch, ids, chunks).clone()
+                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
@@ -153,7 +158,7 @@ class CpuModel:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
-        flat = join_rows([program.logits(some) for some in rows.split(MOST_ROWS)], self.config.vocab_size)
+        flat = join_rows([program.logits(some) for some in rows.split(MAX_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codecs: PageCodecs | None) -> CpuProgram:
@@ -170,7 +175,7 @@ class CpuModel:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
         if cache is None:
             own = KVCache(self.config, KVSpec(), self.dtype)
-            return own.batch([own.add() for _ in range(ids.shape[0])])
+            return Batch(own, [own.add() for _ in range(ids.shape[0])])
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
 
 
@@ -193,5 +198,5 @@ def codecs_of(cache: KVCache) -> PageCodecs:
 
     plain = cpu_linear.PLAIN[cache.dtype]
     keys, values = (plain if one.name == "none" else one.name for one in (
-        cache.codings.keys, cache.codings.values))
-    return PageCodecs(keys, values, None if cache.stores[0].residual is None else plain)
+        cache.codecs.keys, cache.codecs.values))
+    return PageCodecs(keys, values, None if cache.layers[0].store.residual is None else plain)

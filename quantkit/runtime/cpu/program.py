@@ -1,4 +1,4 @@
-"""The program of one step: all operations of a model over the pages of two KV codecs, and their memory."""
+"""The program of one step: all operations of a model over the pages of two KV codecs, and their buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quantkit.kv.cache import Batch, KVCache
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
@@ -20,24 +21,33 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
 from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.buffers import MOST_ROWS, buffer, buffers, key_of, mlp_of, packed_of, stride_of
-from quantkit.runtime.cpu.tables import page_addresses, rope_tables
+from quantkit.runtime.cpu.buffers import (
+    MAX_ROWS,
+    activation_key,
+    buffer,
+    buffers,
+    mlp_of,
+    packed_of,
+    stride_of,
+)
+from quantkit.runtime.cpu.tables import page_addresses
+from quantkit.runtime.rope_tables import rope_tables
 
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import PageCodecs
 
 QUERIES = 48
-"""Queries of a key head (rows times the heads that share it) in a unit of attention."""
-ANGLES = 512
-"""Positions whose rotation is worked out at once, at least."""
+"""Queries of a KV head (rows times the heads that share it) in a unit of attention."""
+MIN_POSITIONS = 512
+"""Positions for which RoPE tables are made at once, at least."""
 
 
 class CpuProgram:
     """A model's operations in order. Rows of activations lie one after another, sequence by sequence.
 
     Args:
-        model: its Linears packed.
-        codecs: of the pages.
+        model: with packed Linears.
+        codecs: of the cache's pages.
     """
 
     def __init__(self, model: CausalLM, codecs: PageCodecs) -> None:
@@ -56,34 +66,34 @@ class CpuProgram:
         self._group = config.num_heads // config.num_kv_heads
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
-        packed = [packed_of(one) for one in (*model.linears().values(), model.head)]
-        room = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
-                   *(product_bytes(one.kernel, isa, one.columns // SUB) for one in packed),
-                   *(hadamard_bytes(one.shape[1]) for one in packed if one.rotated))
-        self._scratch = torch.empty(threads, -(-room // 64) * 64, dtype=torch.uint8)
-        self._ids = torch.zeros(MOST_ROWS, dtype=torch.int64)
-        self._picked = torch.zeros(MOST_ROWS, dtype=torch.int64)
+        packed = [packed_of(linear) for linear in (*model.linears().values(), model.head)]
+        scratch = max(scratch_bytes(config.head_dim, self._tile * self._group), close_bytes(config.head_dim),
+                   *(product_bytes(weight.kernel, isa, weight.columns // SUB) for weight in packed),
+                   *(hadamard_bytes(weight.shape[1]) for weight in packed if weight.rotated))
+        self._scratch = torch.empty(threads, -(-scratch // 64) * 64, dtype=torch.uint8)
+        self._ids = torch.zeros(MAX_ROWS, dtype=torch.int64)
+        self._selected = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self._rows, self._tiles, self._sequences = (
-            torch.zeros(MOST_ROWS, width, dtype=torch.int64) for width in (3, 3, SEQUENCE))
+            torch.zeros(MAX_ROWS, width, dtype=torch.int64) for width in (3, 3, SEQUENCE))
         self._views = tuple(t.numpy() for t in (self._ids, self._rows, self._tiles, self._sequences))
-        self._picked_view = self._picked.numpy()
+        self._selected_view = self._selected.numpy()
         self._partial = torch.empty(0)
         self._width = packed[-1].stripes * STRIPE
         self._activations: dict[tuple[str, str, int, int], Activations] = {}
-        self._kept: list[torch.Tensor] = []
+        self._buffers_kept: list[torch.Tensor] = []
         self._packed: dict[int, tuple[CpuWeight, int]] = {}
-        self._attention: list[tuple[int, int, int]] = []  # store, attend, combine: by layer
-        self._closes: list[int] = []  # by layer, where vectors wait
-        self._keeps: list[int] = []  # by layer
+        self._attention: list[tuple[int, int, int]] = []  # operations store, attend, reduce: by layer
+        self._encode: list[int] = []  # by layer, if there is a residual
+        self._record_queries: list[int] = []  # by layer
         self._program = Program(isa)
         self._build(model)
         self._program.finish(tell_compiling)
         self._names = self._program.names
-        self._rows_now = self._picked_now = -1
-        self._angles_now = 0
-        self._tiles_now: tuple[int, int] = (-1, -1)
-        self._pages_now: tuple[int, int] = (-1, -1)
-        self._closing_now = self._asked_now = -1
+        self._current_rows = self._current_selected = -1
+        self._rope_positions = 0
+        self._current_tiles: tuple[int, int] = (-1, -1)
+        self._current_pages: tuple[int, int] = (-1, -1)
+        self._current_blocks = self._recorded_rows = -1
 
     # -- building
 
@@ -91,16 +101,16 @@ class CpuProgram:
         from quantkit_kernels.cpu.embedding import Embed
 
         config, layers = self._config, model.layers
-        attentions, mlps = [one.self_attn for one in layers], [mlp_of(one) for one in layers]
-        gates = [one for mlp in mlps for one in mlp.inputs]
+        attentions, mlps = [layer.self_attn for layer in layers], [mlp_of(layer) for layer in layers]
+        gates = [linear for mlp in mlps for linear in mlp.inputs]
         downs = [mlp.down_proj for mlp in mlps]
-        outs = [one.o_proj for one in attentions]
-        ins = [one for a in attentions for one in a.inputs]
+        outs = [attention.o_proj for attention in attentions]
+        ins = [linear for attention in attentions for linear in attention.inputs]
         self._hidden = buffer([*outs, *downs], [*ins, *gates, model.head])
-        self._qkv = buffers([one.inputs for one in attentions], [], attentions[0].sizes)
-        self._aside = buffer([*outs, *downs], [])  # what is normalized before it is added
+        self._qkv = buffers([attention.inputs for attention in attentions], [], attentions[0].sizes)
+        self._before_norm = buffer([*outs, *downs], [])  # what is normalized before it is added
         self._mixed = buffer([], outs, config.num_heads * config.head_dim)
-        self._gate, self._up = buffers([one.inputs for one in mlps], downs, mlps[0].sizes)
+        self._gate, self._up = buffers([mlp.inputs for mlp in mlps], downs, mlps[0].sizes)
         table = model.embedding
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None,
@@ -111,7 +121,7 @@ class CpuProgram:
         for index, layer in enumerate(layers):
             self._layer(index, layer)
         self._head_at = len(self._program.names)
-        self._norm(model.norm.weight, [model.head], picked=self._picked)
+        self._norm(model.norm.weight, [model.head], selected=self._selected)
         self._multiply(model.head, "hidden", None, self._width * 4)
 
     def _layer(self, index: int, layer: DecoderLayer) -> None:
@@ -124,19 +134,19 @@ class CpuProgram:
         self._project(attention.inputs, (q, k, v))
         where: dict[str, Any] = {"rows": self._rows, "sequences": self._sequences, "layer": index,
                                  "heads": config.num_kv_heads}
-        q_norm, k_norm = (None if one is None else self._float(one.weight)
-                          for one in (attention.q_norm, attention.k_norm))
+        q_norm, k_norm = (None if norm is None else self._float(norm.weight)
+                          for norm in (attention.q_norm, attention.k_norm))
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
         hadamard_arguments: dict[str, Any] = dict(zip(("signs", "mix"), hadamard_factors(dim)))
         store = program.add(RopeStore(self._codecs, dim), **where, **hadamard_arguments, q=q, k=k, v=v,
                             q_norm=q_norm, k_norm=k_norm, q_stride=stride_of(q), kv_stride=stride_of(k),
                             group=self._group, eps=self._eps)
-        self._keeps.append(program.add(
+        self._record_queries.append(program.add(
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
             q_stride=stride_of(q), query_heads=config.num_heads))
         if self._codecs.residual:
-            self._closes.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
+            self._encode.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
             store,
             program.add(Attend(self._codecs, dim), **where, **scratch, q=q, out=mixed, tiles=self._tiles,
@@ -156,57 +166,58 @@ class CpuProgram:
         self._add(mlp.down_proj, "gate", layer.after_mlp)
 
     def _float(self, weight: torch.Tensor, size: int = 0) -> torch.Tensor:
-        """float32, padded with 0."""
+        """A weight in float32, padded with 0."""
         wide = torch.zeros(max(weight.numel(), size))
         wide[:weight.numel()] = weight.float()
         return wide
 
     def _norm(self, weight: torch.Tensor, linears: Sequence[Linear],
-              picked: torch.Tensor | None = None) -> None:
-        self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=picked,
+              selected: torch.Tensor | None = None) -> None:
+        self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=selected,
                       weight=self._float(weight, self._hidden.shape[1]), eps=self._eps)
 
     def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
                  **values: Any) -> None:
-        """Leave rows as these Linears want them, once for each way and width."""
+        """Prepare rows of activations for these Linears, once for each kind of kernel and width."""
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
 
-        for weight in {key_of(packed_of(one)): packed_of(one) for one in linears}.values():
-            family, columns, rotated = key = key_of(weight)
+        for weight in {activation_key(packed_of(linear)): packed_of(linear) for linear in linears}.values():
+            family, columns, rotated = key = activation_key(weight)
             made = self._activations.setdefault((role, *key),
-                                                Activations(weight, max(MOST_ROWS, self._pool.threads)))
+                                                Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
                               subgroups=columns // SUB, **made.written, **self._hadamard(rotated), **values)
 
     def _hadamard(self, width: int) -> dict[str, Any]:
-        """What a row operation needs to rotate rows of this width, if it is not 0."""
+        """The arguments with which a row operation rotates rows of this width; none if it is 0."""
         return {**dict(zip(("signs", "mix"), hadamard_factors(width))), "room": self._scratch,
                 "room_private": self._scratch.shape[1]} if width else {}
 
     def _project(self, linears: Sequence[Linear], outs: Sequence[torch.Tensor]) -> None:
-        """Linears that read the same rows; if one makes all outs, they are parts of its buffer's rows."""
+        """Multiply by Linears that read the same rows. Where one computes all outs, they are parts of a
+        buffer."""
         for linear, out in zip(linears, outs):
             self._multiply(linear, "hidden", out, barrier=linear is linears[-1])
 
     def _add(self, linear: Linear, role: str, norm: object) -> None:
-        """Onto the hidden states, after a norm if the model has one there."""
+        """Add a Linear's result to the hidden states, after a norm if the model has one there."""
         from quantkit_kernels.cpu.rows import NormAdd
 
         if not isinstance(norm, RMSNorm):
             self._multiply(linear, role, self._hidden, add=1)
             return
-        self._multiply(linear, role, self._aside)
-        self._program.add(NormAdd(), x=self._aside, x_stride=stride_of(self._aside), out=self._hidden,
-                          out_stride=stride_of(self._hidden), size=self._config.hidden_size, eps=self._eps,
-                          weight=self._float(norm.weight, self._aside.shape[1]))
+        self._multiply(linear, role, self._before_norm)
+        self._program.add(NormAdd(), x=self._before_norm, x_stride=stride_of(self._before_norm),
+                          out=self._hidden, out_stride=stride_of(self._hidden), size=self._config.hidden_size,
+                          eps=self._eps, weight=self._float(norm.weight, self._before_norm.shape[1]))
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
         from quantkit_kernels.cpu.matmul import STRIPE
 
         weight = packed_of(linear)
-        made = self._activations[role, *key_of(weight)]
+        made = self._activations[role, *activation_key(weight)]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
                                   scratch=self._scratch, out_stride=stride if out is None else stride_of(out),
@@ -215,43 +226,43 @@ class CpuProgram:
 
     # -- running
 
-    def run(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
-        """Take tokens through all layers; their keys and values are in the pages then.
+    def run(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Take tokens through all layers, which leaves their keys and values in the pages.
 
         Args:
-            batch: whose rows the pieces are of.
+            batch: the rows that the chunks belong to.
             ids: int64 ``[B, T]``.
-            pieces: at most MOST_ROWS tokens in all; together they are the rows of the result.
+            chunks: at most MAX_ROWS tokens in all; in this order they are the rows of the result.
 
         Returns:
             float32 ``[n, hidden]``, valid until the next call.
         """
-        self._place(batch, ids, pieces)
+        self._place(batch, ids, chunks)
         self._pool.run(self._program.records[:self._head_at])
-        self._done(batch, pieces)
-        return self._hidden[:sum(piece.count for piece in pieces), :self._config.hidden_size]
+        self._done(batch, chunks)
+        return self._hidden[:sum(chunk.count for chunk in chunks), :self._config.hidden_size]
 
-    def step(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk],
-             picked: Sequence[int]) -> torch.Tensor:
+    def step(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk],
+             selected: Sequence[int]) -> torch.Tensor:
         """:meth:`run`, then final norm and head over some of its rows, in one call into machine code.
 
         Args:
-            batch, ids, pieces: as for :meth:`run`.
-            picked: rows of its result.
+            batch, ids, chunks: as for :meth:`run`.
+            selected: rows of its result.
 
         Returns:
-            float32 ``[len(picked), vocab]``.
+            float32 ``[len(selected), vocab]``.
         """
-        self._place(batch, ids, pieces)
-        found = self._pick(picked)
-        self._pool.run(self._program.records if picked else self._program.records[:self._head_at])
-        self._done(batch, pieces)
+        self._place(batch, ids, chunks)
+        found = self._select(selected)
+        self._pool.run(self._program.records if selected else self._program.records[:self._head_at])
+        self._done(batch, chunks)
         return self._capped(found[:, :self._config.vocab_size])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head over float32 ``[n, hidden]``: float32 ``[n, vocab]``."""
         self._hidden[:len(x), :x.shape[1]] = x
-        found = self._pick(range(len(x)))
+        found = self._select(range(len(x)))
         if len(x):
             self._pool.run(self._program.records[self._head_at:])
         return self._capped(found[:, :self._config.vocab_size])
@@ -264,16 +275,17 @@ class CpuProgram:
                 row.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _place(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> None:
-        """Say which tokens are whose, and where their keys and values go."""
+    def _place(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> None:
+        """Write into the program which tokens belong to which sequence, and where their keys and values
+        go."""
         cache, given = batch.cache, ids.numpy()
         tokens, rows, tiles, sequences = self._views
         row = tile = longest = 0
-        for number, piece in enumerate(pieces):
-            start, count, held = piece.start, piece.count, batch.sequences[piece.sequence]
-            cache.reserve(held, count)
-            seen, sequences[number] = held.layers[-1].seen, (*held.where, count)
-            tokens[row:row + count] = given[piece.sequence, start:start + count]
+        for number, chunk in enumerate(chunks):
+            start, count, sequence = chunk.start, chunk.count, batch.sequences[chunk.sequence]
+            cache.reserve(sequence, count)
+            seen, sequences[number] = sequence.layers[-1].seen, (*sequence.addresses, count)
+            tokens[row:row + count] = given[chunk.sequence, start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:
@@ -289,52 +301,52 @@ class CpuProgram:
         self._angles(longest)
         self._pages(cache)
         self._shape(row, tile, longest)
-        self._close(batch, pieces)
-        asked = row if any(batch.sequences[one.sequence].asked for one in pieces) else 0
-        if asked != self._asked_now:
-            self._asked_now = asked
-            for index in self._keeps:
+        self._set_encoded(batch, chunks)
+        asked = row if any(batch.sequences[chunk.sequence].query_window for chunk in chunks) else 0
+        if asked != self._recorded_rows:
+            self._recorded_rows = asked
+            for index in self._record_queries:
                 self._program.set(index, units=asked)
 
-    def _close(self, batch: Batch, pieces: Sequence[Chunk]) -> None:
-        """Encode what will have waited long enough at this step's end."""
-        if not self._closes:
+    def _set_encoded(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
+        """Write how many pages of the residual are encoded at this step's end."""
+        if not self._encode:
             return
-        codings = batch.cache.codings
-        blocks = max(batch.sequences[one.sequence].closing(codings, one.count) for one in pieces)
-        if blocks or self._closing_now:
-            units = len(pieces) * self._config.num_kv_heads * blocks
-            for index in self._closes:
+        codecs = batch.cache.codecs
+        blocks = max(batch.sequences[chunk.sequence].pages_to_encode(codecs, chunk.count) for chunk in chunks)
+        if blocks or self._current_blocks:
+            units = len(chunks) * self._config.num_kv_heads * blocks
+            for index in self._encode:
                 self._program.set(index, units=units, blocks=blocks)
-        self._closing_now = blocks
+        self._current_blocks = blocks
 
-    def _done(self, batch: Batch, pieces: Sequence[Chunk]) -> None:
-        for piece in pieces:
-            batch.cache.settle(batch.sequences[piece.sequence], piece.count)
+    def _done(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            batch.cache.settle(batch.sequences[chunk.sequence], chunk.count)
 
-    def _pick(self, picked: Sequence[int]) -> torch.Tensor:
-        """Memory for these rows' logits, where the head writes them."""
-        count = len(picked)
-        self._picked_view[:count] = picked
-        if count and count != self._picked_now:
-            self._picked_now = count
+    def _select(self, selected: Sequence[int]) -> torch.Tensor:
+        """Allocate these rows' logits and point the head to them."""
+        count = len(selected)
+        self._selected_view[:count] = selected
+        if count and count != self._current_selected:
+            self._current_selected = count
             self._units(range(self._head_at, len(self._names)), count)
         found = torch.empty(count, self._width)
         self._program.set(len(self._names) - 1, out=found.data_ptr())
         return found
 
     def _shape(self, count: int, tiles: int, longest: int) -> None:
-        """Units for so many rows and tiles."""
+        """Write the numbers of units for ``count`` rows and ``tiles`` tiles."""
         from quantkit_kernels.cpu.attention import SPLIT
 
         program, heads = self._program, self._config.num_kv_heads
         # long contexts of few sequences are shared out by splits, so that no thread is idle
         splits = -(-longest // SPLIT) if tiles * heads < 4 * self._pool.threads else 1
-        if count != self._rows_now:
-            self._rows_now, self._tiles_now = -1, (-1, -1)
+        if count != self._current_rows:
+            self._current_rows, self._current_tiles = -1, (-1, -1)
             self._units(range(self._head_at), count)
-            self._rows_now = count
-        if (tiles, splits) == self._tiles_now:
+            self._current_rows = count
+        if (tiles, splits) == self._current_tiles:
             return
         if splits > 1:
             self._partial = torch.empty(count * self._config.num_heads * splits * (self._config.head_dim + 2))
@@ -342,14 +354,14 @@ class CpuProgram:
             program.set(attend, units=tiles * heads * splits, splits=splits, partial=self._partial)
             program.set(combine, units=count * self._config.num_heads if splits > 1 else 0, splits=splits,
                         partial=self._partial)
-        self._tiles_now = (tiles, splits)
+        self._current_tiles = (tiles, splits)
 
     def _units(self, operations: range, rows: int) -> None:
-        """Share out so many rows."""
+        """Share out ``rows`` rows among an operation's units."""
         self._program.change((operations, rows), lambda: self._share_out(operations, rows))
 
     def _share_out(self, operations: range, rows: int) -> None:
-        """One row is left as products want it by every thread for itself; more are shared out."""
+        """One row is prepared by every thread for itself; more rows are shared out."""
         program = self._program
         for index in operations:
             name = self._names[index]
@@ -368,28 +380,28 @@ class CpuProgram:
                 program.set(index, units=rows * self._config.num_kv_heads)
 
     def _angles(self, longest: int) -> None:
-        """Cosines and sines of so many positions."""
-        if longest <= self._angles_now:
+        """Make the RoPE tables of at least ``longest`` positions."""
+        if longest <= self._rope_positions:
             return
-        size = max(ANGLES, 2 * self._angles_now, longest)
+        size = max(MIN_POSITIONS, 2 * self._rope_positions, longest)
         for (store, _, _), (cos, sin) in zip(self._attention, rope_tables(self._config, size)):
             self._program.set(store, cos=cos, sin=sin)
-        self._angles_now = size
+        self._rope_positions = size
 
     def _pages(self, cache: KVCache) -> None:
-        """Point to the cache's pages as they lie now."""
+        """Point the program to the cache's pages where they are now."""
         from quantkit_kernels.cpu.attention import UNBOUNDED
 
-        now = (cache.number, cache.moves.count)
-        if now == self._pages_now:
+        now = (cache.number, cache.move_counter.count)
+        if now == self._current_pages:
             return
-        rule = {"residual_length": cache.codings.residual_length, "first": cache.codings.first}
-        closes = self._closes or itertools.repeat(None)
-        for (store, attend, _), close, layer, policy in zip(
-                self._attention, closes, cache.stores, cache.policies):
-            parts, (limit, sinks) = page_addresses(layer), policy.visible or (UNBOUNDED, 0)
+        rule = {"residual_length": cache.codecs.residual_length, "first": cache.codecs.first}
+        closes = self._encode or itertools.repeat(None)
+        for (store, attend, _), close, layer in zip(
+                self._attention, closes, cache.layers):
+            parts, (limit, sinks) = page_addresses(layer.store), layer.policy.visible or (UNBOUNDED, 0)
             for index in (store, attend, close):
                 if index is not None:
                     self._program.set(index, **parts, **rule)
             self._program.set(attend, limit=limit, sinks=sinks)
-        self._pages_now = now
+        self._current_pages = now

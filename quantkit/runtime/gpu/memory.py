@@ -17,7 +17,7 @@ from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.tables import table_bytes
 from quantkit.units import human_bytes
 
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 """Tokens that go through a model at once."""
 DECODING = 256
 """Sequences that decode side by side, at most."""
@@ -64,7 +64,7 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     partial = 4 * 2 * (config.num_heads * config.head_dim + config.intermediate_size)
     pieces = config.num_heads * (config.head_dim + 2) * 4 * -(-config.max_position_embeddings // PIECE)
-    return (MOST_ROWS * (row * dtype.itemsize + partial)
+    return (MAX_ROWS * (row * dtype.itemsize + partial)
             + DECODING * (config.vocab_size * (dtype.itemsize + 8) + pieces))
 
 
@@ -115,4 +115,4 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
     kept = chunk * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
     return max(0, free + cached - step_bytes(config, model.dtype) - LEFT
                - table_bytes(cache, sequences, config.max_position_embeddings)
-               - (kept if cache.policy.queries else 0))
+               - (kept if cache.policy.query_window else 0))

@@ -14,9 +14,9 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.formats.base import QuantizedTensor
-from quantkit.kv import attention_scores
 from quantkit.kv import gpu as kv_gpu
-from quantkit.kv.cache import Batch, KVCache
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
@@ -24,7 +24,7 @@ from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.graphs import BATCHES, GraphCache
-from quantkit.runtime.gpu.memory import MOST_ROWS
+from quantkit.runtime.gpu.memory import MAX_ROWS
 from quantkit.runtime.gpu.program import GpuProgram
 from quantkit.runtime.gpu.tables import DeviceTables
 from quantkit.spec import KVSpec
@@ -80,8 +80,8 @@ class _Running:
 
     @property
     def pages(self) -> list[LayerPages]:
-        if self._pages_now != self._cache.moves.count:
-            self._pages, self._pages_now = self._program.pages(self._cache), self._cache.moves.count
+        if self._pages_now != self._cache.move_counter.count:
+            self._pages, self._pages_now = self._program.pages(self._cache), self._cache.move_counter.count
         return self._pages
 
     def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class _Running:
         longest = 1 + (position if self._cache.keeps_all else max(
             int(held.lengths.max()) for held in batch.sequences))
         self._program.make_angles(position + 1)
-        valid = self._cache.moves.count, self.tables.moves, self._program.moves
+        valid = self._cache.move_counter.count, self.tables.moves, self._program.moves
         logits = self._graphs(self._step, ids, rows, longest, valid)
         self.tables.counted(batch)
         return logits
@@ -104,13 +104,13 @@ class _Running:
         advance(tables, step)
         self._program.logits(x, out)
 
-    def prefill(self, batch: Batch, ids: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
+    def prefill(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Tokens of ``ids [B, T]`` → what the last layer leaves of them, ``[N, hidden]``."""
         from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
-        part = batch.cache.batch([batch.numbers[piece.sequence] for piece in pieces], batch.phase)
-        counts = [piece.count for piece in pieces]
+        part = Batch(batch.cache, [batch.numbers[chunk.sequence] for chunk in chunks], batch.phase)
+        counts = [chunk.count for chunk in chunks]
         rows = self.tables.place(part, counts)
         longest = max(int(held.lengths.max()) + count for held, count in zip(part.sequences, counts))
         self._program.make_angles(max(int(held.seen[-1]) + count
@@ -119,18 +119,18 @@ class _Running:
         whose = gpu.sent(torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
                                       dtype=torch.int32), device)
         tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
-        flat = torch.cat([ids[piece.sequence, piece.start:piece.start + piece.count] for piece in pieces])
+        flat = torch.cat([ids[chunk.sequence, chunk.start:chunk.start + chunk.count] for chunk in chunks])
         kept: list[torch.Tensor] = []
-        listens = any(held.asked is not None for held in part.sequences)
+        listens = any(held.query_window is not None for held in part.sequences)
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, kept if listens else None)
         for held, count in zip(part.sequences, counts):
             self._cache.settle(held, count)
         for layer, q in enumerate(kept):
-            if self._cache.policies[layer].listens(batch.phase):
-                for held, one in zip(part.sequences, q.split(counts)):
-                    attention_scores.record_queries(self._cache, layer, held.layers[layer],
-                                                    one.transpose(0, 1))
+            layer_cache = self._cache.layers[layer]
+            if layer_cache.policy.tracks_queries(batch.phase):
+                for sequence, queries in zip(part.sequences, q.split(counts)):
+                    layer_cache.record_queries(sequence.layers[layer], queries.transpose(0, 1))
         return x
 
 
@@ -144,10 +144,10 @@ class GpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows: sequences that decode side by side, at most.
+        decode_rows, runs_ahead: see :class:`~quantkit.models.decoder.LanguageModel`.
     """
 
-    decode_rows = BATCHES[-1]
+    decode_rows, runs_ahead = BATCHES[-1], True
 
     def __init__(self, model: CausalLM, device: torch.device,
                  done: Callable[[], None] = lambda: None) -> None:
@@ -174,7 +174,7 @@ class GpuModel:
         """See :class:`~quantkit.models.decoder.LanguageModel`."""
         return True
 
-    def check(self, cache: KVCache) -> None:
+    def check_cache(self, cache: KVCache) -> None:
         """Raises UsageError: no kernel reads such a cache, and nothing else runs this model's weights, which
         lie in the kernels' order."""
         if (reason := self._declines(cache)) is not None:
@@ -184,7 +184,7 @@ class GpuModel:
 
     def _declines(self, cache: KVCache) -> str | None:
         config = self.config
-        return kv_gpu.declines(cache.codings, self.dtype, config.head_dim,
+        return kv_gpu.declines(cache.codecs, self.dtype, config.head_dim,
                                config.num_heads // config.num_kv_heads, self.device.type)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
@@ -203,8 +203,8 @@ class GpuModel:
         else:
             wanted = [range(count) for count in counts] if last is None else [
                 single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-            rows = join_rows([self._some(running.prefill(batch, ids, pieces), selected_rows(pieces, wanted))
-                              for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)],
+            rows = join_rows([self._some(running.prefill(batch, ids, chunks), selected_rows(chunks, wanted))
+                              for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)],
                              self.config.vocab_size)
         batch.finish(counts)
         batch.done(self, ids, positions)
@@ -224,8 +224,8 @@ class GpuModel:
             batch = self._batch(ids, cache)
             counts = batch.counts(ids.shape, positions)
             running = self._of(batch.cache)
-            parts = [running.prefill(batch, ids, pieces)
-                     for pieces in chunks_of(counts, MOST_ROWS, batch.most, batch.starts)]
+            parts = [running.prefill(batch, ids, chunks)
+                     for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
             batch.finish(counts)
             batch.done(self, ids, positions)
             return pad_rows(join_rows(parts, self.config.hidden_size), counts, ids.shape[1])
@@ -234,18 +234,18 @@ class GpuModel:
         """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with gpu.current(self.device):
-            flat = join_rows([self._program.logits(some) for some in rows.split(MOST_ROWS)],
+            flat = join_rows([self._program.logits(some) for some in rows.split(MAX_ROWS)],
                              self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
         """Whether this is a step for a graph: one token of each, and no query to keep."""
         return (batch.phase == "decode" and len(counts) <= self.decode_rows and set(counts) == {1}
-                and all(held.asked is None for held in batch.sequences))
+                and all(held.query_window is None for held in batch.sequences))
 
     def _of(self, cache: KVCache) -> _Running:
         if cache not in self._running:
-            self.check(cache)
+            self.check_cache(cache)
             self._running[cache] = _Running(self._program, cache)
         return self._running[cache]
 
@@ -253,6 +253,6 @@ class GpuModel:
         """The sequences as rows of pages."""
         if cache is None:
             own = KVCache(self.config, KVSpec(), self.dtype, self.device)
-            return own.batch([own.add() for _ in range(ids.shape[0])])
+            return Batch(own, [own.add() for _ in range(ids.shape[0])])
         assert isinstance(cache, Batch)
         return cache

@@ -18,8 +18,8 @@ from quantkit.ops.cpu_linear import CpuWeight
 from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.embedding import Table, embed
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.runtime.cpu.tables import rope_tables
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
+from quantkit.runtime.rope_tables import rope_tables
 
 if TYPE_CHECKING:
     from quantkit_kernels.triton.cache import LayerPages, SequenceTables, StepTokens
@@ -90,7 +90,7 @@ class GpuProgram:
 
     def pages(self, cache: KVCache) -> list[LayerPages]:
         """Of all layers, as they lie now."""
-        return [pages_of(store, cache.codings, self.dtype) for store in cache.stores]
+        return [pages_of(layer.store, cache.codecs, self.dtype) for layer in cache.layers]
 
     def make_angles(self, longest: int) -> None:
         """Cosines and sines of so many positions, at least."""
@@ -168,7 +168,7 @@ class GpuProgram:
                        k_norm=norms.get("k"), eps=self._eps, rotation=self._hadamard)
         if kept is not None:
             kept.append(q)
-        limit, sinks = cache.policies[index].visible or (None, 0)
+        limit, sinks = cache.layers[index].policy.visible or (None, 0)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         how: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
                "sinks": sinks, "softcap": config.attention_softcap}

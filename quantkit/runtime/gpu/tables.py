@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from quantkit.kv.base import PAGE
-from quantkit.kv.cache import Batch, KVCache
-from quantkit.kv.reservation import AHEAD
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.kv.reservation import LOOKAHEAD
 from quantkit.kv.sequence import PageTable, SequenceState
 from quantkit.ops import gpu
 
@@ -26,9 +27,9 @@ def table_bytes(cache: KVCache, sequences: int, context: int) -> int:
     """What :class:`DeviceTables` of so many sequences, and of one that policies try things with, take, one of
     them of ``context`` tokens; half of it once more while they grow."""
     entries = _power(-(-context // PAGE)) + 1
-    if cache.stores[0].residual is not None:
-        entries += _power(-(-(cache.codings.first + cache.codings.residual_length) // PAGE) + WIDTH) + 1
-    return 4 * _power(sequences + 1) * len(cache.stores) * cache.heads * entries * 3 // 2
+    if cache.has_residual:
+        entries += _power(-(-(cache.codecs.first + cache.codecs.residual_length) // PAGE) + WIDTH) + 1
+    return 4 * _power(sequences + 1) * len(cache.layers) * cache.heads * entries * 3 // 2
 
 
 @dataclass
@@ -69,7 +70,7 @@ class DeviceTables:
     def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
         """Before a step of so many tokens: pages for them, and the device's rows of the batch's sequences."""
         for held, count in zip(batch.sequences, counts, strict=True):
-            if held.table is None or held.room < count or held.asked is not None:
+            if held.table is None or held.free_slots < count or held.query_window is not None:
                 self._cache.reserve(held, count)
         if not all(number in self._rows and self._rows[number].table is held.table
                    for number, held in zip(batch.numbers, batch.sequences)):
@@ -90,8 +91,8 @@ class DeviceTables:
         for number, held in zip(batch.numbers, batch.sequences):
             self._rows[number].seen += 1
             self._cache.settle(held, 1)
-            if held.table is None or held.room < 1:
-                more = min(AHEAD, held.max_length - int(held.seen[-1]))
+            if held.table is None or held.free_slots < 1:
+                more = min(LOOKAHEAD, held.max_length - int(held.seen[-1]))
                 if more > 0:
                     self._cache.reserve(held, more)
 
@@ -124,16 +125,16 @@ class DeviceTables:
         from quantkit_kernels.triton.cache import SequenceTables
 
         cache = self._cache
-        shape = (rows, len(cache.stores), cache.heads)
+        shape = (rows, len(cache.layers), cache.heads)
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=cache.device)
 
         residual = starts = None
-        if cache.stores[0].residual is not None:
+        if cache.has_residual:
             residual, starts = zeros(*shape, max(residual_width, WIDTH)), zeros(*shape)
         return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), residual, starts,
-                              cache.codings.residual_length, cache.codings.first)
+                              cache.codecs.residual_length, cache.codecs.first)
 
     def _copy(self, row: _Row, held: SequenceState) -> None:
         """All that the host knows."""

@@ -7,6 +7,7 @@ from quantkit.evaluate.long.answer import MORE, LongContextModel, _begins
 from quantkit.evaluate.long.haystack import FillerHaystack
 from quantkit.evaluate.long.items import make_items
 from quantkit.evaluate.scoring import Scorer, ScoringRequest
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.generate import generate
@@ -60,9 +61,9 @@ def test_later_means_that_the_policy_acted_before_the_question(exact, item):
     for question, answer, other in zip(item.questions, later.answers, known.answers):
         cache = KVCache(exact.config, spec, exact.dtype)
         row = cache.add()
-        exact.model(torch.tensor([item.context]), cache=cache.batch([row], "prefill_end"))
+        exact.model(torch.tensor([item.context]), cache=Batch(cache, [row], "prefill_end"))
         ids = [*question.ids, *question.answer]
-        rows = torch.stack([exact.model(torch.tensor([[token]]), cache=cache.batch([row], "decode"))[0, 0]
+        rows = torch.stack([exact.model(torch.tensor([[token]]), cache=Batch(cache, [row], "decode"))[0, 0]
                             for token in ids]).float().log_softmax(-1)
         first = len(question.ids) - 1
         logprob = sum(float(rows[first + place, token]) for place, token in enumerate(question.answer))

@@ -5,6 +5,7 @@ import torch
 
 from quantkit.evaluate.long.generated import by_step, steps_of
 from quantkit.evaluate.metrics import KL
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.generate import generate
@@ -42,9 +43,9 @@ def test_buckets_are_means_over_steps_that_read_one_token_each(exact, prompts):
     for kv in (parse_kv("none"), spec):
         cache = KVCache(exact.config, kv, exact.dtype)
         row = cache.add()
-        rows[str(kv)] = [exact.model(prompts[:1], cache=cache.batch([row], "prefill_end"))[0, -1]]
+        rows[str(kv)] = [exact.model(prompts[:1], cache=Batch(cache, [row], "prefill_end"))[0, -1]]
         for token in full.token_ids[:-1]:
-            logits = exact.model(torch.tensor([[token]]), cache=cache.batch([row], "decode"))
+            logits = exact.model(torch.tensor([[token]]), cache=Batch(cache, [row], "decode"))
             rows[str(kv)].append(logits[0, 0])
     reference, own = (torch.stack(found).float().log_softmax(-1) for found in rows.values())
     kl = KL.score(reference, own, torch.tensor(full.token_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
@@ -48,11 +49,11 @@ class Kernels:
     def step(self, count, *, splits=1, tile=16):
         """The next tokens' results, ``[count, heads, D]``."""
         begin, end, cache = self.seen, self.seen + count, self.cache
-        held, codings = cache._sequences[self.number], cache.codings
+        held, codings = cache._sequences[self.number], cache.codecs
         cache.reserve(held, count)
-        store = cache.stores[0]
+        store = cache.layers[0].store
         codecs = kv_pages.PageCodecs(codings.keys.name, codings.values.name, self.plain)
-        blocks = held.closing(codings, count)
+        blocks = held.pages_to_encode(codings, count)
         q, k, v = (x[0, :, begin:end].transpose(0, 1).clone().contiguous() for x in (self.q, self.k, self.v))
         context = ForwardContext(self.config, torch.arange(end)[None], torch.float32)
         cos, sin = (one[0, 0, :, self.dim // 2:].contiguous() for one in context.rope_tables(None))
@@ -92,7 +93,7 @@ class Kernels:
     def expected(self, count):
         """The same by the cache's own operations, of all tokens that the kernels had not at its last call."""
         begin = self.twin.seen(self.other)
-        batch = self.twin.batch([self.other])
+        batch = Batch(self.twin, [self.other])
         at = torch.arange(begin, begin + count)[None]
         found = batch.attend(0, *(x[:, :, begin:begin + count] for x in (self.q, self.k, self.v)),
                              ForwardContext(self.config, at, torch.float32), None)
@@ -113,7 +114,7 @@ def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
         size = float(expected.abs().mean())
         # a number on the edge between two bfloat16s, or two codes, may fall to either side
         assert float((found - expected).abs().mean()) < size * (4e-3 if "rotation" in kv else 1e-3), count
-        mine, its = (cache.stores[0] for cache in (one.cache, one.twin))
+        mine, its = (cache.layers[0].store for cache in (one.cache, one.twin))
         for name, part in its.pages.parts.items():
             got, want = (t.contiguous().view(torch.uint8) for t in (mine.pages.parts[name], part))
             assert got.shape == want.shape, name
@@ -129,7 +130,7 @@ def test_vectors_wait_in_the_dtype_that_the_cache_has(isa, kernels, kv, dtype):
     for count in (150, 1, 108, 1):
         found, expected = one.step(count), one.expected(count)
         assert float((found - expected).abs().mean()) < 3e-3 * float(expected.abs().mean()), count
-    mine, its = (cache.stores[0].residual.parts["k.values"] for cache in (one.cache, one.twin))
+    mine, its = (cache.layers[0].store.residual.parts["k.values"] for cache in (one.cache, one.twin))
     assert mine.dtype == its.dtype == dtype
     assert float((mine - its).abs().max()) <= torch.finfo(dtype).eps * 4 * float(its.abs().max())
 

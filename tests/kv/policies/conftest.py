@@ -10,7 +10,7 @@ from quantkit.kv.base import PolicyView
 
 @pytest.fixture
 def held():
-    """``held(positions, seen, weights=…)``; what isn't given may not be asked for."""
+    """``held(positions, seen, window_attention=…)``; what isn't given may not be asked for."""
     def make(positions: torch.Tensor, seen: int | None = None, *, prompt: int | None = None, layer: int = 0,
              layers: int = 1, **given: torch.Tensor) -> PolicyView:
         def answer(name: str):
@@ -22,5 +22,6 @@ def held():
         seen = int(positions.max()) + 1 if seen is None else seen
         lengths = tuple((positions >= 0).sum(1).tolist())
         return PolicyView(layer, layers, lengths, seen, seen if prompt is None else prompt, lambda: positions,
-                          *map(answer, ("keys", "values", "weights", "sums", "future")))
+                          *map(answer, ("keys", "values", "window_attention", "attention_received",
+                                        "future_queries")))
     return make

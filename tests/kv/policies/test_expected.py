@@ -17,7 +17,7 @@ def case(seed=0, total=40):
 def test_what_stays_is_what_samples_look_at(held):
     keys, values, mean, covariance = case()
     slots = ExpectedAttention(budget=0.5, sinks=2).keep(held(
-        torch.arange(40).expand(2, -1), keys=keys, values=values, future=(mean, covariance)))
+        torch.arange(40).expand(2, -1), keys=keys, values=values, future_queries=(mean, covariance)))
     normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double() + 1e-9 * torch.eye(8))
     torch.manual_seed(0)
     queries = normal.sample((200_000,)).transpose(0, 1)  # [H, n, D]
@@ -45,11 +45,11 @@ def test_sinks_are_positions_not_slots(held):
     keys, values, mean, covariance = case(1)
     positions = torch.arange(40).repeat(2, 1) + torch.tensor([[0], [1]])  # the second head lost its first
     slots = ExpectedAttention(budget=0.25, sinks=2).keep(held(
-        positions, keys=keys, values=values * 1e-6, future=(mean, covariance)))
+        positions, keys=keys, values=values * 1e-6, future_queries=(mean, covariance)))
     assert slots[0][:2].tolist() == [0, 1] and slots[1][0] == 0
 
 
 def test_when_it_acts():
     policy = ExpectedAttention(budget=0.5)
-    assert policy.listens("prefill") and not policy.listens("decode")
-    assert policy.acts("prefill_end") and not policy.acts("decode")
+    assert policy.tracks_queries("prefill") and not policy.tracks_queries("decode")
+    assert policy.acts_after("prefill_end") and not policy.acts_after("decode")

@@ -15,7 +15,7 @@ def kept(held, policy, length, layers):
     weights = torch.rand(2, length, generator=torch.Generator().manual_seed(1))
     found = []
     for layer in range(layers):
-        slots = policy.keep(held(positions, layer=layer, layers=layers, weights=weights))
+        slots = policy.keep(held(positions, layer=layer, layers=layers, window_attention=weights))
         counts = {length} if slots is None else {len(row) for row in slots}
         assert len(counts) == 1
         found.append(counts.pop())
@@ -54,6 +54,6 @@ def test_a_second_prompt_is_shared_out_as_one_that_came_at_once(held):
         for found, count in ((once, 1000), (later, length)):
             positions = torch.arange(count).expand(2, -1)
             slots = policy.keep(held(positions, 1000, prompt=1000, layer=layer, layers=3,
-                                     weights=torch.rand(2, count)))
+                                     window_attention=torch.rand(2, count)))
             found.append(count if slots is None else len(slots[0]))
     assert sum(once) == 900 and later == [min(a, b) for a, b in zip(once, (900, 500, 100))]

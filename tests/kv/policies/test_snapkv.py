@@ -28,7 +28,7 @@ def test_the_best_and_the_last(held, budget, kept, window, kernel):
     policy = SnapKV(budget=budget, window=window, kernel=kernel)
     weights = torch.rand(2, 3, min(window, 40), 40, generator=torch.Generator().manual_seed(kept)).double()
     mean = weights.mean((1, 2))
-    slots = policy.keep(held(torch.arange(40).expand(2, -1), weights=mean))
+    slots = policy.keep(held(torch.arange(40).expand(2, -1), window_attention=mean))
     wanted = [chosen(weights[head], kept, window, kernel) for head in range(2)]
     assert [one.tolist() for one in slots] == wanted
     assert slots[0].dtype == torch.int64
@@ -42,5 +42,6 @@ def test_a_short_prompt_stays_whole_and_nobody_is_asked(held, budget):
 
 def test_when_it_acts():
     policy = SnapKV(budget=0.5, window=16)
-    assert not policy.acts("prefill") and policy.acts("prefill_end") and not policy.acts("decode")
-    assert (policy.every, policy.queries, policy.visible) == (None, 16, None)
+    acts = [policy.acts_after(phase) for phase in ("prefill", "prefill_end", "decode")]
+    assert acts == [False, True, False]
+    assert (policy.decode_interval, policy.query_window, policy.visible) == (None, 16, None)

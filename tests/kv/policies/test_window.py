@@ -26,5 +26,6 @@ def test_what_stays_is_what_the_next_query_sees(held, budget, sinks, chunks):
 
 def test_when_it_acts():
     policy = WindowPolicy(budget=5)
-    assert policy.acts("prefill") and policy.acts("prefill_end") and policy.acts("decode")
-    assert (policy.every, policy.queries, policy.visible) == (64, 0, (5, 4))
+    acts = [policy.acts_after(phase) for phase in ("prefill", "prefill_end", "decode")]
+    assert acts == [True, True, True]
+    assert (policy.decode_interval, policy.query_window, policy.visible) == (64, 0, (5, 4))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.policies.window import SUMMED
+from quantkit.kv.policies.window import SPLIT as WINDOW_SPLIT
 from quantkit.kvspec import parse_kv
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
@@ -97,8 +98,8 @@ def test_what_one_request_broke_does_not_reach_the_next(tmp_path):
 
 def test_a_cache_is_gone_when_nobody_wants_it(fused):
     cache = KVCache(fused.config, parse_kv("int8"), fused.dtype)
-    fused(ids(1, 5), cache=cache.batch([cache.add()]))
-    pages = [weakref.ref(part) for layer in cache.pages for part in layer.parts.values()]
+    fused(ids(1, 5), cache=Batch(cache, [cache.add()]))
+    pages = [weakref.ref(part) for pages in cache.pools for part in pages.parts.values()]
     del cache
     assert not any(one() is not None for one in pages)
 
@@ -109,7 +110,7 @@ def test_steps_of_both_kinds_take_turns(fused, plain):
     row, tokens, found = cache.add(), ids(1, 200), []
     for start, stop in ((0, 10), (10, 40), (40, 63), (63, 64), (64, 65), (65, 127), (127, 130), (130, 200)):
         model = plain if len(found) % 2 else fused
-        found.append(model(tokens[:, start:stop], cache=cache.batch([row])).float())
+        found.append(model(tokens[:, start:stop], cache=Batch(cache, [row])).float())
     expected = fused(tokens)
     assert (torch.cat(found, 1) - expected).norm() <= 0.02 * expected.norm()
 
@@ -120,12 +121,12 @@ def test_pages_of_another_type_are_read_as_what_they_are(fused, dtype, kv):
     found = []
     for kind in (torch.bfloat16, dtype):
         cache = KVCache(fused.config, parse_kv(kv), kind)
-        batch = cache.batch([cache.add()])
+        batch = Batch(cache, [cache.add()])
         assert fused.declines(batch) is None
         found.append(fused(ids(1, 90), cache=batch))
     assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
     cache = KVCache(fused.config, parse_kv("none"), torch.float64)
-    assert "not float64" in fused.declines(cache.batch([cache.add()], "decode"))
+    assert "not float64" in fused.declines(Batch(cache, [cache.add()], "decode"))
 
 
 @pytest.mark.parametrize("kv", ["none", "int8", "int4", "bf16"])
@@ -142,7 +143,7 @@ def test_models_of_other_dtypes_are_programs_too(tmp_path, dtype, error, tied, k
     cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
     rows = [cache.add(), cache.add()]
     pieces = ids(2, 80).split([40, 1, 39], 1)
-    found = torch.cat([loaded.model(some, cache=cache.batch(rows)) for some in pieces], 1)
+    found = torch.cat([loaded.model(some, cache=Batch(cache, rows)) for some in pieces], 1)
     assert (found - expected).norm() <= (0.1 if kv == "int4" else 0.02) * expected.norm()
 
 
@@ -168,7 +169,7 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
     assert (found - expected).norm() <= 0.03 * expected.norm()
     cache = KVCache(loaded.config, parse_kv("int8"), loaded.dtype)
     rows = [cache.add() for _ in range(3)]
-    pieces = [loaded.model(some, cache=cache.batch(rows)) for some in tokens.split([33, 1, 1, 35], 1)]
+    pieces = [loaded.model(some, cache=Batch(cache, rows)) for some in tokens.split([33, 1, 1, 35], 1)]
     own = KVCache(loaded.config, parse_kv("int8"), loaded.dtype)
     alone = loaded.model(tokens[1:2], cache=own.batch([own.add()]))
     assert torch.equal(torch.cat(pieces, 1)[1], alone[0])
@@ -200,8 +201,8 @@ def test_what_was_kept_is_seen_through_a_models_own_window(tmp_path, kv):
         for model in (loaded.model, loaded.model._model):
             cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
             number = cache.add()
-            loaded.model(ids[:, :800], cache=cache.batch([number], "prefill_end"))
-            step = cache.batch([number], "decode")
+            loaded.model(ids[:, :800], cache=Batch(cache, [number], "prefill_end"))
+            step = Batch(cache, [number], "decode")
             found.append(model(ids[:, 800:], step.next_positions(), step).float())
     assert torch.isfinite(found[0]).all()
     assert (found[0] - found[1]).abs().mean() < 0.02 * found[1].abs().mean() + 0.02
@@ -222,15 +223,15 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
             number = cache.add()
             for begin, end, phase in ((0, 560, "prefill"), (560, 600, "prefill_end"),
                                       *((i, i + 1, "decode") for i in range(600, 699))):
-                batch = cache.batch([number], phase)
+                batch = Batch(cache, [number], phase)
                 assert model is not loaded.model or loaded.model.declines(batch) is None
                 model(tokens[:, begin:end], batch.next_positions(end - begin), batch)
             caches.append((cache, number))
         (mine, number), (other, its) = caches
-        held = [[sum(row) for row in cache.held(row_)] for cache, row_ in caches]
-        assert held[0] == held[1] and max(map(max, mine.held(number))) < 690
+        held = [[sum(row) for row in cache.slots(row_)] for cache, row_ in caches]
+        assert held[0] == held[1] and max(map(max, mine.slots(number))) < 690
         # near ties between heads may fall to either
-        assert policy.startswith("adakv") or mine.held(number) == other.held(its)
+        assert policy.startswith("adakv") or mine.slots(number) == other.slots(its)
         assert policy.startswith("adakv") or mine.used_bytes == other.used_bytes
         for layer in range(loaded.config.num_layers):
             for a, b in zip(mine.positions(number, layer).tolist(), other.positions(its, layer).tolist()):
@@ -252,11 +253,11 @@ def test_when_a_window_of_the_models_own_is_given_back_changes_no_bit(tmp_path, 
     for cuts in ([1000], [400, 1, 1, 98, 500], [33, 867, 100], [1] * 20 + [980]):
         cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype)
         row = cache.add()
-        pieces = [loaded.model(some, cache=cache.batch([row])) for some in tokens.split(cuts, 1)]
+        pieces = [loaded.model(some, cache=Batch(cache, [row])) for some in tokens.split(cuts, 1)]
         found.append(torch.cat(pieces, 1))
-        assert max(cache.held(row)[0]) <= 320 + 300 + 255 and cache.held(row)[1] == (1000, 1000)
+        assert max(cache.slots(row)[0]) <= 320 + 300 + 255 and cache.slots(row)[1] == (1000, 1000)
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
 def test_a_window_goes_by_what_attention_sums_up():
-    assert SUMMED == SPLIT
+    assert WINDOW_SPLIT == SPLIT
