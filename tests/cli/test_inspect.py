@@ -3,6 +3,7 @@
 import pytest
 
 from quantkit.cli.inspect import inspect_facts
+from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
@@ -76,7 +77,7 @@ def test_the_kernels_that_are_named_are_those_that_run(tmp_path, family, dtype, 
             if plain is not None and name.endswith("down_proj"):
                 assert runs == plain
     program = getattr(loaded.model, "declines", lambda batch: loaded.fallback_reason)
-    declined = program(KVCache(loaded.config, loaded.kv, loaded.dtype).batch([], "decode"))
+    declined = program(Batch(KVCache(loaded.config, loaded.kv, loaded.dtype), [], "decode"))
     assert {(one["kernel"], one["reason"]) for one in facts["operations"]} == {
         ("torch" if declined else "cpu", declined)}
 

@@ -241,7 +241,7 @@ def test_a_model_whose_results_depend_on_the_cut_keeps_its_chunks(submit, tmp_pa
 
 def test_what_a_policy_does_at_the_end_of_a_prompt_leaves_short_gaps(timed, submit, monkeypatch, tmp_path):
     """A layer after another, as many as fit between two tokens."""
-    acts, act = [], KVCache.act
+    acts, act = [], KVCache.drop
     loaded = load(str(tiny_model(tmp_path / "m", "qwen3", num_hidden_layers=8)))
     engine, model = timed(SLOW, loaded, max_itl=ITL, kv=parse_kv("snapkv(0.5)"))
 
@@ -250,7 +250,7 @@ def test_what_a_policy_does_at_the_end_of_a_prompt_leaves_short_gaps(timed, subm
         acts.append(layer)
         act(cache, layer, held)
 
-    monkeypatch.setattr(KVCache, "act", slow)
+    monkeypatch.setattr(KVCache, "drop", slow)
     times = decoding(engine, model, submit, 2)
     acts.clear()
     del times[:-1]
@@ -300,7 +300,7 @@ def test_who_leaves_at_the_end_of_its_prompt_leaves_nothing(timed, submit, kv, h
             raise RuntimeError("broken")
 
         with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "act", broken)
+            patch.setattr(KVCache, "drop", broken)
             while not request.done:
                 engine.step()
     assert (ends, [str(one) for one in errors]) == (

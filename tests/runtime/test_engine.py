@@ -246,7 +246,8 @@ def test_bad_sizes(small, wrong):
 def test_logprobs_are_those_of_the_model(loaded, prompt_of, submit):
     """float32, against the whole sequence run at once."""
     prompt, heard, engine = prompt_of(40), [], Engine(loaded)
-    request = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50, ignore_eos=True,
+    request = engine.submit(prompt, Sampling(max_tokens=10, temperature=1.5, seed=4, top_k=50,
+                                             ignore_eos=True,
                                             repetition_penalty=1.2),
                            logprobs=5, echo=True, on_token=heard.append)
     while engine.step():

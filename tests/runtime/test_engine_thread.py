@@ -69,7 +69,8 @@ def test_drain_does_not_wait_longer_than_asked(started, submit):
 def test_who_is_cancelled_is_told_before_it_is_gone(small, submit):
     """Else :meth:`drain` returns while somebody still waits for an answer's end."""
     engine, ended = Engine(small, max_batch=2), []
-    submitted = [submit(engine, length, on_done=lambda request: ended.append((request.id, engine.drain(0))))[0]
+    submitted = [submit(engine, length, on_done=lambda request: ended.append((request.id,
+                                                                              engine.drain(0))))[0]
                for length in (5, 200, 5)]
     for _ in range(2):
         engine.step()

@@ -92,7 +92,8 @@ def test_what_may_be_a_stop_string_is_held_until_it_is_none(loaded):
 def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     heard = []
     row = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    request = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1, ignore_eos=True,
+    request = Request(0, loaded, [5], Sampling(max_tokens=3, temperature=0.3, top_k=2, seed=1,
+                                               ignore_eos=True,
                                               repetition_penalty=2.0), logprobs, on_token=heard.append)
     request.append(request.sampler(row, request.history), row)
     (info,) = heard
@@ -105,7 +106,8 @@ def test_log_probabilities_are_before_temperature_and_penalty(loaded, logprobs):
     assert info.top == tuple(zip(best.indices.tolist(), best.values.tolist()))
 
 
-@pytest.mark.parametrize("chunks", [[200], [1, 199], [LOGPROB_ROWS, LOGPROB_ROWS, 72], [65, 64, 63, 8], [1] * 200])
+@pytest.mark.parametrize("chunks", [[200], [1, 199], [LOGPROB_ROWS, LOGPROB_ROWS, 72], [65, 64, 63, 8],
+                                    [1] * 200])
 def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 300, (200,), generator=random).tolist()

@@ -121,9 +121,9 @@ class _Running:
         tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
         flat = torch.cat([ids[chunk.sequence, chunk.start:chunk.start + chunk.count] for chunk in chunks])
         kept: list[torch.Tensor] = []
-        listens = any(held.query_window is not None for held in part.sequences)
+        tracks = any(held.query_window is not None for held in part.sequences)
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
-                              tiles, kept if listens else None)
+                              tiles, kept if tracks else None)
         for held, count in zip(part.sequences, counts):
             self._cache.settle(held, count)
         for layer, q in enumerate(kept):

@@ -171,7 +171,7 @@ def test_families_that_differ_from_llama(tmp_path, family, keys, recipe):
     rows = [cache.add() for _ in range(3)]
     pieces = [loaded.model(some, cache=Batch(cache, rows)) for some in tokens.split([33, 1, 1, 35], 1)]
     own = KVCache(loaded.config, parse_kv("int8"), loaded.dtype)
-    alone = loaded.model(tokens[1:2], cache=own.batch([own.add()]))
+    alone = loaded.model(tokens[1:2], cache=Batch(own, [own.add()]))
     assert torch.equal(torch.cat(pieces, 1)[1], alone[0])
 
 
@@ -239,7 +239,7 @@ def test_policies_keep_the_same_by_either_way(tmp_path, policy, codec):
         ends = []
         for model in (loaded.model, loaded.model._model):  # over the same pages
             copy = mine.fork(number)
-            batch = mine.batch([copy], "decode")
+            batch = Batch(mine, [copy], "decode")
             ends.append(model(tokens[:, 699:], batch.next_positions(), batch).float())
         assert (ends[0] - ends[1]).norm() <= 0.03 * ends[1].norm()
 

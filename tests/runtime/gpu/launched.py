@@ -1,8 +1,8 @@
 """Every launch of whole models, as a GPU would be given it: specialized for its arguments, compiled, not run.
 
-``python tests/kernels/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a process of
-its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only takes note.
-Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``faults``: kernels that
+``python tests/runtime/gpu/launched.py --target sm_90 --kv none,int8 --recipes int4-rtn --early``, in a
+process of its own: tensors lie on the CPU and claim to be elsewhere, and Triton's driver is one that only
+takes note. Prints JSON: ``launches`` of each kernel, those that begin ``early``, and ``faults``: kernels that
 spill registers or touch some that the tensor cores still use, and their constants. What they would have
 computed is whatever lay in memory; no token is read from it.
 """
