@@ -21,7 +21,8 @@ from quantkit.planning.layers import PlanRow
 from quantkit.planning.plan import with_own_head
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe
-from quantkit.sources.base import ModelSource, SourceIdentity, open_source, release
+from quantkit.sources.base import ModelSource, SourceIdentity, release
+from quantkit.sources.open import open_source
 from quantkit.spec import QuantSpec
 from quantkit.transforms.apply import transformed
 

@@ -21,7 +21,8 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.plugins import registry
 from quantkit.recipe import default_format
-from quantkit.sources.base import ModelSource, open_source
+from quantkit.sources.base import ModelSource
+from quantkit.sources.open import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.transforms.base import LayerTensors, Transform
 

@@ -13,7 +13,7 @@ from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
 from quantkit.planning.plan import make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import list_recipes, load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import check_method, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent

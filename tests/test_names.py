@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = [path for folder in ("quantkit", "kernels", "plugins", "evals") for path in sorted((ROOT / folder).rglob("*.py"))]
+CODE = [path for folder in ("quantkit", "kernels", "plugins", "evals")
+        for path in sorted((ROOT / folder).rglob("*.py"))]
 # names that other projects don't know, and what they became
 RENAMED = {
     "FusedModel": "CpuModel", "StepProgram": "CpuProgram", "Ticket": "Request", "_Flight": "_PendingStep",
     "Drawn": "PendingTokens", "_flies": "_can_run_ahead", "_arrive": "_collect", "Piece": "Chunk",
-    "Room": "PageReservation", "Held": "PolicyView", "HeldSequence": "SequenceState", "HeldLayer": "LayerState",
-    "Asked": "QueryWindow", "Coding": "SideCodec", "Codings": "KVCodecs", "Joint": "FusedLinear",
-    "Placed": "DeviceWeight", "Packed": "CpuWeight", "piece_kernel": "split_kv_kernel",
-    "join_kernel": "reduce_kernel", "Seam": "ScaleGroup", "Hay": "Haystack", "Bale": "HaystackTokens",
-    "absorb": "accumulate", "absorbed": "accumulated", "listens": "tracks_queries"}
-MOVED = ("runtime/fused.py", "runtime/step.py", "runtime/buffers.py", "runtime/arguments.py", "runtime/pieces.py",
-         "runtime/memory.py", "runtime/sequence.py", "kv/room.py", "kv/held.py", "kv/asked.py", "kv/watch.py",
-         "kv/read.py", "kv/predict.py", "models/seams.py", "evaluate/long/hay.py", "evaluate/long/paired.py",
-         "capacity", "rows.py", "peak.py", "plan.py")
+    "Room": "PageReservation", "Held": "PolicyView", "HeldSequence": "SequenceState",
+    "HeldLayer": "LayerState", "Asked": "QueryWindow", "Coding": "SideCodec", "Codings": "KVCodecs",
+    "Joint": "FusedLinear", "Placed": "DeviceWeight", "Packed": "CpuWeight",
+    "piece_kernel": "split_kv_kernel", "join_kernel": "reduce_kernel", "Seam": "ScaleGroup",
+    "Hay": "Haystack", "Bale": "HaystackTokens", "absorb": "accumulate", "absorbed": "accumulated",
+    "listens": "tracks_queries"}
+MOVED = ("runtime/fused.py", "runtime/step.py", "runtime/buffers.py", "runtime/arguments.py",
+         "runtime/pieces.py", "runtime/memory.py", "runtime/sequence.py", "kv/room.py", "kv/held.py",
+         "kv/asked.py", "kv/watch.py", "kv/read.py", "kv/predict.py", "models/seams.py",
+         "evaluate/long/hay.py", "evaluate/long/paired.py", "capacity", "rows.py", "peak.py", "plan.py")
 
 
 def identifiers(path: Path) -> Iterator[tuple[str, int]]:

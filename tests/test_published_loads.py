@@ -22,7 +22,7 @@ from quantkit.push import push
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 

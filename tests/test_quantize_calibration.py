@@ -21,7 +21,7 @@ from quantkit.planning.peak_memory import RUNTIME_BYTES
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 

@@ -16,7 +16,7 @@ from quantkit.errors import QuantkitError, Stopped
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 RECIPE = """

@@ -20,8 +20,9 @@ from quantkit.errors import CheckpointError, Stopped
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.sources.base import TensorInfo, open_source, prefetch
+from quantkit.sources.base import TensorInfo, prefetch
 from quantkit.sources.local import LocalSource
+from quantkit.sources.open import open_source
 from quantkit.sources.safetensors_file import SafetensorsFile
 from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
@@ -197,7 +198,7 @@ import json, re, sys
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 
 def status(name):

@@ -18,7 +18,7 @@ from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from quantkit.evaluate.lm_eval_model import lm_eval_model
 from quantkit.evaluate.tasks import chosen, prepare_tasks
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 
 
 def write(uri: str, folder: Path) -> None:

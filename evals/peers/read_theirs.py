@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 GPTQ = """

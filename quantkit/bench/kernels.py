@@ -12,9 +12,10 @@ import torch
 from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
 from quantkit.formats.base import Codes, Format
-from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import CpuKernel, CpuWeight
+from quantkit.ops import cpu_weight
+from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_product import CpuProduct
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
@@ -62,11 +63,11 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    if (reason := cpu_linear.unavailable()) is not None:
+    if (reason := cpu_weight.unavailable()) is not None:
         raise UsageError("there are no CPU kernels to measure", why=reason, next="pip install llvmlite")
     from quantkit_kernels.cpu.read import Bandwidth
 
-    memory = Bandwidth(cpu_linear.pool(), cpu_linear.isa())
+    memory = Bandwidth(cpu_weight.pool(), cpu_weight.isa())
     reasons = {(shape, label): _refuses(shape, spec) for shape in shapes for label, spec in SPECS.items()}
     possible = [case for case, reason in reasons.items() if reason is None]
     total, found = len(possible) * len(rows), []
@@ -114,7 +115,7 @@ def _weights(shape: tuple[int, int], spec: QuantSpec | None) -> list[CpuWeight]:
 
 def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
     if spec is None:
-        return cpu_linear.pack_plain(torch.randn(shape).to(torch.bfloat16))
+        return cpu_weight.pack_plain(torch.randn(shape).to(torch.bfloat16))
     scales = spec.scale_shape(shape)
     zero = None if spec.symmetric or spec.kind == "nf" else torch.randint(0, 16, scales, dtype=torch.uint8)
     levels = 0x7F if spec.kind == "fp" else 2**spec.bits  # 0x7f and 0xff are no numbers

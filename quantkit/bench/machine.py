@@ -10,13 +10,13 @@ import torch
 from quantkit import __version__
 from quantkit.device import gpu_name
 from quantkit.evaluate.protocol import cpu_cores, cpu_name
-from quantkit.ops import cpu_linear
+from quantkit.ops import cpu_weight
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
-    there = cpu_linear.unavailable() is None
+    there = cpu_weight.unavailable() is None
     return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
-            "threads": cpu_linear.pool().threads if there else torch.get_num_threads(),
-            "isa": cpu_linear.isa().name if there else None, "torch": torch.__version__,
+            "threads": cpu_weight.pool().threads if there else torch.get_num_threads(),
+            "isa": cpu_weight.isa().name if there else None, "torch": torch.__version__,
             "quantkit": __version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

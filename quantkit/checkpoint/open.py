@@ -9,7 +9,8 @@ from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint, is_unfinished
 from quantkit.errors import UsageError
 from quantkit.paths import local_path, typed_path
-from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity, open_source
+from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity
+from quantkit.sources.open import open_source
 
 AnyCheckpoint = Checkpoint | ForeignCheckpoint
 

@@ -118,7 +118,7 @@ def _check(model: str, recipe: str, calibration: CalibrationSpec | None, folder:
     from quantkit.errors import CheckpointError
     from quantkit.planning.plan import make_plan
     from quantkit.recipe import load_recipe
-    from quantkit.sources.base import open_source
+    from quantkit.sources.open import open_source
 
     again = f"rm -r {folder} and run the same command, or choose another --out"
     with Checkpoint.open(folder) as checkpoint:

@@ -10,7 +10,7 @@ from quantkit.fit.weights import WeightOption
 from quantkit.kv.footprint import Footprint
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import Activations, CpuWeight
+from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, packed_of
 from quantkit.runtime.cpu.program import MIN_POSITIONS

@@ -21,8 +21,9 @@ from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
-from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import CpuKernel, CpuWeight
+from quantkit.ops import cpu_weight
+from quantkit.ops.cpu_linear import CpuKernel
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import choose
 from quantkit.ops.linear import query_for
 from quantkit.planning.plan import make_plan, with_own_head
@@ -118,7 +119,7 @@ class WeightOption:
         row = max(self.multiplied, key=lambda one: one.read).row
         kind = row.format, row.spec, row.shape[1]
         packed = _packed(*kind, row.dtype, self.dtype, rows)
-        return packed or cpu_linear.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
+        return packed or cpu_weight.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
 
     def _reached(self, one: LinearMemory, tokens: int) -> float:
         experts = self.config.experts
@@ -185,7 +186,7 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
     reason = declines(config, dtype, torch.device("cpu"),
                       {name: one for name, one in samples.items() if one is not None})
-    kernels = cpu_linear.unavailable() is None
+    kernels = cpu_weight.unavailable() is None
     layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
               for row in rows]
     return WeightOption(name, description, config, dtype, file_bytes, tuple(layers), other, reason)
@@ -205,7 +206,7 @@ def _packed(form: str | None, spec: QuantSpec | None, columns: int, stored: str,
             rows: int = ROWS) -> CpuWeight | None:
     sample = _sample(form, spec, columns, stored, rows)
     if sample is None:
-        return cpu_linear.pack_plain(torch.zeros(rows, columns, dtype=dtype))
+        return cpu_weight.pack_plain(torch.zeros(rows, columns, dtype=dtype))
     kernel = choose(query_for(sample, dtype, torch.device("cpu"), "decode")).kernel
     return kernel.prepare(sample) if isinstance(kernel, CpuKernel) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.embedding import Table
 from quantkit.ops.linear import linear

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, isa, padded, stored_scale
+from quantkit.ops.cpu_linear import CpuKernel, stored_scale
+from quantkit.ops.cpu_weight import CpuWeight, isa, padded
 from quantkit.ops.dispatch import KernelQuery
 
 if TYPE_CHECKING:

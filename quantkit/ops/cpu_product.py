@@ -8,8 +8,8 @@ from collections import OrderedDict
 
 import torch
 
-from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, CpuWeight
+from quantkit.ops import cpu_weight
+from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.progress import tell_compiling
 
@@ -31,7 +31,7 @@ class CpuProduct:
         from quantkit_kernels.cpu.program import Program
         from quantkit_kernels.cpu.rows import RowKernel
 
-        isa, threads = cpu_linear.isa(), cpu_linear.pool().threads
+        isa, threads = cpu_weight.isa(), cpu_weight.pool().threads
         subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
         self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None)
         self._rows, self._threads = 0, threads
@@ -78,7 +78,7 @@ class CpuProduct:
 
     def run(self) -> None:
         """The same again."""
-        cpu_linear.pool().run(self._program.records)
+        cpu_weight.pool().run(self._program.records)
 
 
 def multiply(x: torch.Tensor, packed: CpuWeight) -> torch.Tensor:
@@ -108,7 +108,7 @@ _kept = _Kept()
 
 def _ready(packed: CpuWeight) -> CpuProduct:
     """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
-    key = packed.kernel.name, packed.shape, packed.columns, cpu_linear.isa().name, cpu_linear.pool().threads
+    key = packed.kernel.name, packed.shape, packed.columns, cpu_weight.isa().name, cpu_weight.pool().threads
     found = _kept.products.pop(key, None)
     if found is None:
         found = CpuProduct(packed, DECODE_ROWS)

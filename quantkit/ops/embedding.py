@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import CpuWeight, isa, pool
+from quantkit.ops.cpu_weight import CpuWeight, isa, pool
 from quantkit.ops.device_weight import DeviceWeight
 from quantkit.progress import tell_compiling
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, pack_plain
+from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_product import multiply
+from quantkit.ops.cpu_weight import CpuWeight, pack_plain
 from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, LinearKernel, Phase, choose
 from quantkit.ops.hadamard import apply_hadamard
@@ -44,7 +45,7 @@ def pack(weight: torch.Tensor | QuantizedTensor, dtype: torch.dtype,
 
     Args:
         weight: plain, in ``dtype``, or quantized.
-        dtype: of activations: one of ``cpu_linear.PLAIN``.
+        dtype: of activations: one of ``cpu_weight.PLAIN``.
         read: called now and then, when some of a plain weight was read.
 
     Returns:

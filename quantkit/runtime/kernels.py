@@ -14,7 +14,8 @@ from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import CpuKernel, CpuWeight, unavailable
+from quantkit.ops.cpu_linear import CpuKernel
+from quantkit.ops.cpu_weight import CpuWeight, unavailable
 from quantkit.ops.dispatch import Phase, choose
 from quantkit.ops.linear import kernel_name, pack, query_for
 from quantkit.runtime.choose import RuntimeChoice, choose_runtime

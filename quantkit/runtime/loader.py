@@ -22,7 +22,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_linear import CpuWeight, unavailable
+from quantkit.ops.cpu_weight import CpuWeight, unavailable
 from quantkit.ops.linear import pack
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap

@@ -1,4 +1,4 @@
-"""What every source of a model offers, and how a name finds its source."""
+"""What every source of a model offers."""
 
 from __future__ import annotations
 
@@ -126,27 +126,3 @@ def tensor_alone(source: ModelSource, name: str) -> torch.Tensor:
     """One tensor; the memory of what was read before is given back."""
     release(source)
     return source.tensor(name)
-
-
-def open_source(uri: str, revision: str | None = None) -> ModelSource:
-    """Find the kind of source that ``uri`` names and open it; of a model of images and text the text model.
-
-    Raises:
-        SourceError: no kind takes it, or its kind can't open it.
-    """
-    from quantkit.plugins import registry
-    from quantkit.sources.text_part import text_part
-
-    kinds = registry("sources")
-    loaded = sorted(((kinds.get(name), name) for name in kinds), key=lambda k: (k[0].order, k[1]))
-    for kind, _ in loaded:
-        if kind.matches(uri):
-            source: ModelSource = kind.open(uri, revision)
-            try:
-                return text_part(source)
-            except SourceError:
-                source.close()
-                raise
-    examples = ", ".join(kind.example for kind, _ in loaded)
-    raise SourceError(f"no model found at {uri!r}", why="it is no folder, file, package or hub name",
-                      next=f"give one of: {examples}")

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.bench import ceilings
 from quantkit.errors import UsageError
-from quantkit.ops import cpu_linear
+from quantkit.ops import cpu_linear, cpu_weight
 
 
 def test_operations_are_two_for_each_number_and_row(monkeypatch):
@@ -17,13 +17,14 @@ def test_operations_are_two_for_each_number_and_row(monkeypatch):
     product. One is done when more than a tenth has passed, at 0.125 s."""
     clock = itertools.count(step=0.0625)
     monkeypatch.setattr(ceilings.time, "perf_counter", lambda: next(clock))
-    packed = cpu_linear.pack_plain(torch.ones(64, 96, dtype=torch.bfloat16))
+    packed = cpu_weight.pack_plain(torch.ones(64, 96, dtype=torch.bfloat16))
     found = ceilings.flops(packed)
     assert found == pytest.approx(2 * 512 * 64 * 96 / 0.125)
 
 
 def test_without_kernels_it_says_what_to_give(monkeypatch):
-    monkeypatch.setattr(cpu_linear, "unavailable", lambda: "llvmlite is not installed")
+    for module in (cpu_linear, cpu_weight):
+        monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
     with pytest.raises(UsageError, match="can't be measured") as caught:
         ceilings.read_bandwidth()
     assert "--bandwidth and --flops" in str(caught.value.next)

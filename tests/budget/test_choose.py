@@ -17,7 +17,7 @@ from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import Candidate, Recipe, Rule, load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec, Granularity, QuantSpec, TransformSpec
 from quantkit.testing import FAMILIES, tiny_model
 

@@ -18,8 +18,8 @@ from quantkit.models.linear import Weights
 from quantkit.planning.plan import candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Candidate, Recipe, Rule
-from quantkit.sources.base import open_source
 from quantkit.sources.local import LocalSource
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec, Granularity, QuantSpec
 from quantkit.testing import tiny_model
 from quantkit.transforms.apply import transformed

@@ -15,7 +15,7 @@ from quantkit.calibrate.data import load_calibration
 from quantkit.calibrate.files import DataFile
 from quantkit.errors import CalibrationError
 from quantkit.evaluate.text import load_text
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import CHAT_TEMPLATE, VOCAB, tiny_model
 from quantkit.text.tokenizer import Tokenizer

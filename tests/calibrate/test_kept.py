@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate import kept
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import TransformSpec
 from quantkit.testing import tiny_model
 

@@ -14,7 +14,7 @@ from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 from quantkit.text.tokenizer import Tokenizer

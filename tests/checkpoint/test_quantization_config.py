@@ -8,7 +8,7 @@ import torch
 from quantkit.checkpoint.quantization_config import quantization_config
 from quantkit.planning.plan import make_plan
 from quantkit.recipe import Recipe, Rule
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 

@@ -199,9 +199,10 @@ def test_this_machine_is_measured_where_nothing_is_given(cli_json, heads, monkey
 
 
 def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypatch):
-    from quantkit.ops import cpu_linear
+    from quantkit.ops import cpu_linear, cpu_weight
 
-    monkeypatch.setattr(cpu_linear, "unavailable", lambda: "llvmlite is not installed")
+    for module in (cpu_linear, cpu_weight):
+        monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
     result = cli("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8", "--kv", "none")
     assert result.exit_code == 0, result.stderr
     assert "llvmlite is not installed; give --bandwidth and --flops" in " ".join(result.stdout.split())

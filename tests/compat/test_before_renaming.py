@@ -1,4 +1,5 @@
-"""Files written before options were renamed still load: a recipe with `visits`, a checkpoint with `int4(recent=32)`."""
+"""Files written before options were renamed still load: a recipe with `visits`, a checkpoint with
+`int4(recent=32)`."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_a_recipe_makes_what_it_makes_with_the_new_name(tmp_path):
 
 
 @pytest.mark.parametrize(("old", "new"), [
-    ("int4(recent=32)", "int4(residual_length=32)"), ("rotation(3, recent=0)", "rotation(3, residual_length=0)"),
+    ("int4(recent=32)", "int4(residual_length=32)"),
+    ("rotation(3, recent=0)", "rotation(3, residual_length=0)"),
     ("kvzip(0.5, piece=100)", "kvzip(0.5, chunk=100)")])
 def test_kv_settings(old, new):
     with pytest.warns(FutureWarning, match="is now called"):

@@ -10,7 +10,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate import quality
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
-from quantkit.ops.cpu_linear import pack_plain
+from quantkit.ops.cpu_weight import pack_plain
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model

@@ -13,7 +13,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 
 
 def of(uri, context=512, kv="none"):

@@ -11,13 +11,13 @@ from quantkit.checkpoint.open import open_checkpoint
 from quantkit.fit.scratch import scratch_bytes
 from quantkit.fit.weights import by_recipe, kept, of_checkpoint
 from quantkit.kv.footprint import footprint
-from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.quantize import quantize
 from quantkit.runtime.cpu.buffers import MAX_ROWS
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import KVSpec
 from quantkit.testing import tiny_model
 

@@ -14,7 +14,7 @@ from quantkit.patterns import compiled
 from quantkit.planning.plan import candidate_rows, make_plan, with_own_head
 from quantkit.recipe import list_recipes, load_recipe
 from quantkit.safe_yaml import read_yaml
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 KV = ["int8", "none", "window(1024, sinks=4)+int8", "snapkv(0.5)", "bf16/int4", "h2o(256)+rotation(3)",

@@ -71,9 +71,9 @@ def test_what_a_decode_step_left(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[PIECE * 64 + 9, 90]], [1], 32, on)
     q = randn(1, 4, 32, seed=5, on=on)
     given = (q, cache.pages, cache.tables, cache.step, cache.layer)
-    pieces = SplitResults.of(q, 2, cache.step.longest)
-    decode_attention(*given, scale=0.1, pieces=pieces)
-    got = attention_weights(*given, scale=0.1, pieces=pieces)
+    splits = SplitResults.of(q, 2, cache.step.longest)
+    decode_attention(*given, scale=0.1, splits=splits)
+    got = attention_weights(*given, scale=0.1, splits=splits)
     assert torch.equal(got, attention_weights(*given, scale=0.1))
     assert (got.sum(-1) - 1).abs().max() < 1e-3 and (got[0, 1, 90:] == 0).all()
 

@@ -127,10 +127,10 @@ def test_nobodys_tokens_and_empty_heads_get_zeros(on, randn, paged_cache):
 def test_tokens_that_are_apart(on, randn, paged_cache):
     cache = paged_cache.PagedCache([[70, 70], [3, 5]], [1, 1], 32, on)
     wide = randn(2, 8, 32, seed=5, on=on)
-    out, pieces = torch.zeros_like(wide), SplitResults.of(wide[:, :4], 2, cache.step.longest)
-    got = attend(cache, wide[:, :4], out=out[:, 2:6], pieces=pieces)
+    out, splits = torch.zeros_like(wide), SplitResults.of(wide[:, :4], 2, cache.step.longest)
+    got = attend(cache, wide[:, :4], out=out[:, 2:6], splits=splits)
     assert torch.equal(got, attend(cache, wide[:, :4].contiguous())) and torch.equal(out[:, 2:6], got)
-    assert (out[:, :2] == 0).all() and (out[:, 6:] == 0).all() and torch.isfinite(pieces.m).all()
+    assert (out[:, :2] == 0).all() and (out[:, 6:] == 0).all() and torch.isfinite(splits.m).all()
 
 
 def test_what_it_refuses(randn, paged_cache):

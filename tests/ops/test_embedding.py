@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.formats.base import Codes
-from quantkit.ops.cpu_linear import CpuKernel, pack_plain
+from quantkit.ops.cpu_linear import CpuKernel
+from quantkit.ops.cpu_weight import pack_plain
 from quantkit.ops.dispatch import choose
 from quantkit.ops.embedding import embed
 from quantkit.ops.linear import query_for

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.ops import linear as module
-from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear import dense, linear, pack
 

@@ -18,7 +18,7 @@ from quantkit.formats.dtypes import resolve
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 

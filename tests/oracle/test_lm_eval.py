@@ -20,7 +20,7 @@ from quantkit.evaluate.lm_eval_model import lm_eval_model
 from quantkit.evaluate.tasks import chosen, prepare_tasks
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 pytestmark = pytest.mark.oracle

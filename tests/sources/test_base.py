@@ -5,7 +5,8 @@ import torch
 
 from quantkit.errors import SourceError
 from quantkit.plugins import registry
-from quantkit.sources.base import SourceKind, TensorInfo, open_source
+from quantkit.sources.base import SourceKind, TensorInfo
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from quantkit.errors import SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import gguf as module
-from quantkit.sources.base import open_source
 from quantkit.sources.gguf import KIND, GGUFSource
 from quantkit.sources.gguf_header import open_gguf
+from quantkit.sources.open import open_source
 
 
 def rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -67,7 +67,7 @@ def test_every_kind_of_value_is_read(tmp_path, version):
 def test_agrees_with_the_gguf_library(smollm2):
     import gguf
 
-    from quantkit.sources.base import open_source
+    from quantkit.sources.open import open_source
 
     path = open_source(smollm2).path
     header, data = open_gguf(path)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from quantkit.errors import SourceError
-from quantkit.sources.base import open_source
 from quantkit.sources.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_files
+from quantkit.sources.open import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*how its model cuts text")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

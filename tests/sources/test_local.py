@@ -10,8 +10,8 @@ from safetensors.torch import save
 
 from quantkit.errors import SourceError
 from quantkit.sources import local
-from quantkit.sources.base import open_source
 from quantkit.sources.local import KIND, SIDE_FILES, LocalSource
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 WEIGHTS = save({"a": torch.ones(2, 2)})

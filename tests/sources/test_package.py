@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save
 
 from quantkit.errors import SourceError
-from quantkit.sources.base import open_source
 from quantkit.sources.gguf import GGUFSource
 from quantkit.sources.local import LocalSource
+from quantkit.sources.open import open_source
 from quantkit.sources.package import KIND
 
 

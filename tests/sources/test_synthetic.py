@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources import synthetic
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.sources.synthetic import CONFIGS
 
 PUBLISHED = {"llama-8b": 8_030_261_248, "llama-1b": 1_235_814_400, "phi3-mini": 3_821_079_552,

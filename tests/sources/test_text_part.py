@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import SourceError
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 SPELLINGS = {"published": ("language_model.model.", "language_model.lm_head.", ""),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from quantkit.errors import QuantkitError
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.sources.untied import EMBEDDING, HEAD, UntiedSource
 from quantkit.testing import tiny_model
 

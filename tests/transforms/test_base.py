@@ -12,7 +12,7 @@ from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
 from quantkit.models.scale_groups import ScaleGroup, scale_groups
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import FAMILIES, tiny_model
 from quantkit.transforms.base import LayerTensors
 

@@ -9,7 +9,7 @@ from quantkit.errors import RecipeError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import TransformSpec
 from quantkit.testing import FAMILIES, tiny_model
 from quantkit.transforms.apply import transformed

@@ -11,7 +11,7 @@ from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.models.architecture import parse_config
 from quantkit.models.scale_groups import scale_groups
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
 from quantkit.transforms.awq import TRANSFORM as AWQ

@@ -10,7 +10,7 @@ import torch
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_linear import CpuWeight, lazy_zeros
+from quantkit.ops.cpu_weight import CpuWeight, lazy_zeros
 
 MAX_ROWS = 512
 """Tokens that go through the program at once, at most."""

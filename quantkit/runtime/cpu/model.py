@@ -18,7 +18,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.ops import cpu_linear
+from quantkit.ops import cpu_linear, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
@@ -44,11 +44,11 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     """
     if device.type != "cpu":
         return f"runs on cpu, not {device.type}"
-    if dtype not in cpu_linear.PLAIN:
-        return f"takes models in {_listed(cpu_linear.PLAIN)}, not {_listed([dtype])}"
+    if dtype not in cpu_weight.PLAIN:
+        return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
     if (reason := _other_maths(config)) is not None:
         return reason
-    if (reason := cpu_linear.unavailable()) is not None:
+    if (reason := cpu_weight.unavailable()) is not None:
         return reason
     from quantkit_kernels.cpu.hadamard import refuses as hadamard_refuses
 
@@ -100,7 +100,7 @@ class CpuModel:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[PageCodecs, CpuProgram] = {}
-        cpu_linear.pool()  # of as many threads as torch has now
+        cpu_weight.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
         """As the model's."""
@@ -183,8 +183,8 @@ def cache_declines(cache: KVCache) -> str | None:
     """Why a program doesn't read this cache; ``None`` if it does."""
     from quantkit_kernels.cpu.kv_codecs import CODECS
 
-    if cache.dtype not in cpu_linear.PLAIN:
-        return f"reads pages in {_listed(cpu_linear.PLAIN)}, not {_listed([cache.dtype])}"
+    if cache.dtype not in cpu_weight.PLAIN:
+        return f"reads pages in {_listed(cpu_weight.PLAIN)}, not {_listed([cache.dtype])}"
     codecs = codecs_of(cache)
     for codec in (codecs.keys, codecs.values):
         if codec not in CODECS:
@@ -196,7 +196,7 @@ def codecs_of(cache: KVCache) -> PageCodecs:
     """A cache's, as kernels name them: what is stored as it was computed has the cache's dtype."""
     from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-    plain = cpu_linear.PLAIN[cache.dtype]
+    plain = cpu_weight.PLAIN[cache.dtype]
     keys, values = (plain if one.name == "none" else one.name for one in (
         cache.codecs.keys, cache.codecs.values))
     return PageCodecs(keys, values, None if cache.layers[0].store.residual is None else plain)

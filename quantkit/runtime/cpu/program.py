@@ -15,8 +15,8 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
-from quantkit.ops import cpu_linear
-from quantkit.ops.cpu_linear import Activations, CpuWeight
+from quantkit.ops import cpu_weight
+from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
@@ -61,8 +61,8 @@ class CpuProgram:
 
         self._model, self._codecs = model, codecs
         config = self._config = model.config
-        self._pool = cpu_linear.pool()
-        isa, threads = cpu_linear.isa(), self._pool.threads
+        self._pool = cpu_weight.pool()
+        isa, threads = cpu_weight.isa(), self._pool.threads
         self._group = config.num_heads // config.num_kv_heads
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
@@ -115,7 +115,7 @@ class CpuProgram:
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None,
                                                                                           {"table": table})
-        self._program.add(Embed(kernel, scale, cpu_linear.PLAIN[model.dtype]), ids=self._ids,
+        self._program.add(Embed(kernel, scale, cpu_weight.PLAIN[model.dtype]), ids=self._ids,
                           out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
                           padded=self._hidden.shape[1], **parts)
         for index, layer in enumerate(layers):

@@ -14,7 +14,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
 from quantkit.ops.activation import softcapped
-from quantkit.ops.cpu_linear import CpuWeight
+from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.embedding import Table, embed
 from quantkit.ops.hadamard import hadamard_factors

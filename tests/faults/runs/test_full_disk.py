@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.planning.plan import make_plan
 from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
-from quantkit.sources.base import open_source
+from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
 
 GPTQ = {"calibration": {"samples": 4, "length": 16},

@@ -10,7 +10,7 @@ from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 from quantkit.models.layers import ForwardContext
-from quantkit.ops.cpu_linear import PLAIN
+from quantkit.ops.cpu_weight import PLAIN
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit_kernels.cpu import attention, kv_pages, kv_write
 from quantkit_kernels.cpu.kv_codecs import PARTS
