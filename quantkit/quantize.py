@@ -161,8 +161,7 @@ class _Run:
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
         made = read_manifest(out)
-        notes = tuple(made.fallbacks())
-        seconds = time.monotonic() - start
+        notes, seconds = tuple(made.fallbacks()), time.monotonic() - start
         return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
 
     def _manifest(self) -> Manifest:

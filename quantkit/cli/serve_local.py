@@ -154,7 +154,7 @@ def _about(loaded: LoadedModel, engine: Engine) -> str:
             f"KV cache {cache.spec}: {human_bytes(cache.bytes_per_token)} a token, "
             f"{f'{human_bytes(waits)} until it is encoded, ' if waits else ''}"
             f"context {loaded.config.max_position_embeddings}"
-            + (f"; {human_bytes(cache.allocated_bytes)} taken for {engine.reservation.tokens:,} tokens of one text"
+            + (f"; {human_bytes(cache.allocated_bytes)} taken, for {engine.reservation.tokens:,} tokens"
                if engine.reservation is not None else ""))
 
 

@@ -164,7 +164,7 @@ class KVCache:
         sequence = self._sequences[number]
         independent = all(layer.policy.keeps_all or layer.policy.visible is not None for layer in self.layers)
         if not independent and any(state.prompt or state.steps for state in sequence.layers):
-            raise UsageError(f"another text can't begin with what the KV policy {self.policy.name!r} left of one",
+            raise UsageError(f"another text can't begin with what {self.policy.name!r} left of one",
                              why="what it keeps depends on where the first text's prompt ended",
                              next="fork it before its prompt's end")
         return self.fork(number)

@@ -125,7 +125,8 @@ class PageStore:
             setattr(copy, name, heads)
         copy.lengths[:], copy.starts[:] = state.lengths, state.starts
         copy.seen, copy.steps, copy.prompt = state.seen, state.steps, state.prompt
-        copy.accumulated, copy.attention_received = state.accumulated, state.attention_received  # never written to
+        copy.accumulated = state.accumulated
+        copy.attention_received = state.attention_received  # a new tensor replaces it
         copy.query_moments = deepcopy(state.query_moments)
         state.pages_changed()  # its next token is written to a page that is shared now
         copy.pages_changed()

@@ -1,4 +1,4 @@
-"""Weights as CPU kernels read them, the activations beside them, and the threads and instruction set they run on.
+"""Weights as CPU kernels read them, their activations, and the threads and instruction set they run on.
 
 A weight is packed once, when a model is loaded. The kernels are in ``quantkit_kernels.cpu``.
 """

@@ -8,7 +8,7 @@ from quantkit.sources.text_part import text_part
 
 
 def open_source(uri: str, revision: str | None = None) -> ModelSource:
-    """Find the kind of source that ``uri`` names and open it. Of a model of images and text, open the text model.
+    """Find the kind of source that ``uri`` names and open it. Of a multimodal model, open the text part.
 
     Raises:
         SourceError: no kind of source takes the name, or its kind can't open it.

@@ -163,8 +163,8 @@ def test_a_shape_is_two_numbers(cli, shape):
 
 
 def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
-    for module in (cpu_linear, cpu_weight):
-        monkeypatch.setattr(module, "unavailable", lambda: "llvmlite isn't installed")
+    for place in (cpu_linear, cpu_weight):
+        monkeypatch.setattr(place, "unavailable", lambda: "llvmlite isn't installed")
     result = cli("bench", "kernels", "-q")
     assert result.exit_code == 2 and "pip install llvmlite" in result.stderr
     result = cli("bench", "decode", tiny, *QUICK, "--no-fallback")

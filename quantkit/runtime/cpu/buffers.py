@@ -23,7 +23,7 @@ def packed_of(linear: Linear) -> CpuWeight:
     return linear.weight
 
 
-def activation_key(weight: CpuWeight) -> tuple[Any, int, int]:
+def input_key(weight: CpuWeight) -> tuple[Any, int, int]:
     """Weights with the same key read the same activations: the kernel's family, columns, rotated width or
     0."""
     return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0

@@ -21,15 +21,7 @@ from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
 from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.buffers import (
-    MAX_ROWS,
-    activation_key,
-    buffer,
-    buffers,
-    mlp_of,
-    packed_of,
-    stride_of,
-)
+from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, input_key, mlp_of, packed_of, stride_of
 from quantkit.runtime.cpu.tables import page_addresses
 from quantkit.runtime.rope_tables import rope_tables
 
@@ -182,8 +174,8 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
 
-        for weight in {activation_key(packed_of(linear)): packed_of(linear) for linear in linears}.values():
-            family, columns, rotated = key = activation_key(weight)
+        for weight in {input_key(packed_of(linear)): packed_of(linear) for linear in linears}.values():
+            family, columns, rotated = key = input_key(weight)
             made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
@@ -217,7 +209,7 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import STRIPE
 
         weight = packed_of(linear)
-        made = self._activations[role, *activation_key(weight)]
+        made = self._activations[role, *input_key(weight)]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
                                   scratch=self._scratch, out_stride=stride if out is None else stride_of(out),

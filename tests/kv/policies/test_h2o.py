@@ -33,4 +33,5 @@ def test_when_it_acts():
     policy = H2O(budget=5, interval=7)
     acts = [policy.acts_after(phase) for phase in ("prefill", "prefill_end", "decode")]
     assert acts == [False, True, True]
-    assert policy.decode_interval == 7 and policy.tracks_queries("prefill") and policy.tracks_queries("decode")
+    assert policy.decode_interval == 7
+    assert policy.tracks_queries("prefill") and policy.tracks_queries("decode")
