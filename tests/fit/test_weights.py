@@ -106,7 +106,7 @@ def test_activations_are_those_of_the_program(tmp_path, family):
     program = loaded.model.program(None)
     rows = [program._hidden, program._mixed, *program._qkv, program._gate, program._up]
     if loaded.config.sandwich_norms:
-        rows.append(program._aside)
+        rows.append(program._before_norm)
     made = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in rows}
     rooms = sum(MAX_ROWS * one.stride for one in program._activations.values())
     counted = kept(open_source(str(source)))
