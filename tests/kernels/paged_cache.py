@@ -23,7 +23,7 @@ KINDS = {"plain": lambda bits, keys: PlainVectors(None), "int8": lambda bits, ke
 
 def parsed(name, keys):
     """``channel4`` and the like."""
-    kind = name.rstrip("234") if name[0] in "ct" else name
+    kind = name.rstrip("234") if name[0] in "cth" else name
     bits = int(name[len(kind):] or {"plain": 16}.get(kind, 8))
     return KINDS[kind](bits, keys), SideLayout(kind, bits, kind == "hadamard" and keys)
 

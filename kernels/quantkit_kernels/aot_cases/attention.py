@@ -22,9 +22,9 @@ CODINGS = {
     "int8/int4": (SideLayout(INT8, 8), SideLayout(TOKEN, 4))}
 """Keys and values."""
 MAIN = ("bf16", "int8", "fp8", "int4", "hadamard4")
-POINTERS = {"q_ptr": "*bf16", "k_wait_ptr": "*bf16", "v_wait_ptr": "*bf16",
+POINTERS = {"q_ptr": "*bf16", "k_residual_ptr": "*bf16", "v_residual_ptr": "*bf16",
             **dict.fromkeys(("k_scale_ptr", "k_shift_ptr", "v_scale_ptr", "v_shift_ptr", "at_ptr",
-                             "wait_at_ptr", "table_ptr", "residual_table_ptr", "start_ptr", "length_ptr",
+                             "residual_at_ptr", "table_ptr", "residual_table_ptr", "start_ptr", "length_ptr",
                              "seen_ptr", "rows_ptr"), "*i32")}
 NUMBERS = {**dict.fromkeys(("factor", "cap"), "fp32"),
            **dict.fromkeys(("window", "limit", "sinks", "residual_length", "first", "layer", "layers",
@@ -48,7 +48,7 @@ def cases(family: str) -> Iterator[AotCase]:
     yield made("join d128", decode_attention.reduce_kernel,
                {**dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
                 **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
-                **dict.fromkeys(("layer", "layers", "y_step", "pieces"), "i32")},
+                **dict.fromkeys(("layer", "layers", "y_step", "splits"), "i32")},
                {"HKV": KV_HEADS, "G": HEADS // KV_HEADS, "D": 128, "DP": 128, "COUNT": decode_attention.PIECE,
                 "JOIN": decode_attention.JOIN, "EARLY": family in dependent.FAMILIES}, multiples=("y_step",))
 
@@ -70,7 +70,7 @@ def _decode(d: int, coding: str, family: str, limited: bool = False, placed: boo
     options = decode_attention.options(family, k, v, d)
     each = threads(options, family)
     return made(f"decode {name}", decode_attention.split_kv_kernel,
-                {**signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"), "pieces": "i32"},
+                {**signature, **dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"), "splits": "i32"},
                 {**common, "VALUES": True, "COUNT": decode_attention.PIECE, **options},
                 multiples=("q_step"), matrix=True, wide_loads=1,
                 weights=2 * 64 * d / each)
@@ -94,7 +94,7 @@ def _weights(d: int, coding: str, family: str) -> AotCase:
     name, signature, common = _common(d, coding, family, False, False, False)
     return made(f"weights {name}", attention_weights.weights_kernel,
                 {**signature, **dict.fromkeys(("m_ptr", "l_ptr", "w_ptr"), "*fp32"),
-                 **dict.fromkeys(("pieces", "slots"), "i32")},
+                 **dict.fromkeys(("splits", "slots"), "i32")},
                 {**common, "PEAKS": False, "COUNT": decode_attention.PIECE, "JOIN": decode_attention.JOIN,
                  **attention_weights.options(family)},
                 multiples=("q_step"), matrix=True, wide_loads=1)

@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, one operation a file, each with a thin wrapper: tensors in, tensor out."""
+"""GPU kernels in Triton. Each file has one operation: its kernels, and a thin wrapper that takes tensors."""

@@ -1,4 +1,4 @@
-"""The end of a step of decoding: its tokens are among those that sequences hold."""
+"""Ends a decoding step: counts its tokens as stored, by adding 1 to the lengths of their sequences."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import triton.language as tl
 from quantkit_kernels.triton.cache import SequenceTables, StepTokens
 
 BLOCK = 1024
-"""Lengths that a program counts up at a time."""
+"""Lengths that a program increments at a time."""
 
 
 @triton.jit
 def advance_kernel(rows_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor, COUNT: tl.constexpr,
                    BLOCK: tl.constexpr) -> None:
-    """One token: ``length [R, COUNT]`` and ``seen [R]`` of its sequence."""
+    """A program handles one token: it increments ``length [R, COUNT]`` and ``seen [R]`` of its sequence."""
     row = tl.load(rows_ptr + tl.program_id(0) * 2).to(tl.int64)
     if row >= 0:
         for begin in tl.range(0, COUNT, BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            here = length_ptr + row * COUNT + at
-            tl.store(here, tl.load(here, mask=at < COUNT, other=0) + 1, mask=at < COUNT)
+            lengths = length_ptr + row * COUNT + at
+            tl.store(lengths, tl.load(lengths, mask=at < COUNT, other=0) + 1, mask=at < COUNT)
         tl.store(seen_ptr + row, tl.load(seen_ptr + row) + 1)
 
 
 def constants(layers: int, kv_heads: int) -> dict[str, int]:
-    """Compile-time arguments and options."""
+    """Return the kernel's compile-time arguments and launch options."""
     count = layers * kv_heads
     return {"COUNT": count, "BLOCK": min(BLOCK, triton.next_power_of_2(count)), "num_warps": 4}
 
@@ -34,11 +34,11 @@ def advance(tables: SequenceTables, step: StepTokens) -> None:
     """Add 1 to ``lengths`` of all layers and heads, and to ``seen``, of every token's sequence.
 
     Args:
-        tables: those of a step whose tokens are in all layers' pages.
-        step: tokens of sequences that differ from each other, or nobody's.
+        tables: of a step whose tokens have been written to the pages of all layers.
+        step: at most one token per sequence. Tokens that belong to no sequence are skipped.
 
     Raises:
-        ValueError: the tables aren't contiguous.
+        ValueError: the tables or the step's rows aren't contiguous.
     """
     if not (tables.lengths.is_contiguous() and tables.seen.is_contiguous() and step.rows.is_contiguous()):
         raise ValueError("tables and rows must be contiguous")

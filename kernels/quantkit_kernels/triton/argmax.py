@@ -1,4 +1,4 @@
-"""The most likely token of every row, in two stages: of each part of a row, then of them all."""
+"""Argmax over the logits of every row, in two stages: over each part of a row, then over its parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 PART = 4096
-"""Logits that one program looks at."""
+"""Logits that one program reads."""
 WARPS = 4
 LONGEST = 1 << 20
-"""Logits of a row, at most."""
+"""Largest number of logits in a row."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INFINITY = tl.constexpr(float("inf"))
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
@@ -21,53 +21,54 @@ _NOWHERE = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def peak_kernel(x_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, finite_ptr: tl.tensor,
                 step: tl.tensor, v: tl.tensor, PARTS: tl.constexpr, PART: tl.constexpr) -> None:
-    """Of one part of a row: the largest logit, its lowest id, and whether all are finite.
+    """Find the largest logit of one part of a row, the lowest id that has it, and whether all are finite.
 
-    x ``[B, v]``, ``step`` elements from row to row; value float32, id int32, finite int32 ``[B, PARTS]``.
+    x is ``[B, v]`` with ``step`` elements from one row to the next; value float32, id int32 and finite int32
+    are ``[B, PARTS]``.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     rv = part * PART + tl.arange(0, PART)
     x = tl.load(x_ptr + row.to(tl.int64) * step + rv, mask=rv < v, other=-INFINITY).to(tl.float32)
-    good = tl.abs(x) < INFINITY
-    x = tl.where(good, x, -INFINITY)
-    most = tl.max(x)
-    here = row * PARTS + part
-    tl.store(value_ptr + here, most)
-    tl.store(id_ptr + here, tl.min(tl.where(x == most, rv, _NOWHERE)))
-    tl.store(finite_ptr + here, tl.min(tl.where(good | (rv >= v), 1, 0)))
+    finite = tl.abs(x) < INFINITY
+    x = tl.where(finite, x, -INFINITY)
+    highest = tl.max(x)
+    index = row * PARTS + part
+    tl.store(value_ptr + index, highest)
+    tl.store(id_ptr + index, tl.min(tl.where(x == highest, rv, _NOWHERE)))
+    tl.store(finite_ptr + index, tl.min(tl.where(finite | (rv >= v), 1, 0)))
 
 
 @triton.jit
 def join_peaks_kernel(value_ptr: tl.tensor, id_ptr: tl.tensor, finite_ptr: tl.tensor, out_ptr: tl.tensor,
                       good_ptr: tl.tensor, PARTS: tl.constexpr, PAD: tl.constexpr) -> None:
-    """One row: its parts' peaks → the id, int64, and whether all is finite, int32."""
+    """Reduce the peaks of one row's parts to the id, int64, and whether all logits are finite, int32."""
     row = tl.program_id(0)
-    _, best, good = peak_of(value_ptr, id_ptr, finite_ptr, row, PARTS, PAD)
+    _, best, finite = peak_of(value_ptr, id_ptr, finite_ptr, row, PARTS, PAD)
     tl.store(out_ptr + row, best.to(tl.int64))
-    tl.store(good_ptr + row, good)
+    tl.store(good_ptr + row, finite)
 
 
 @triton.jit
 def peak_of(value_ptr: tl.tensor, id_ptr: tl.tensor, finite_ptr: tl.tensor, row: tl.tensor,
             PARTS: tl.constexpr, PAD: tl.constexpr) -> tl.tensor:
-    """A row's largest logit, the lowest id of equals, and 1 if all are finite."""
+    """Return a row's largest logit, the lowest id that has it, and 1 if all logits are finite."""
     rp = tl.arange(0, PAD)
-    here, there = row * PARTS + rp, rp < PARTS
-    value = tl.load(value_ptr + here, mask=there, other=-INFINITY)
-    most = tl.max(value)
-    ids = tl.load(id_ptr + here, mask=there, other=_NOWHERE)
-    good = tl.load(finite_ptr + here, mask=there, other=1)
-    return most, tl.min(tl.where(value == most, ids, _NOWHERE)), tl.min(good)
+    index, inside = row * PARTS + rp, rp < PARTS
+    value = tl.load(value_ptr + index, mask=inside, other=-INFINITY)
+    highest = tl.max(value)
+    ids = tl.load(id_ptr + index, mask=inside, other=_NOWHERE)
+    finite = tl.load(finite_ptr + index, mask=inside, other=1)
+    return highest, tl.min(tl.where(value == highest, ids, _NOWHERE)), tl.min(finite)
 
 
 @dataclass(frozen=True)
 class LogitSplits:
-    """How rows of logits are cut.
+    """How a row of logits is divided into parts.
 
     Attributes:
-        parts: of a row.
-        pad: the power of two above.
-        size: of a part.
+        parts: number of parts of a row.
+        pad: that number rounded up to a power of two.
+        size: logits in a part.
     """
 
     parts: int
@@ -76,35 +77,40 @@ class LogitSplits:
 
 
 def cut(v: int) -> LogitSplits:
-    """A row of v logits."""
+    """Return how a row of v logits is divided."""
     parts = -(-v // PART)
     return LogitSplits(parts, triton.next_power_of_2(parts), PART)
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token of every row, the lowest id of equals.
+    """Return the most likely token of every row. Of equal logits the lowest id wins.
 
     Args:
-        logits: ``[B, V]``, bfloat16, float16 or float32; rows may be apart.
+        logits: ``[B, V]``, bfloat16, float16 or float32; rows may have gaps between them.
         out: int64 ``[B]``, contiguous: where the ids are written.
 
     Returns:
-        Ids int64 ``[B]`` (``out`` if given), below V in any case, and int32 ``[B]``: 1 where all logits of a
-        row are finite.
+        Ids int64 ``[B]`` (``out`` if given), which are below V in any case, and int32 ``[B]``: 1 where all
+        logits of a row are finite.
 
     Raises:
-        ValueError: another shape or dtype.
+        ValueError: the shape or dtype of ``logits`` or ``out`` isn't supported.
     """
-    logits, out, good = checked(logits, out)
+    logits, out, finite = checked(logits, out)
     if logits.shape[0]:
-        c = cut(logits.shape[1])
-        join_peaks_kernel[(len(logits),)](*peaks(logits, c), out, good, PARTS=c.parts, PAD=c.pad, num_warps=1)
-    return out, good
+        splits = cut(logits.shape[1])
+        join_peaks_kernel[(len(logits),)](*peaks(logits, splits), out, finite, PARTS=splits.parts,
+                                          PAD=splits.pad, num_warps=1)
+    return out, finite
 
 
 def checked(logits: torch.Tensor,
             out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits whose rows have no gaps, and where ids and flags go. Raises ValueError as :func:`argmax`."""
+    """Return logits whose rows are contiguous, and the tensors for ids and flags.
+
+    Raises:
+        ValueError: the shape or dtype of ``logits`` or ``out`` isn't supported.
+    """
     if logits.ndim != 2 or logits.dtype not in DTYPES or not 0 < logits.shape[1] <= LONGEST:
         raise ValueError(f"logits must be [B, V] in bfloat16, float16 or float32, V at most {LONGEST}, "
                          f"not {list(logits.shape)} {logits.dtype}")
@@ -117,11 +123,11 @@ def checked(logits: torch.Tensor,
             torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device))
 
 
-def peaks(logits: torch.Tensor, c: LogitSplits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every part the largest logit, its id, and 1 if all are finite, ``[B, parts]``."""
+def peaks(logits: torch.Tensor, splits: LogitSplits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the largest logit of every part, its id, and 1 if all are finite, each ``[B, parts]``."""
     b, v = logits.shape
-    value = torch.empty(b, c.parts, dtype=torch.float32, device=logits.device)
-    ids, finite = (torch.empty(b, c.parts, dtype=torch.int32, device=logits.device) for _ in range(2))
-    peak_kernel[(b, c.parts)](logits, value, ids, finite, logits.stride(0), v, PARTS=c.parts, PART=c.size,
-                              num_warps=WARPS)
+    value = torch.empty(b, splits.parts, dtype=torch.float32, device=logits.device)
+    ids, finite = (torch.empty(b, splits.parts, dtype=torch.int32, device=logits.device) for _ in range(2))
+    peak_kernel[(b, splits.parts)](logits, value, ids, finite, logits.stride(0), v, PARTS=splits.parts,
+                                   PART=splits.size, num_warps=WARPS)
     return value, ids, finite

@@ -1,9 +1,10 @@
-"""Where the keys and values of a layer lie, and whose they are: what kernels over the cache are given.
+"""The layout of the paged KV cache as kernels see it: a layer's pages, and which sequences they belong to.
 
-A page holds 64 slots of one key head. Some codings encode a page's 64 vectors together; where they do, or
-where the newest vectors stay as they are, vectors **wait** in pages of their own. Of n slots a query reads
-those in ``[first, border(n))`` as codes, ``border(n) = max(first, ⌊(n − residual_length) / 64⌋ · 64)``, and
-the others as vectors. Slots before ``first`` always wait.
+A page holds 64 slots of one key head. Some layouts encode a page's 64 vectors together. Where they do, or
+where the newest vectors stay unquantized (KIVI's residual window), vectors that aren't encoded yet, the
+**residual**, are in separate pages. Of n slots a query reads those in ``[first, border(n))`` as codes, with
+``border(n) = max(first, ⌊(n − residual_length) / 64⌋ · 64)``, and the others as vectors. Slots before
+``first`` are never encoded.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ CHANNEL, TOKEN, HADAMARD = "channel", "token", "hadamard"
 
 @dataclass(frozen=True)
 class SideLayout:
-    """How the vectors of one side are stored.
+    """How the vectors of one side, keys or values, are stored.
 
     Attributes:
-        kind: :data:`PLAIN`, the numbers themselves; :data:`INT8` and :data:`FP8` (e4m3), one scale a vector;
+        kind: :data:`PLAIN`, unquantized numbers; :data:`INT8` and :data:`FP8` (e4m3), one scale per vector;
             :data:`CHANNEL`, a grid for each channel of 32 tokens; :data:`TOKEN`, a grid for each 32 channels
-            of a token; :data:`HADAMARD`, levels of a Gaussian codebook times a scale, of rotated vectors.
-        bits: 2, 3 or 4 of the last three; else those of a number.
-        centered: 64 tokens share a mean; of :data:`HADAMARD` only.
+            of a token; :data:`HADAMARD`, levels of a Gaussian codebook times a scale, for Hadamard-rotated
+            vectors.
+        bits: 2, 3 or 4 for the last three kinds; otherwise the bits of a number.
+        centered: whether 64 tokens share a mean; only for :data:`HADAMARD`.
     """
 
     kind: str
@@ -38,17 +40,18 @@ class SideLayout:
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values of a layer's pages.
+    """Keys or values in a layer's pages.
 
     Attributes:
-        coding: how.
-        codes: ``[P, 64, D]``: plain numbers, int8, or uint8 of e4m3; below 8 bits uint8
-            ``[P, 64, D·bits/8]``, lowest code in the lowest bits; of 3 bits all low pairs, then high bits.
-        scale: bfloat16: ``[P, 64]`` of int8, fp8 and turned, ``[P, 2, D]`` by channel (a page's first and
-            last 32 slots), ``[P, 64, D / 32]`` by token.
-        shift: bfloat16, added: the lowest number, of scale's shape, by channel and by token; of turned and
-            centered ones the mean ``[P, D]``.
-        residual: ``[Q, 64, D]`` as computed; ``None`` where none wait.
+        coding: how they are stored.
+        codes: ``[P, 64, D]``: plain numbers, int8, or uint8 with the bits of e4m3. Below 8 bits uint8
+            ``[P, 64, D·bits/8]``, the first code in the lowest bits; codes of 3 bits have the low two bits
+            of all codes first, then the high bits.
+        scale: bfloat16: ``[P, 64]`` for int8, fp8 and hadamard, ``[P, 2, D]`` for channel (a page's first
+            and last 32 slots), ``[P, 64, D / 32]`` for token.
+        shift: bfloat16, added to the scaled codes: for channel and token the lowest number, with scale's
+            shape; for centered hadamard the mean ``[P, D]``.
+        residual: ``[Q, 64, D]``, vectors as they were computed; ``None`` if all are encoded at once.
     """
 
     coding: SideLayout
@@ -60,12 +63,12 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerPages:
-    """A layer's.
+    """The pages of one layer.
 
     Attributes:
         k, v: both sides; either both have ``residual`` or neither.
         positions: int32 ``[P, 64]``, or ``None`` where a slot's number is its position.
-        residual_positions: int32 ``[Q, 64]``, likewise, of those that wait.
+        residual_positions: the same for the residual, int32 ``[Q, 64]``.
     """
 
     k: Side
@@ -75,23 +78,23 @@ class LayerPages:
 
     @property
     def has_residual(self) -> bool:
-        """Whether there are vectors that wait."""
+        """Whether the layer has pages for vectors that aren't encoded yet."""
         return self.k.residual is not None
 
 
 @dataclass(frozen=True)
 class SequenceTables:
-    """All sequences that are on the device, in all layers. They stay there from step to step.
+    """Page tables and lengths of all sequences in all layers. They stay on the device from step to step.
 
     Attributes:
-        pages: int32 ``[R, L, Hkv, W]``, page numbers of R sequences in the order of slots; behind a head's
-            last page anything.
-        lengths: int32 ``[R, L, Hkv]``, slots that a head held before this step.
-        seen: int32 ``[R]``, tokens that a sequence had before this step: position of its next one.
-        residual: int32 ``[R, L, Hkv, V]``, pages of vectors that wait: those of slots before ``first``, then
-            those from slot ``starts`` on; ``None`` where none wait.
+        pages: int32 ``[R, L, Hkv, W]``, page numbers of R sequences in the order of slots; entries behind a
+            head's last page are undefined.
+        lengths: int32 ``[R, L, Hkv]``, slots that a head had before this step.
+        seen: int32 ``[R]``, tokens that a sequence had before this step, which is the position of its next.
+        residual: int32 ``[R, L, Hkv, V]``, pages of the residual: those of slots before ``first``, then those
+            from slot ``starts`` on; ``None`` if there is no residual.
         starts: int32 ``[R, L, Hkv]``.
-        residual_length, first: see above; ``first`` is a multiple of 64.
+        residual_length, first: see this module's description; ``first`` is a multiple of 64.
     """
 
     pages: torch.Tensor
@@ -105,14 +108,14 @@ class SequenceTables:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens that go through the model now.
+    """The tokens that go through the model in this step.
 
     Attributes:
-        rows: int32 ``[N, 2]``: of each token, which of the R sequences it belongs to, −1: nobody's (it is
-            neither stored nor answered with more than zeros), and its place among that sequence's tokens of
-            this step. Its position is ``seen + place``; it goes to slot ``lengths + place`` of every head,
-            and its query reads the slots up to that one.
-        longest: at least as many slots as any head holds after this step: grids are made for it.
+        rows: int32 ``[N, 2]``: for each token the index of its sequence among the R, and its place among
+            that sequence's tokens of this step. Its position is ``seen + place``; it is stored in slot
+            ``lengths + place`` of every head, and its query reads the slots up to that one. A sequence of −1
+            means that the token belongs to none: it isn't stored, and its result is zeros.
+        longest: upper limit of the slots that any head has after this step; launch grids are sized by it.
     """
 
     rows: torch.Tensor
@@ -121,5 +124,5 @@ class StepTokens:
 
 @triton.jit
 def border(length: tl.tensor, residual_length: tl.tensor, first: tl.tensor) -> tl.tensor:
-    """Of so many slots those in ``[first, border)`` are read as codes."""
+    """Return where encoded slots end: of ``length`` slots those in ``[first, border)`` are read as codes."""
     return tl.maximum((length - residual_length) & -64, first)

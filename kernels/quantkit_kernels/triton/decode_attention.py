@@ -1,13 +1,13 @@
-"""Decoding attention over paged keys and values, plain or coded: one query at a time.
+"""Decoding attention over paged keys and values, unquantized or quantized: one query token at a time.
 
 A page holds 64 slots of one key head; every sequence has a page table for each of its key heads, so
 that heads may hold different positions. https://arxiv.org/abs/2309.06180
 
-The query heads that share a key head are the 16 rows of one matrix product. A sequence is cut into pieces
-of a fixed number of pages, whatever stands beside it in the batch; a second kernel joins the pieces by
-their log-sum-exp, in order (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a sequence's result
-doesn't depend on the others, and there are no atomics. Within a piece codes come first, then vectors that
-wait, each by slot.
+The query heads that share a key head are the 16 rows of one matrix product. A sequence is divided into splits
+of a fixed number of pages, whatever else is in the batch; a second kernel reduces the splits by their
+log-sum-exp, in order (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). So a sequence's result
+doesn't depend on the others, and there are no atomics. Within a split codes are read first, then residual
+vectors, both in the order of slots.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from quantkit_kernels.triton.kv_operands import (
 from quantkit_kernels.triton.softmax import residual_page, scaled, update, visible, walk
 
 PIECE = 8
-"""Pages that one program reads: 512 slots."""
+"""Pages of a split, which one program reads: 512 slots."""
 JOIN = 16
 """Pieces that are joined at a time."""
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
-                    k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
-                    v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
-                    residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
-                    seen_ptr: tl.tensor, rows_ptr: tl.tensor, o_ptr: tl.tensor, m_ptr: tl.tensor,
-                    l_ptr: tl.tensor, factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor,
-                    sinks: tl.tensor, residual_length: tl.tensor, first: tl.tensor, layer: tl.tensor,
-                    layers: tl.tensor, width: tl.tensor, residual_width: tl.tensor, q_step: tl.tensor,
-                    pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                    KK: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VK: tl.constexpr, VB: tl.constexpr,
-                    HAS_RESIDUAL: tl.constexpr, LIMITED: tl.constexpr, PLACED: tl.constexpr,
-                    CAPPED: tl.constexpr, ASM: tl.constexpr, VALUES: tl.constexpr, COUNT: tl.constexpr,
-                    STAGES: tl.constexpr) -> None:
-    """One piece of one key head of one token.
+                    k_residual_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor,
+                    v_shift_ptr: tl.tensor, v_residual_ptr: tl.tensor, at_ptr: tl.tensor,
+                    residual_at_ptr: tl.tensor, table_ptr: tl.tensor, residual_table_ptr: tl.tensor,
+                    start_ptr: tl.tensor, length_ptr: tl.tensor, seen_ptr: tl.tensor, rows_ptr: tl.tensor,
+                    o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, factor: tl.tensor, cap: tl.tensor,
+                    window: tl.tensor, limit: tl.tensor, sinks: tl.tensor, residual_length: tl.tensor,
+                    first: tl.tensor, layer: tl.tensor, layers: tl.tensor, width: tl.tensor,
+                    residual_width: tl.tensor, q_step: tl.tensor, splits: tl.tensor, HKV: tl.constexpr,
+                    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KK: tl.constexpr, KB: tl.constexpr,
+                    KC: tl.constexpr, VK: tl.constexpr, VB: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+                    LIMITED: tl.constexpr, PLACED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
+                    VALUES: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr) -> None:
+    """Attend to one split of one key head for one token.
 
-    o float32 ``[N, HKV, pieces, G, D]``, not yet divided by l, written where l isn't 0 and if VALUES;
-    m (in powers of two) and l ``[N, HKV, pieces, G]``.
+    o is float32 ``[N, HKV, splits, G, D]``, not yet divided by l, and written only with VALUES and where l
+    isn't 0; the maxima m (as exponents of 2) and the sums l are ``[N, HKV, splits, G]``.
     """
-    token, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     sequence, place = tl.load(rows_ptr + 2 * token).to(tl.int64), tl.load(rows_ptr + 2 * token + 1)
     if sequence < 0:
         return
     row = (sequence * layers + layer) * HKV + head
     length = tl.load(length_ptr + row) + place + 1
     query = tl.load(seen_ptr + sequence) + place
-    begin = piece * COUNT
+    begin = split * COUNT
     end = tl.minimum((length + 63) // 64, begin + COUNT)
     if end <= begin:
         return
@@ -77,23 +77,23 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
     dims = key_dims(KK, KB, DP)
     q = tl.load(q_ptr + dims[None, :], mask=(rg < G)[:, None] & (dims < D)[None, :], other=0.0)
     acc = tl.full([16, DP], 0.0, tl.float32)
-    most = tl.full([16], float("-inf"), tl.float32)
+    maxima = tl.full([16], float("-inf"), tl.float32)
     total = tl.full([16], 0.0, tl.float32)
     for i in tl.range(tl.maximum(low, fixed), tl.minimum(end, coded), num_stages=STAGES):
         page = tl.load(table_ptr + row * width + i - fixed).to(tl.int64)
-        at = i * 64 + rt
-        held = at < length
+        slot = i * 64 + rt
+        stored = slot < length
         s = scores(q, k_ptr, k_scale_ptr, k_shift_ptr, page, KK, KB, KC, D, DP, ASM)
         s = scaled(s, factor, cap, CAPPED)
-        seen = held
+        attended = stored
         if LIMITED:
             if PLACED:
-                at = tl.load(at_ptr + page * 64 + rt)
-            seen = held & visible(at, query, window, limit, sinks)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        p, shrink, most, total = update(s, most, total)
+                slot = tl.load(at_ptr + page * 64 + rt)
+            attended = stored & visible(slot, query, window, limit, sinks)
+        s = tl.where(attended[None, :], s, float("-inf"))
+        p, shrink, maxima, total = update(s, maxima, total)
         if VALUES:
-            acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, held,
+            acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, stored,
                              VK, VB, D, DP, dtype, ASM)
     if HAS_RESIDUAL:
         plain = tl.load(q_ptr + rd[None, :], mask=(rg < G)[:, None] & (rd < D)[None, :], other=0.0)
@@ -102,33 +102,37 @@ def split_kv_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, 
         for j in range(early + tl.maximum(end - rest, 0)):
             i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, rest, fixed,
                                     start)
-            at = i * 64 + rt
-            held = at < length
-            s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
-            seen = held
+            slot = i * 64 + rt
+            stored = slot < length
+            s = scaled(vector_scores(plain, k_residual_ptr, page, D, DP), factor, cap, CAPPED)
+            attended = stored
             if LIMITED:
                 if PLACED:
-                    at = tl.load(wait_at_ptr + page * 64 + rt)
-                seen = held & visible(at, query, window, limit, sinks)
-            s = tl.where(seen[None, :], s, float("-inf"))
-            p, shrink, most, total = update(s, most, total)
+                    slot = tl.load(residual_at_ptr + page * 64 + rt)
+                attended = stored & visible(slot, query, window, limit, sinks)
+            s = tl.where(attended[None, :], s, float("-inf"))
+            p, shrink, maxima, total = update(s, maxima, total)
             if VALUES:
-                acc = add_vectors(acc * shrink[:, None], p, v_wait_ptr, page, held, VK, VB, D, DP, dtype)
-    to = ((token * HKV + head) * pieces + piece) * G + rg
+                acc = add_vectors(acc * shrink[:, None], p, v_residual_ptr, page, stored, VK, VB, D, DP,
+                                  dtype)
+    row_out = ((token * HKV + head) * splits + split) * G + rg
     if VALUES:
         acc = natural(acc, VK, VB, dtype)
-        there = ((rg < G) & (total > 0))[:, None] & (rd < D)[None, :]
-        tl.store(o_ptr + to[:, None] * D + rd[None, :], acc, mask=there)
-    tl.store(m_ptr + to, most, mask=rg < G)
-    tl.store(l_ptr + to, total, mask=rg < G)
+        inside = ((rg < G) & (total > 0))[:, None] & (rd < D)[None, :]
+        tl.store(o_ptr + row_out[:, None] * D + rd[None, :], acc, mask=inside)
+    tl.store(m_ptr + row_out, maxima, mask=rg < G)
+    tl.store(l_ptr + row_out, total, mask=rg < G)
 
 
-@triton.jit(do_not_specialize=["layer", "layers", "pieces"])
+@triton.jit(do_not_specialize=["layer", "layers", "splits"])
 def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_ptr: tl.tensor,
                   rows_ptr: tl.tensor, y_ptr: tl.tensor, layer: tl.tensor, layers: tl.tensor,
-                  y_step: tl.tensor, pieces: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                  y_step: tl.tensor, splits: tl.tensor, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                   DP: tl.constexpr, COUNT: tl.constexpr, JOIN: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """One query head of one token: y ``[N, HKV * G, D]``; the rest as in :func:`split_kv_kernel`."""
+    """Combine the splits of one query head for one token.
+
+    y is ``[N, HKV * G, D]``; the other arguments are as in :func:`split_kv_kernel`.
+    """
     if EARLY:
         let_next_begin()
     token, head, g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -137,41 +141,41 @@ def reduce_kernel(o_ptr: tl.tensor, m_ptr: tl.tensor, l_ptr: tl.tensor, length_p
     used = 0
     if sequence >= 0:
         length = tl.load(length_ptr + (sequence * layers + layer) * HKV + head) + place + 1
-        used = tl.minimum((tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT), pieces)
-    row = (token * HKV + head) * pieces
-    most = tl.full([JOIN], float("-inf"), tl.float32)
+        used = tl.minimum((tl.maximum(length, 0) + 64 * COUNT - 1) // (64 * COUNT), splits)
+    row = (token * HKV + head) * splits
+    maxima = tl.full([JOIN], float("-inf"), tl.float32)
     for i in range(0, used, JOIN):
-        at = (row + i + rj) * G + g
-        most = tl.maximum(most, tl.load(m_ptr + at, mask=i + rj < used, other=float("-inf")))
-    base = tl.max(most, 0)
+        index = (row + i + rj) * G + g
+        maxima = tl.maximum(maxima, tl.load(m_ptr + index, mask=i + rj < used, other=float("-inf")))
+    base = tl.max(maxima, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
     total = tl.full([JOIN], 0.0, tl.float32)
     acc = tl.full([DP], 0.0, tl.float32)
     for i in range(0, used, JOIN):
-        at = (row + i + rj) * G + g
-        weight = tl.exp2(tl.load(m_ptr + at, mask=i + rj < used, other=float("-inf")) - base)
-        total += weight * tl.load(l_ptr + at, mask=i + rj < used, other=0.0)
-        o = tl.load(o_ptr + at[:, None] * D + rd[None, :], mask=(weight > 0)[:, None] & (rd < D)[None, :],
+        index = (row + i + rj) * G + g
+        weight = tl.exp2(tl.load(m_ptr + index, mask=i + rj < used, other=float("-inf")) - base)
+        total += weight * tl.load(l_ptr + index, mask=i + rj < used, other=0.0)
+        o = tl.load(o_ptr + index[:, None] * D + rd[None, :], mask=(weight > 0)[:, None] & (rd < D)[None, :],
                     other=0.0)
         acc += tl.sum(o * weight[:, None], 0)
-    whole = tl.sum(total, 0)
-    y = tl.where(whole > 0, acc / tl.where(whole > 0, whole, 1.0), 0.0)
+    denominator = tl.sum(total, 0)
+    y = tl.where(denominator > 0, acc / tl.where(denominator > 0, denominator, 1.0), 0.0)
     tl.store(y_ptr + token * y_step + (head * G + g) * D + rd, y.to(y_ptr.dtype.element_ty), mask=rd < D)
 
 
 def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]:
-    """How :func:`split_kv_kernel` is launched."""
+    """Return the launch options of :func:`split_kv_kernel`."""
     if family == "cdna":  # a warp has 64 lanes
         return {"STAGES": 1, "num_warps": 2}
-    # a page's number is loaded before the page: of 5 stages 2 are loads that are under way, of 7 they are 3
+    # a page's number is loaded before the page: 5 stages keep 2 loads in flight, 7 stages keep 3
     wide = d > 128 or k.kind == v.kind == PLAIN or (k.kind == HADAMARD and k.bits < 4)
     return {"STAGES": 7 if k.bits < 8 and v.bits < 8 else 5, "num_warps": 4 if wide else 2}
 
 
 @dataclass(frozen=True)
 class SplitResults:
-    """What :func:`split_kv_kernel` leaves of a step: ``o [N, Hkv, pieces, G, D]``, ``m`` and ``l`` without D,
-    float32."""
+    """The results of :func:`split_kv_kernel`, float32: ``o [N, Hkv, splits, G, D]``, and ``m`` and ``l``
+    without the last dimension."""
 
     o: torch.Tensor
     m: torch.Tensor
@@ -179,7 +183,7 @@ class SplitResults:
 
     @classmethod
     def of(cls, q: torch.Tensor, kv_heads: int, longest: int, values: bool = True) -> SplitResults:
-        """Memory for queries ``[N, H, D]`` and so many slots; without ``values`` there is no o."""
+        """Allocate results for queries ``[N, H, D]`` and ``longest`` slots; without ``values`` o is empty."""
         n, h, d = q.shape
         shape = (n, kv_heads, max(1, -(-longest // (64 * PIECE))), h // kv_heads)
         o = torch.empty(*shape, d if values else 0, dtype=torch.float32, device=q.device)
@@ -187,15 +191,15 @@ class SplitResults:
         return cls(o, m, total)
 
 
-def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
+def run_pieces(splits: SplitResults, q: torch.Tensor, pages: LayerPages, tables: SequenceTables,
                step: StepTokens, layer: int, scale: float, window: int | None, limit: int | None, sinks: int,
                softcap: float | None, values: bool = True) -> dict[str, Any]:
-    """The first of both kernels; returns compile-time arguments that others take too."""
+    """Launch :func:`split_kv_kernel`. Returns compile-time arguments that it shares with other kernels."""
     common = constants_of(q, pages, tables, window, limit, softcap)
-    n, hkv, count = pieces.m.shape[:3]
+    n, hkv, count = splits.m.shape[:3]
     split_kv_kernel[(n, hkv, count)](
-        **pointers(q, pages, tables, step), o_ptr=pieces.o if values else pieces.m, m_ptr=pieces.m,
-        l_ptr=pieces.l, **numbers(q, tables, layer, scale, window, limit, sinks, softcap), pieces=count,
+        **pointers(q, pages, tables, step), o_ptr=splits.o if values else splits.m, m_ptr=splits.m,
+        l_ptr=splits.l, **numbers(q, tables, layer, scale, window, limit, sinks, softcap), splits=count,
         **common, VALUES=values, COUNT=PIECE,
         **options(family_of(q.device), pages.k.coding, pages.v.coding, q.shape[2]))
     return common
@@ -204,41 +208,43 @@ def run_pieces(pieces: SplitResults, q: torch.Tensor, pages: LayerPages, tables:
 def decode_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens, layer: int,
                      *, scale: float, window: int | None = None, limit: int | None = None, sinks: int = 0,
                      softcap: float | None = None, out: torch.Tensor | None = None,
-                     pieces: SplitResults | None = None) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` of each token over what its heads hold up to itself.
+                     splits: SplitResults | None = None) -> torch.Tensor:
+    """Return ``softmax(scale · q kᵀ) v`` of each token over the slots of its heads, up to its own slot.
 
     Args:
-        q: ``[N, H, D]``, rotated (turned too, if keys are), bfloat16, float16 or, in the interpreter,
-            float32; tokens may be apart. At most 16 heads share a key head.
-        pages: of one layer. Keys and values of the step are there already.
-        tables, step: of all sequences; N tokens. A token that is nobody's gives zeros.
-        layer: index.
-        scale: of the scores.
-        window: if given, only slots at positions above the query's minus ``window`` are seen.
-        limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``.
+        q: ``[N, H, D]``, with RoPE applied (and Hadamard-rotated if keys are), bfloat16, float16 or, in the
+            interpreter, float32; tokens may have gaps between them. At most 16 heads share a key head.
+        pages: of one layer. Keys and values of the step have been stored in them.
+        tables, step: of all sequences; N tokens. The result of a token that belongs to no sequence is zeros.
+        layer: index in the tables.
+        scale: multiplies the scores.
+        window: if given, only slots at positions above the query's minus ``window`` are visible.
+        limit, sinks: if given, only slots at positions above the query's minus ``limit``, or below ``sinks``,
+            are visible.
         softcap: if given, a score x becomes ``softcap · tanh(x / softcap)``.
-        out: ``[N, H, D]`` of q's dtype; tokens may be apart.
-        pieces: memory that :meth:`SplitResults.of` made; afterwards it holds maxima and sums of the softmax.
+        out: ``[N, H, D]`` of q's dtype; tokens may have gaps between them.
+        splits: memory from :meth:`SplitResults.of`; afterwards it contains maxima and sums of the softmax.
 
     Returns:
-        ``[N, H, D]``; of turned values still turned.
+        ``[N, H, D]``; if values are Hadamard-rotated, so is the result.
 
     Raises:
-        ValueError: shapes, dtypes or codings don't fit.
+        ValueError: no kernel reads these layouts, or shapes or dtypes don't match.
     """
     check(q, pages, tables, step, layer)
     n, h, d = q.shape
     if out is None:
         out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
     if out.shape != q.shape or out.dtype != q.dtype or out.stride()[1:] != (d, 1):
-        raise ValueError("q and out don't fit together")
+        raise ValueError("q and out don't fit together: out must have q's shape and dtype, and heads "
+                         "without gaps")
     if n == 0:
         return out
     hkv = tables.pages.shape[2]
-    pieces = pieces or SplitResults.of(q, hkv, step.longest)
-    common = run_pieces(pieces, q, pages, tables, step, layer, scale, window, limit, sinks, softcap)
+    splits = splits or SplitResults.of(q, hkv, step.longest)
+    common = run_pieces(splits, q, pages, tables, step, layer, scale, window, limit, sinks, softcap)
     reduce_kernel[(n, hkv, h // hkv)](
-        pieces.o, pieces.m, pieces.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
-        out.stride(0), pieces.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
+        splits.o, splits.m, splits.l, tables.lengths, step.rows, out, layer, tables.pages.shape[1],
+        out.stride(0), splits.m.shape[2], **{name: common[name] for name in ("HKV", "G", "D", "DP")},
         COUNT=PIECE, JOIN=JOIN, EARLY=starts(q.device))
     return out

@@ -1,6 +1,6 @@
-"""Rows of a packed weight by their numbers: an embedding whose table is also the head.
+"""Embedding lookup in a packed weight, for models whose embedding table is also the output head.
 
-Only the numbers that are asked for are read and decoded.
+Only the rows that are looked up are read and decoded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: 
                  K: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr,
                  GROUP: tl.constexpr, NPAD: tl.constexpr, NUMBER: tl.constexpr, MODE: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """BLOCK numbers of one row: ids ``[m]``, y ``[m, K]``, rows y_row apart; the weight as in a product."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids_ptr + at).to(tl.int64)
+    """Decode BLOCK numbers of one row.
+
+    ids is ``[m]``, y is ``[m, K]`` with rows y_row apart; the weight is packed as for a matrix product.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids_ptr + index).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seen = col < K
     col = tl.where(seen, col, 0)
@@ -32,28 +35,29 @@ def embed_kernel(ids_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: tl.tensor, y_ptr: 
         s = tl.load(s_ptr + ((col // GROUP).to(tl.int64) * NPAD if GROUP else 0) + row)
     tile = w_ptr + (row // 128 * TILES + col // BK) * WORDS
     v = NUMBER(tile, s, (row % 128).to(tl.int32), col % BK, BK, MODE, WIDE)
-    tl.store(y_ptr + at * y_row + col, v.to(y_ptr.dtype.element_ty), mask=seen)
+    tl.store(y_ptr + index * y_row + col, v.to(y_ptr.dtype.element_ty), mask=seen)
 
 
 def embed(ids: torch.Tensor, w: TritonWeight, dtype: torch.dtype, *,
           out: torch.Tensor | None = None) -> torch.Tensor:
-    """``W[ids]``.
+    """Return the rows ``W[ids]``.
 
     Args:
-        ids: integers ``[m]``, 0 to n − 1; that is not checked.
-        w: not gated.
-        dtype: of the result: numbers times scales, float32, are rounded once.
-        out: ``[m, k]`` of that dtype, where it goes; its rows may lie further apart.
+        ids: integers ``[m]`` from 0 to n − 1; the range isn't checked.
+        w: a weight that isn't gated.
+        dtype: of the result. Codes are scaled in float32 and rounded to it once.
+        out: ``[m, k]`` of that dtype, where the result is written; its rows may be further apart than k.
 
     Returns:
         ``[m, k]``.
 
     Raises:
-        ValueError: another shape or dtype, or a gated weight.
+        ValueError: a shape or dtype doesn't match, or the weight is gated.
     """
     shape = (ids.numel(), w.k)
     if ids.ndim != 1 or w.gated or ids.is_floating_point():
-        raise ValueError(f"ids must be integers [m], not {ids.dtype} {list(ids.shape)}, the weight not gated")
+        raise ValueError(f"ids must be integers [m], not {ids.dtype} {list(ids.shape)}, and the weight must "
+                         "not be gated")
     if out is not None and (out.shape != shape or out.dtype != dtype or out.stride(1) != 1):
         raise ValueError(f"out must be {list(shape)} in {dtype}, rows contiguous, "
                          f"not {list(out.shape)} {out.dtype}")
@@ -65,7 +69,7 @@ def embed(ids: torch.Tensor, w: TritonWeight, dtype: torch.dtype, *,
 
 
 def constants(w: TritonWeight) -> dict[str, object]:
-    """Compile-time arguments."""
+    """Return the kernel's compile-time arguments."""
     return {"K": w.k, "BK": w.bk, "WORDS": w.words.shape[2], "TILES": w.words.shape[1], "GROUP": w.group,
             "NPAD": w.words.shape[0] * ROWS, "NUMBER": w.decoder.number, "MODE": w.mode,
             "WIDE": lane_columns(w.family), "BLOCK": BLOCK}

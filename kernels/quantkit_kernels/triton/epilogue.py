@@ -1,4 +1,4 @@
-"""What follows a finished sum: scales, bias, gate, residual; rounded once, when the result is stored."""
+"""The epilogue of a matrix product: scales, bias, gate and residual, rounded once, when it is stored."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """``silu`` or ``gelu_tanh`` of float32; finite for every finite gate.
+    """Return ``silu`` or ``gelu_tanh`` of a float32 gate; finite for every finite gate.
 
-    ``(1 + tanh(u)) / 2`` is ``sigmoid(2 u)``, which loses nothing where tanh is near −1.
+    ``(1 + tanh(u)) / 2`` is computed as ``sigmoid(2 u)``, which loses no precision where tanh is near −1.
     """
     inner = gate
     if KIND == "gelu_tanh":
@@ -22,11 +22,11 @@ def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 def finish(total: tl.tensor, first: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
            b_ptr: tl.tensor, r_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor, n: tl.tensor, r_row: tl.tensor,
            y_row: tl.tensor, GATED: tl.constexpr) -> None:
-    """Sums ``total [N, M]`` of the weight's rows from ``first`` on by rows ``rm`` of x → y, M by n.
+    """Finish the sums ``total [N, M]`` and store y, M by n.
 
-    t float32 ``[m]``: scales of x's rows; s float32: of the weight's; b: bias ``[n]``, or with GATED
-    ``[2 n]``, gate's first; r: residual, rows r_row apart. Each of them may be ``None``. With GATED y is
-    ``act(gate) · up``.
+    The sums are of the weight's rows from ``first`` on by rows ``rm`` of x. t are float32 scales ``[m]`` of x's rows; s are float32 scales of the weight's rows; b is the bias
+    ``[n]``, or with GATED ``[2 n]`` with that of the gate first; r is the residual, with rows r_row apart.
+    Each of them may be ``None``. With GATED y is ``act(gate) · up``.
     """
     N: tl.constexpr = total.shape[0]
     M: tl.constexpr = total.shape[1]

@@ -1,14 +1,14 @@
-"""The order in which packed weights lie: that of the registers which a tensor core reads.
+"""The memory order of packed weights: the order of the registers that a tensor core reads (a *fragment*).
 
-A tile is 128 rows by ``k`` columns. Its 32-bit words stand so that a thread which loads 16 bytes next to
-each other holds, after masking and shifting, exactly the numbers that the matrix instruction wants of it:
+A tile is 128 rows by ``k`` columns. Its 32-bit words are ordered so that a thread which loads 16 consecutive
+bytes has, after masking and shifting, exactly the numbers that the matrix instruction expects from it:
 row ``g`` and ``g + 8`` of 16, columns ``2t, 2t + 1`` of 8, for lane ``4g + t``. So weights go from memory to
-registers to the tensor core without being shuffled between threads.
+registers to the tensor core without being exchanged between threads.
 https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
 
-The order is a matter of speed only: :func:`tile` undoes it by reshaping, on any hardware.
+The order only matters for speed: :func:`tile` undoes it by reshaping, on any hardware.
 
-A word holds two numbers for each bit field, one in each 16-bit half: masking both at once makes a pair of
+A word has two numbers for each bit field, one in each 16-bit half: masking both at once makes a pair of
 half-precision numbers in one instruction.
 """
 
@@ -24,28 +24,29 @@ ROWS = 128
 VECTOR = 128
 """Bits that a thread loads at once."""
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400, torch.float32: 0}
-"""128 and 1024 twice: with a small integer in the lowest bits they are 128 + q and 1024 + q. A runtime
-argument, because ptxas fuses ``and`` with ``or`` only if one of the two constants is in a register."""
+"""128 (bfloat16) or 1024 (float16) in both halves of a word: with a small integer q in the lowest bits they
+are 128 + q and 1024 + q. Kernels take it as a runtime argument, because ptxas fuses ``and`` with ``or`` only
+if one of the two constants is in a register."""
 
 
 def columns(bits: int, k: int) -> int:
-    """How many columns one load of the whole tile covers, if the tile is ``k`` wide.
+    """Return how many columns one load of the whole tile covers, if the tile is ``k`` wide.
 
-    int4: 64, or 32 in a tile that is no wider (a load then covers twice the rows). int8: 32.
+    For int4 it is 64, or 32 in a tile that is no wider (a load then covers twice the rows); for int8, 32.
     """
     return min(VECTOR // bits * 2, k)
 
 
 def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = False) -> torch.Tensor:
-    """Codes → packed words.
+    """Pack codes into words, in fragment order.
 
     Args:
         codes: uint8 ``[n, k_all]``, ``n`` a multiple of 128 and ``k_all`` of ``k``.
         bits: 4 or 8.
         k: columns of a tile: 32, or a multiple of 64 (int4), or of 32 (int8).
-        wide: columns that a lane reads next to each other: see :func:`lane_columns`.
-        adjacent: the pair of a word's numbers that makes one register lies in neighbouring nibbles, not in
-            the two halves.
+        wide: adjacent columns that a lane reads: see :func:`lane_columns`.
+        adjacent: the two numbers of a word that make one register are in neighboring nibbles instead of the
+            two halves.
 
     Returns:
         int32 ``[n / 128, k_all / k, 128 * k * bits / 32]``.
@@ -56,7 +57,7 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
     inner = (2, 4, 2) if wide == 2 else (4, 2, 2)
     parts = codes.reshape(n // ROWS, 2 // both, both, 4, 2, 8, total // k, k // span, span // 16, *inner)
     c, t = (9, 10) if wide == 2 else (10, 9)
-    # tile, its column, then: load, block, warp, g, t, block in the vector, 16 columns, c, e, h
+    # the order is: tile, its column, load, block, warp, g, t, block in the vector, 16 columns, c, e, h
     parts = parts.permute(0, 6, 7, 1, 3, 5, t, 2, 8, c, 11, 4)
     if bits == 4:
         shape, shifts = (-1, 2, 2, 2), [[[4 * e + 8 * c + 16 * h if adjacent else 16 * e + 4 * c + 8 * h
@@ -64,7 +65,7 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
     else:
         shape, shifts = (-1, 1, 2, 2), [[[16 * e + 8 * h for h in (0, 1)] for e in (0, 1)]]
     shift = torch.tensor(shifts, dtype=torch.int64, device=codes.device)
-    # tile by tile: eight bytes a code would be too many for a whole large layer
+    # tile by tile: eight bytes per code would take too much memory for a whole large layer
     words = torch.empty(n // ROWS, total // k, ROWS * k * bits // 32, dtype=torch.int32, device=codes.device)
     for row, part in zip(words, parts):
         fields = part.reshape(shape).to(torch.int64) << shift
@@ -73,11 +74,12 @@ def shuffle(codes: torch.Tensor, bits: int, k: int, wide: int, adjacent: bool = 
 
 
 def arrange(numbers: torch.Tensor, k: int) -> torch.Tensor:
-    """Numbers that go to the tensor core as they are, in its registers' order.
+    """Reorder numbers that go to the tensor core undecoded, in the order of its registers.
 
     Args:
         numbers: ``[n, k_all]`` of 1, 2 or 4 bytes, ``n`` a multiple of 128 and ``k_all`` of ``k``. A register
-            holds ``e`` of them: four, two, and two of 4 bytes (which only the interpreter multiplies).
+            holds ``e`` of them: four of 1 byte, two of 2 bytes, and two of 4 bytes (which only the
+            interpreter multiplies).
         k: columns of a tile, a multiple of ``8 e``.
 
     Returns:
@@ -85,37 +87,37 @@ def arrange(numbers: torch.Tensor, k: int) -> torch.Tensor:
     """
     n, total = numbers.shape
     e = side_by_side(numbers.dtype)
-    # block of 64 rows, warp, h, g; tile, step of the instruction, c, t, e
+    # dimensions: block of 64 rows, warp, h, g; tile, step of the instruction, c, t, e
     parts = numbers.reshape(n // ROWS, 2, 4, 2, 8, total // k, k // (8 * e), 2, 4, e)
     return parts.permute(0, 5, 6, 1, 2, 4, 8, 7, 3, 9).reshape(n // ROWS, total // k, ROWS * k).contiguous()
 
 
 def side_by_side(dtype: torch.dtype) -> int:
-    """Numbers of a row that one register holds."""
+    """Return how many numbers of a row one register holds."""
     return 4 if dtype.itemsize == 1 else 2
 
 
 def rows(t: torch.Tensor, gated: bool = False) -> torch.Tensor:
-    """``[n, ...]`` padded by zeros to whole tiles.
+    """Pad ``[n, ...]`` with zeros to whole tiles.
 
-    ``gated``: those of a gate and of what it opens, one after the other. They come to lie in turn, eight rows
-    each: a feature's two sums are then in one thread.
+    With ``gated`` the first half of the rows are a gate projection's and the second half an up projection's.
+    They are interleaved, eight rows each, so that both sums of a feature are in one thread.
 
     Raises:
-        ValueError: ``gated`` and n is odd.
+        ValueError: ``gated`` is set and n is odd.
     """
     if not gated:
         return _padded(t, -(-t.shape[0] // ROWS) * ROWS)
     half = t.shape[0] // 2
     if t.shape[0] % 2:
-        raise ValueError(f"gate and up have as many rows, not {t.shape[0]} together")
-    whole = -(-half // (ROWS // 2)) * (ROWS // 2)
-    both = torch.stack([_padded(part, whole) for part in t.split(half)])
-    return both.reshape(2, whole // 8, 8, *t.shape[1:]).transpose(0, 1).reshape(2 * whole, *t.shape[1:])
+        raise ValueError(f"gate and up must have equally many rows, but {t.shape[0]} is odd")
+    padded = -(-half // (ROWS // 2)) * (ROWS // 2)
+    both = torch.stack([_padded(part, padded) for part in t.split(half)])
+    return both.reshape(2, padded // 8, 8, *t.shape[1:]).transpose(0, 1).reshape(2 * padded, *t.shape[1:])
 
 
 def whole_tiles(t: torch.Tensor, k: int, gated: bool = False) -> torch.Tensor:
-    """:func:`rows` of ``[n, k_all]``, and columns padded to multiples of ``k``; not copied if it fits."""
+    """Pad ``[n, k_all]`` by :func:`rows`, and columns to a multiple of ``k``; not copied if it fits already."""
     t = rows(t, gated)
     return t if t.shape[1] % k == 0 else pad(t, (0, -t.shape[1] % k))
 
@@ -125,7 +127,7 @@ def _padded(t: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def family_of(device: torch.device) -> str:
-    """``ampere`` (and Ada), ``hopper``, ``blackwell`` or ``cdna``: what a layout and a launch depend on.
+    """Return ``ampere`` (and Ada), ``hopper``, ``blackwell`` or ``cdna``: layouts and launches depend on it.
 
     A CPU, where Triton's interpreter runs kernels, counts as ``hopper``.
     """
@@ -134,19 +136,19 @@ def family_of(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "cdna"
     major = torch.cuda.get_device_capability(device)[0]
-    # 12: gaming cards, with as little shared memory as Ada
+    # 12 are consumer GPUs, with as little shared memory as Ada
     return "hopper" if major == 9 else "blackwell" if major in (10, 11) else "ampere"
 
 
 def lane_columns(family: str) -> int:
-    """Columns that a lane reads next to each other: 4 where Triton gives it so, on Ampere; else 2."""
+    """Return how many adjacent columns a lane reads: 4 on Ampere, where Triton assigns them so; else 2."""
     return 4 if family == "ampere" else 2
 
 
 @triton.jit
 def tile(v: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr,
          WIDE: tl.constexpr) -> tl.tensor:
-    """Numbers in the packed order, ``[words, c?, e, h]`` → ``[128, K]``."""
+    """Reorder numbers in the packed order, ``[words, c?, e, h]``, to ``[128, K]``."""
     v = v.reshape(K // SPAN, 2 // BOTH, 4, 8, 4, BOTH, SPAN // 16, 2, 2, 2)
     v = v.trans(1, 5, 2, 9, 3, 0, 6, 7, 4, 8) if WIDE == 2 else v.trans(1, 5, 2, 9, 3, 0, 6, 4, 7, 8)
     return v.reshape(128, K)
@@ -154,14 +156,14 @@ def tile(v: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr,
 
 @triton.jit
 def plain_tile(v: tl.tensor, K: tl.constexpr, E: tl.constexpr) -> tl.tensor:
-    """Numbers as :func:`arrange` leaves them, E to a register → ``[128, K]``."""
+    """Reorder numbers as :func:`arrange` stores them, E per register, to ``[128, K]``."""
     v = v.reshape(K // (8 * E), 2, 4, 8, 4, 2, 2, E)
     return v.trans(1, 2, 6, 3, 0, 5, 4, 7).reshape(128, K)
 
 
 @triton.jit
 def plain_place(row: tl.tensor, col: tl.tensor, E: tl.constexpr) -> tl.tensor:
-    """Where :func:`arrange` puts a number of a tile."""
+    """Return the index at which :func:`arrange` stores a number of a tile."""
     lane = (((col // (8 * E) * 2 + row // 64) * 4 + row // 16 % 4) * 8 + row % 8) * 4 + col // E % 4
     return (lane * 4 + col // (4 * E) % 2 * 2 + row // 8 % 2) * E + col % E
 
@@ -169,8 +171,11 @@ def plain_place(row: tl.tensor, col: tl.tensor, E: tl.constexpr) -> tl.tensor:
 @triton.jit
 def place(row: tl.tensor, col: tl.tensor, SPAN: tl.constexpr, BOTH: tl.constexpr,
           WIDE: tl.constexpr) -> tl.tensor:
-    """Where :func:`shuffle` puts a number of a tile: which 16 columns by 16 rows (one word of 4-bit numbers,
-    two of 8-bit ones), c, e and h."""
+    """Return where :func:`shuffle` stores a number of a tile.
+
+    The result is the index of a lane's share of 16 columns by 16 rows (one word of 4-bit numbers, two of
+    8-bit numbers), and c, e and h.
+    """
     inner = col % 16
     t = inner // 2 % 4 if WIDE == 2 else inner // 4
     c = inner // 8 if WIDE == 2 else inner // 2 % 2
@@ -181,7 +186,8 @@ def place(row: tl.tensor, col: tl.tensor, SPAN: tl.constexpr, BOTH: tl.constexpr
 
 @triton.jit
 def by_word(rows: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.constexpr) -> tl.tensor:
-    """One number a row, ``[128]`` → for every word those of its two rows (h = 0, 1), twice ``[words]``."""
+    """Broadcast one number per row, ``[128]``, to the words: those of a word's two rows (h = 0, 1), as two
+    ``[words]``."""
     r = rows.reshape(2 // BOTH, BOTH, 4, 2, 8).trans(0, 2, 4, 1, 3)
     r = r.reshape(1, 2 // BOTH, 4, 8, 1, BOTH, 1, 2)
     r = tl.broadcast_to(r, (K // SPAN, 2 // BOTH, 4, 8, 4, BOTH, SPAN // 16, 2))
@@ -190,13 +196,13 @@ def by_word(rows: tl.tensor, K: tl.constexpr, SPAN: tl.constexpr, BOTH: tl.const
 
 @triton.jit
 def halves(t: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """An int32 word that holds two 16-bit floats → both."""
+    """Split an int32 word into the two 16-bit floats that it contains."""
     return (t & 0xFFFF).to(tl.int16).to(D, bitcast=True), (t >> 16).to(tl.int16).to(D, bitcast=True)
 
 
 @triton.jit
 def pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """The four registers of a 4-bit word, (c, h) = 00, 10, 01, 11 → numbers ``[words, c, e, h]``."""
+    """Join the four registers of a 4-bit word, (c, h) = 00, 10, 01, 11, to numbers ``[words, c, e, h]``."""
     a0, a1 = halves(a, D)
     b0, b1 = halves(b, D)
     c0, c1 = halves(c, D)
@@ -206,7 +212,7 @@ def pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, D: tl.constexp
 
 @triton.jit
 def nibbles(w: tl.tensor, ADJACENT: tl.constexpr) -> tl.tensor:
-    """The eight numbers of a 4-bit word, as int32 ``[words, c, e, h]``: what the pairs of registers hold."""
+    """Return the eight numbers of a 4-bit word as int32 ``[words, c, e, h]``, like :func:`pairs`."""
     E: tl.constexpr = 4 if ADJACENT else 16
     C: tl.constexpr = 8 if ADJACENT else 4
     H: tl.constexpr = 16 if ADJACENT else 8
@@ -218,10 +224,11 @@ def nibbles(w: tl.tensor, ADJACENT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def int8_pair(t: tl.tensor, magic: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Two's complement bytes 0 and 2 of a word → two numbers, exactly.
+    """Convert the two's complement bytes 0 and 2 of a word to two numbers, exactly.
 
-    bfloat16: ``0x4300 | (q & 127)`` is 128 plus the low seven bits, ``0x4300 | (q & 128)`` is 128 or 256;
-    their difference is q. float16: ``(q & 255) ^ 0x6480`` is 1024 + 128 + q. ``magic``: see :data:`MAGIC`.
+    In bfloat16 ``0x4300 | (q & 127)`` is 128 plus the low seven bits, and ``0x4300 | (q & 128)`` is 128 or
+    256; their difference is q. In float16 ``(q & 255) ^ 0x6480`` is 1024 + 128 + q. For ``magic`` see
+    :data:`MAGIC`.
     """
     if D.is_fp32():
         low, high = ((t << 24) >> 24).to(D), ((t << 8) >> 24).to(D)

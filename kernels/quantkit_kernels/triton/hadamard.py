@@ -1,9 +1,10 @@
-"""Rows times ``diag(signs) · (Hartley_m ⊗ Hadamard_a)``: of a width ``a · m``, m odd, a a power of two.
+"""Multiplies rows by ``diag(signs) · (Hartley_m ⊗ Hadamard_a)``, for a width ``a · m``, m odd, a a power of 2.
 
-Weights and keys that are multiplied by it have no outliers: QuIP#, https://arxiv.org/abs/2402.04396, and
-QuaRot, https://arxiv.org/abs/2404.00456. The factor a is done by sums and differences of numbers that are
-1, 2, 4 … apart, each of which needs its partner alone: a register, a lane's shuffle, or shared memory. The
-factor m is a small matrix, added term by term. Sums have the order of the same steps in torch, and its bits.
+This removes outliers from weights and keys: QuIP#, https://arxiv.org/abs/2402.04396, and QuaRot,
+https://arxiv.org/abs/2404.00456. The factor a is computed by sums and differences of numbers that are
+1, 2, 4 … apart; each number needs only its partner, which is in a register, another lane or shared memory. The
+factor m is a small matrix, added term by term. Sums have the order of the same steps in torch, so results
+equal torch's bit for bit.
 """
 
 from __future__ import annotations
@@ -17,39 +18,40 @@ import triton.language as tl
 LONGEST = 32768
 """The largest power of two in a width."""
 FEW = 8
-"""Up to so many times a power of two a row stays in registers; above, its parts go through memory."""
+"""Up to this many times a power of two a row stays in registers; wider rows go through memory in parts."""
 WHOLE = 16384
-"""Numbers of a row, or of a part, that one program has in registers."""
+"""Largest number of values of a row, or of a part, that one program has in registers."""
 NUMBERS = 2048
-"""Of a program that does several short rows."""
+"""Values of a program that handles several short rows."""
 BLOCK = 128
-"""Columns of a power of two that one program mixes."""
+"""Columns of each part that one program of :func:`mix_kernel` handles."""
 FARTHEST = tl.constexpr(2.0**100)
-"""What is farther from 0 is taken for that: sums of it are finite."""
+"""Inputs are clamped to this absolute value, so that sums are finite."""
 
 
 @triton.jit
 def finite(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """float32 → DTYPE, what is too large as its largest number."""
-    most = 3.4028234663852886e38
+    """Convert float32 to DTYPE; numbers that are too large become its largest number."""
+    limit = 3.4028234663852886e38
     if DTYPE.is_fp16():
-        most = 65504.0
+        limit = 65504.0
     elif DTYPE.is_bf16():
-        most = 3.3895313892515355e38
-    return tl.minimum(tl.maximum(x, -most), most).to(DTYPE)
+        limit = 3.3895313892515355e38
+    return tl.minimum(tl.maximum(x, -limit), limit).to(DTYPE)
 
 
 @triton.jit
-def within(x: tl.tensor, most: tl.constexpr) -> tl.tensor:
-    """Clamped to ``[−most, most]``."""
-    return tl.minimum(tl.maximum(x, -most), most)
+def within(x: tl.tensor, limit: tl.constexpr) -> tl.tensor:
+    """Clamp to ``[−limit, limit]``."""
+    return tl.minimum(tl.maximum(x, -limit), limit)
 
 
 @triton.jit
 def hadamard(x: tl.tensor, LOG: tl.constexpr) -> tl.tensor:
-    """float32 ``[rows, n]``: of every 2^LOG neighbours the sums with all signs, not divided by their root.
+    """Apply the Hadamard transform to every 2^LOG neighbors of float32 ``[rows, n]``, without normalization.
 
-    A pair's sum as integers less one of them is the other: exactly, whatever it is.
+    The partner of a number is found by adding a pair's bits as integers and subtracting its own: that is
+    exact for any bits.
     """
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -64,22 +66,23 @@ def hadamard(x: tl.tensor, LOG: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def hartley(x: tl.tensor, mix_ptr: tl.tensor, COUNT: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
-    """float32 ``[rows, PADDED · a]``, numbers of COUNT · a, times float32 ``mix [COUNT, COUNT]`` over a's."""
+    """Multiply float32 ``[rows, PADDED · a]``, of which COUNT · a are numbers, by float32
+    ``mix [COUNT, COUNT]`` over the first factor."""
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     parts = x.reshape(ROWS, PADDED, N // PADDED)
     rm = tl.arange(0, PADDED)
     total = tl.full([ROWS, PADDED, N // PADDED], 0.0, tl.float32)
     for i in tl.static_range(COUNT):
-        one = tl.sum(tl.where((rm == i)[None, :, None], parts, 0.0), 1, keep_dims=True)
-        total += one * tl.load(mix_ptr + rm * COUNT + i, mask=rm < COUNT, other=0.0)[None, :, None]
+        part = tl.sum(tl.where((rm == i)[None, :, None], parts, 0.0), 1, keep_dims=True)
+        total += part * tl.load(mix_ptr + rm * COUNT + i, mask=rm < COUNT, other=0.0)[None, :, None]
     return total.reshape(ROWS, N)
 
 
 @triton.jit
 def mixed(x: tl.tensor, mix_ptr: tl.tensor, COUNT: tl.constexpr, PADDED: tl.constexpr, LOG: tl.constexpr,
           ROOT: tl.constexpr) -> tl.tensor:
-    """Both factors: :func:`hadamard` of 2^LOG, :func:`hartley` of COUNT, times ROOT."""
+    """Apply both factors: :func:`hadamard` of 2^LOG and :func:`hartley` of COUNT, then multiply by ROOT."""
     x = hadamard(x, LOG)
     if COUNT > 1:
         x = hartley(x, mix_ptr, COUNT, PADDED)
@@ -90,7 +93,7 @@ def mixed(x: tl.tensor, mix_ptr: tl.tensor, COUNT: tl.constexpr, PADDED: tl.cons
 def rotate_kernel(x_ptr: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, y_ptr: tl.tensor, m: tl.tensor,
                   step: tl.tensor, N: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
                   LOG: tl.constexpr, ROOT: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr) -> None:
-    """ROWS whole rows: x ``[m, N]``, ``step`` elements from a row to the next; y ``[m, N]``."""
+    """Rotate ROWS whole rows: x ``[m, N]``, with ``step`` elements from a row to the next; y ``[m, N]``."""
     rm = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rn = tl.arange(0, PADDED << LOG)
     seen = (rm < m)[:, None] & (rn < N)[None, :]
@@ -106,7 +109,7 @@ def rotate_kernel(x_ptr: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, y_
 @triton.jit(do_not_specialize=["m"])
 def parts_kernel(x_ptr: tl.tensor, signs_ptr: tl.tensor, t_ptr: tl.tensor, m: tl.tensor, step: tl.tensor,
                  COUNT: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr) -> None:
-    """ROWS parts of 2^LOG numbers, COUNT of which are a row: t float32 ``[m, COUNT, 2^LOG]``."""
+    """Transform ROWS parts of 2^LOG numbers; COUNT parts are a row. t is float32 ``[m, COUNT, 2^LOG]``."""
     part = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, place = part // COUNT, (part % COUNT)[:, None] << LOG
     rn = tl.arange(0, 1 << LOG)[None, :]
@@ -122,48 +125,51 @@ def parts_kernel(x_ptr: tl.tensor, signs_ptr: tl.tensor, t_ptr: tl.tensor, m: tl
 def mix_kernel(t_ptr: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, y_ptr: tl.tensor,
                COUNT: tl.constexpr, PADDED: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr,
                BLOCK: tl.constexpr, BACK: tl.constexpr) -> None:
-    """The COUNT parts of a row times ``mix``, in BLOCK columns of each: y ``[m, COUNT · 2^LOG]``."""
+    """Multiply the COUNT parts of a row by ``mix``, in BLOCK columns of each: y ``[m, COUNT · 2^LOG]``."""
     begin = tl.program_id(0).to(tl.int64) * (COUNT << LOG)
     rb = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rm = tl.arange(0, PADDED)
     seen = (rm < COUNT)[:, None] & (rb < 1 << LOG)[None, :]
     total = tl.full([PADDED, BLOCK], 0.0, tl.float32)
     for i in tl.range(0, COUNT):
-        one = tl.load(t_ptr + begin + (i << LOG) + rb, mask=rb < 1 << LOG, other=0.0)
-        total += one[None, :] * tl.load(mix_ptr + rm * COUNT + i, mask=rm < COUNT, other=0.0)[:, None]
+        part = tl.load(t_ptr + begin + (i << LOG) + rb, mask=rb < 1 << LOG, other=0.0)
+        total += part[None, :] * tl.load(mix_ptr + rm * COUNT + i, mask=rm < COUNT, other=0.0)[:, None]
     total *= ROOT
-    here = (rm[:, None] << LOG) + rb[None, :]
+    columns = (rm[:, None] << LOG) + rb[None, :]
     if BACK:
-        total *= tl.load(signs_ptr + here, mask=seen, other=0.0)
-    tl.store(y_ptr + begin + here, finite(total, y_ptr.dtype.element_ty), mask=seen)
+        total *= tl.load(signs_ptr + columns, mask=seen, other=0.0)
+    tl.store(y_ptr + begin + columns, finite(total, y_ptr.dtype.element_ty), mask=seen)
 
 
 def factors(n: int) -> dict[str, int | float]:
-    """Compile-time arguments of :func:`mixed` for a width: a is at most :data:`WHOLE`, COUNT may be even."""
+    """Return the compile-time arguments of :func:`mixed` for a width.
+
+    The power of two is at most :data:`WHOLE`, so COUNT may be even.
+    """
     span = min(n & -n, WHOLE)
     return {"COUNT": n // span, "PADDED": triton.next_power_of_2(n // span), "LOG": span.bit_length() - 1,
             "ROOT": 1 / math.sqrt(n & -n)}
 
 
 def constants(n: int) -> dict[str, int | float] | None:
-    """Compile-time arguments and options of :func:`rotate_kernel`; ``None``: a row is too much for it."""
-    found = factors(n)
-    padded = int(found["PADDED"]) << int(found["LOG"])
-    if found["COUNT"] > FEW or padded > WHOLE:
+    """Return the compile-time arguments and options of :func:`rotate_kernel`; ``None`` if rows are too wide."""
+    arguments = factors(n)
+    padded = int(arguments["PADDED"]) << int(arguments["LOG"])
+    if arguments["COUNT"] > FEW or padded > WHOLE:
         return None
     rows = max(1, NUMBERS // padded)
-    return {"N": n, "ROWS": rows, **found, **_options(rows * padded)}
+    return {"N": n, "ROWS": rows, **arguments, **_options(rows * padded)}
 
 
 def part_constants(n: int) -> tuple[dict[str, int | float], dict[str, int | float]]:
-    """The same of :func:`parts_kernel` and of :func:`mix_kernel`."""
-    found = factors(n)
-    span = 1 << int(found["LOG"])
+    """Return the compile-time arguments and options of :func:`parts_kernel` and of :func:`mix_kernel`."""
+    arguments = factors(n)
+    span = 1 << int(arguments["LOG"])
     rows = max(1, NUMBERS // span)
-    parts = {"COUNT": found["COUNT"], "LOG": found["LOG"], "ROWS": rows, **_options(rows * span)}
+    parts = {"COUNT": arguments["COUNT"], "LOG": arguments["LOG"], "ROWS": rows, **_options(rows * span)}
     block = min(BLOCK, span)
-    return parts, {**found, "BLOCK": block, "enable_fp_fusion": False,
-                   "num_warps": max(1, min(8, block * int(found["PADDED"]) // 1024))}
+    return parts, {**arguments, "BLOCK": block, "enable_fp_fusion": False,
+                   "num_warps": max(1, min(8, block * int(arguments["PADDED"]) // 1024))}
 
 
 def _options(numbers: int) -> dict[str, int]:
@@ -172,21 +178,23 @@ def _options(numbers: int) -> dict[str, int]:
 
 def apply_hadamard(x: torch.Tensor, signs: torch.Tensor, mix: torch.Tensor, out: torch.Tensor | None = None,
                    *, back: bool = False) -> torch.Tensor:
-    """``x R`` of every row, or with ``back`` its inverse: what is mixed is symmetric and its own inverse.
+    """Multiply every row by the rotation R, or with ``back`` by its inverse.
+
+    The transform without signs is symmetric and its own inverse, so the inverse only applies signs last.
 
     Args:
-        x: ``[m, n]``, bfloat16, float16 or float32; rows may lie apart. n is an odd number times a power of
-            two up to 32768.
+        x: ``[m, n]``, bfloat16, float16 or float32; rows may have gaps between them. n is an odd number times
+            a power of two up to 32768.
         signs: float32 ``[n]`` of 1 and −1.
         mix: float32 ``[n / a, n / a]``, the Hartley transform.
         out: contiguous ``[m, n]`` in x's dtype.
 
     Returns:
-        ``[m, n]``, summed in float32. Numbers beyond 2^100 count as that; a result that x's dtype doesn't
-        reach becomes its largest number.
+        ``[m, n]``, summed in float32. Inputs are clamped to ±2^100; a result that is too large for x's dtype
+        becomes its largest number.
 
     Raises:
-        ValueError: shapes or dtypes don't fit.
+        ValueError: shapes or dtypes don't match.
     """
     m, n = x.shape
     span = n & -n
@@ -194,21 +202,21 @@ def apply_hadamard(x: torch.Tensor, signs: torch.Tensor, mix: torch.Tensor, out:
     if (signs.shape != (n,) or mix.shape != (n // span, n // span) or span > LONGEST or y.shape != x.shape
             or y.dtype != x.dtype or not signs.dtype == mix.dtype == torch.float32
             or not y.is_contiguous() or not signs.is_contiguous() or not mix.is_contiguous()):
-        raise ValueError(f"rows {list(x.shape)}, signs {list(signs.shape)}, mix {list(mix.shape)} and what "
-                         "is to hold the result don't fit together")
+        raise ValueError(f"rows {list(x.shape)}, signs {list(signs.shape)}, mix {list(mix.shape)} and out "
+                         f"{list(y.shape)} don't fit together")
     if m == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    if (whole := constants(n)) is not None:
-        rotate_kernel[(-(-m // int(whole["ROWS"])),)](x, signs, mix, y, m, x.stride(0), BACK=back, **whole)
+    if (launch := constants(n)) is not None:
+        rotate_kernel[(-(-m // int(launch["ROWS"])),)](x, signs, mix, y, m, x.stride(0), BACK=back, **launch)
         return y
     parts, mixes = part_constants(n)
-    if span > WHOLE:  # its last step is done as part of the small matrix
-        pair = torch.stack((mix, mix), -1), torch.stack((mix, -mix), -1)
-        mix = torch.stack(pair, 1).view(2 * len(mix), -1)
-    between = torch.empty(m, n, dtype=torch.float32, device=x.device)
-    parts_kernel[(-(-m * int(parts["COUNT"]) // int(parts["ROWS"])),)](x, signs, between, m, x.stride(0),
+    if span > WHOLE:  # the last step of the Hadamard transform becomes part of the small matrix
+        halves = torch.stack((mix, mix), -1), torch.stack((mix, -mix), -1)
+        mix = torch.stack(halves, 1).view(2 * len(mix), -1)
+    transformed = torch.empty(m, n, dtype=torch.float32, device=x.device)
+    parts_kernel[(-(-m * int(parts["COUNT"]) // int(parts["ROWS"])),)](x, signs, transformed, m, x.stride(0),
                                                                       BACK=back, **parts)
-    mix_kernel[(m, -(-(1 << int(parts["LOG"])) // int(mixes["BLOCK"])))](between, signs, mix, y, BACK=back,
-                                                                         **mixes)
+    mix_kernel[(m, -(-(1 << int(parts["LOG"])) // int(mixes["BLOCK"])))](transformed, signs, mix, y,
+                                                                         BACK=back, **mixes)
     return y

@@ -1,17 +1,17 @@
-"""Codes of a page → operands of matrix products: one decoder for all codings, chosen at compile time.
+"""Decodes the codes of a page to operands of matrix products, for all layouts, chosen at compile time.
 
-A word of 32 bits holds 2J codes of a slot (3 bits: the low two of each; a second word their high bits).
-Masking it makes a pair of numbers in one instruction, one in each half, so pairs are what is computed with:
+A word of 32 bits has 2J codes of a slot (with 3 bits: the low two bits of each; a second word has their high
+bits). Masking it makes a pair of numbers in one instruction, one in each half, so decoding works on pairs:
 
-- of **keys** a pair is dimensions f and f + J of a word. A product's sum may run over dimensions in any
-  order: :func:`key_dims` says in which one queries are loaded so that words need not be shuffled between
-  threads (those that a thread reads side by side are then the tensor core's columns).
-- of **values** sums run over slots, so words of two neighbouring slots are mixed first. Dimensions of the
-  result stand in another order too, which :func:`natural` undoes at the end.
+- For **keys** a pair is dimensions f and f + J of a word. The sum of a product may run over dimensions in any
+  order: :func:`key_dims` gives the order in which queries are loaded so that words need not be exchanged
+  between threads (adjacent words that a thread reads are then the tensor core's columns).
+- For **values** sums run over slots, so words of two neighboring slots are mixed first. The dimensions of the
+  result are in another order, too, which :func:`natural` undoes at the end.
 
-A scale or a mean of a whole vector multiplies its score or its weight; a grid's scale and lowest number are
-applied to the pairs. With ``ASM`` pairs stay in one register, in the queries' 16-bit dtype; the twin without
-computes in float32.
+The scale or mean of a whole vector multiplies its score or its weight; a grid's scale and lowest number are
+applied to the pairs. With ``ASM`` pairs stay in one register, in the queries' 16-bit dtype; the version
+without it computes in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE = 64
 
 
 def _both(bits: int) -> tl.constexpr:
-    """A 16-bit pattern in both halves of an int32."""
+    """Return a 16-bit pattern repeated in both halves of an int32."""
     word = bits * 0x10001
     return tl.constexpr(word - (1 << 32) if word >> 31 else word)
 
@@ -38,21 +38,23 @@ ADDED = tl.constexpr((0.0, 0.0, 4 * 0.892891 / 0.0506915, 4 * 0.471436 / 0.01158
                       4 * 0.240464 / 0.00209768))
 SIZE = tl.constexpr((0.0, 0.0, 0.0506915 / 8, 0.0115850 / 8, 0.00209768 / 8))
 ADDED_BF16 = {2: 71.5, 3: 163.0, 4: 458.0}
-"""In bfloat16 the sum and the product are rounded. Of all numbers that can be added these, with the sizes
-below, leave the least error: 0.02, 0.11 and 0.13%. Rounding the levels would leave 0.03, 0.02 and 0.16."""
+"""In bfloat16 the sum and the product are rounded. These summands, with the sizes below, leave the least error
+of all: 0.02, 0.11 and 0.13%. Rounding the levels themselves would leave 0.03, 0.02 and 0.16%."""
 SIZE_BF16 = tl.constexpr((0.0, 0.0, 0.01398197 * 0.892891 / 2, 0.00613156 * 0.471436 / 2,
                           0.00218051 * 0.240464 / 2))
 
 
 def _bits(value: float, dtype: torch.dtype) -> str:
-    """A 16-bit number in both halves of a word."""
+    """Return a 16-bit number repeated in both halves of a word, as a hexadecimal constant."""
     half = int(torch.tensor(value, dtype=dtype).view(torch.int16).item()) & 0xFFFF
     return f"0x{half * 0x10001:08x}"
 
 
 def _asm(kind: str, bits: int, dtype: torch.dtype) -> str:
-    """PTX that turns a pair of codes, ``$1``, into two numbers, ``$0``. ``and`` and ``or`` are one
-    instruction, which makes an integer the last bits of the number ``base``."""
+    """Return PTX that decodes a pair of codes, ``$1``, to two numbers, ``$0``.
+
+    One instruction does both ``and`` and ``or``; it makes an integer the last bits of the number ``base``.
+    """
     name, base = ("bf16", 128) if dtype == torch.bfloat16 else ("f16", 1024)
     top = 2**bits - 1
 
@@ -76,7 +78,7 @@ def _asm(kind: str, bits: int, dtype: torch.dtype) -> str:
         mov.b32 low, 0x80008000;
         fma.rn.{name}x2 $0, c, by, low;"""
     elif kind == "int8" and dtype == torch.bfloat16:
-        # 128 plus the low seven bits, less 128 or 256
+        # 128 plus the low seven bits, minus 128 or 256
         text = f"""
         lop3.b32 c, $1, 0x007f007f, base, 0xEA;
         lop3.b32 low, $1, 0x00800080, base, 0xEA;
@@ -95,11 +97,11 @@ def _asm(kind: str, bits: int, dtype: torch.dtype) -> str:
         fma.rn.{name}x2 by, c, c, by;
         mov.b32 low, 0x80008000;
         fma.rn.{name}x2 $0, c, by, low;"""
-    else:  # $2, $3: scale and lowest number
+    else:  # $2 and $3 are the scale and the lowest number
         text = f"""
         lop3.b32 c, $1, 0x{top * 0x10001:08x}, base, 0xEA;{offset(-base)}
         fma.rn.{name}x2 $0, c, $2, $3;"""
-        if dtype == torch.float16:  # the top of a grid may be a little above
+        if dtype == torch.float16:  # the top of a grid may exceed the largest number a little
             text += f"""
         mov.b32 by, {number(65504)};
         min.f16x2 c, $0, by;
@@ -125,34 +127,34 @@ def asm_of(kind: str, bits: int, dtype: Any) -> str:
 
 @triton.constexpr_function
 def fields(bits: int) -> int:
-    """J: pairs in a word."""
+    """Return J, the number of pairs in a word."""
     return 2 if bits == 8 else 4 if bits == 4 else 8
 
 
 @triton.constexpr_function
 def words(bits: int, dims: int) -> int:
-    """Of so many dimensions."""
+    """Return the number of words for ``dims`` dimensions."""
     return dims // (4 if bits == 8 else 8 if bits == 4 else 16)
 
 
 @triton.constexpr_function
 def lift(kind: str, dtype: Any) -> float:
-    """What weights are multiplied by beside a value's scale: in float16 times small scales they would vanish.
+    """Return a factor for attention weights, because in float16 their products with small scales would vanish.
 
-    The largest scale of float16 numbers is 516 of int8, 147 of fp8, and 415 of levels.
+    The largest scale of float16 numbers is 516 for int8, 147 for fp8, and 415 for levels.
     """
     return 64.0 if dtype.is_fp16() and kind in ("int8", "fp8", "hadamard") else 1.0
 
 
 @triton.constexpr_function
 def level_size(bits: int, dtype: Any, asm: bool) -> float:
-    """What levels are divided by."""
+    """Return the number by which :func:`numbers` divides levels."""
     return SIZE_BF16.value[bits] if asm and not dtype.is_fp16() else SIZE.value[bits]
 
 
 @triton.jit
 def mix(a: tl.tensor, b: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
-    """Two words → their low halves, and their high halves, a's lowest."""
+    """Return a word of the low halves of two words and one of their high halves; a's half is the lower one."""
     if ASM:
         low = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32,
                                         is_pure=True, pack=1)
@@ -165,21 +167,23 @@ def mix(a: tl.tensor, b: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def bf16_halves(w: tl.tensor) -> tl.tensor:
-    """A word of two bfloat16 numbers → both in float32."""
+    """Split a word of two bfloat16 numbers; both are returned in float32."""
     return (w << 16).to(tl.float32, bitcast=True), (w & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scales(ptr: tl.tensor, page: tl.tensor) -> tl.tensor:
-    """The 64 bfloat16 scales of a page, loaded two a word → float32."""
+    """Load the 64 bfloat16 scales of a page, two per word, as float32."""
     low, high = bf16_halves(tl.load(ptr + page * 32 + tl.arange(0, 32)))
     return tl.join(low, high).reshape(64)
 
 
 @triton.jit
 def _field(x: tl.tensor, y: tl.tensor, F: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Pair F of a word: codes in the lowest bits of both halves, one higher if turned, beside other bits; fp8
-    in the highest."""
+    """Extract pair F of a word, with other bits beside it.
+
+    The codes are in the lowest bits of both halves, one bit higher for hadamard, and in the highest for fp8.
+    """
     if BITS == 8:
         out = (x << 8 if F == 0 else x) if KIND == "fp8" else (x if F == 0 else x >> 8)
     else:
@@ -195,7 +199,7 @@ def _field(x: tl.tensor, y: tl.tensor, F: tl.constexpr, KIND: tl.constexpr, BITS
 
 @triton.jit
 def pairs_of(x: tl.tensor, y: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Words ``[A, B]`` → ``[A, B, J]`` pairs; y: the high bits, of 3."""
+    """Extract all pairs of words ``[A, B]`` as ``[A, B, J]``; y has the high bits of 3-bit codes."""
     f0, f1 = _field(x, y, 0, KIND, BITS), _field(x, y, 1, KIND, BITS)
     if BITS == 8:
         out = tl.join(f0, f1)
@@ -214,15 +218,17 @@ def pairs_of(x: tl.tensor, y: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr)
 @triton.jit
 def numbers(x: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
             ASM: tl.constexpr) -> tl.tensor:
-    """Pairs of codes that have one scale a vector → both numbers, without it; levels over
-    :func:`level_size`."""
+    """Decode pairs of codes with one scale per vector to both numbers, without the scale.
+
+    Levels are divided by :func:`level_size`.
+    """
     if ASM:
         a, b = halves(tl.inline_asm_elementwise(asm_of(KIND, BITS, D), "=r,r", [x], dtype=tl.int32,
                                                 is_pure=True, pack=1), D)
     elif KIND == "int8":
         a, b = int8_pair(x, 0x64006400 if D.is_fp16() else 0x43004300, D)
     elif KIND == "fp8":
-        # float16's bits have room for those of e4m3, denormal ones too; what is missing is a power of two
+        # float16 has room for the bits of e4m3, also of denormal numbers; only a power of two is missing
         a, b = halves((x & -2147450880) | ((x >> 1) & 0x3F803F80), tl.float16)
         a, b = (a.to(tl.float32) * 256.0).to(D), (b.to(tl.float32) * 256.0).to(D)
     else:
@@ -236,7 +242,7 @@ def numbers(x: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, D: tl.constexp
 @triton.jit
 def on_grid(x: tl.tensor, scale: tl.tensor, low: tl.tensor, BITS: tl.constexpr, D: tl.constexpr,
             ASM: tl.constexpr) -> tl.tensor:
-    """Pairs of codes → ``code · scale + low``; scale and low are pairs of bfloat16."""
+    """Decode pairs of codes to ``code · scale + low``; scale and low are pairs of bfloat16."""
     if ASM:
         if D.is_fp16():
             scale, low = _in_half(scale), _in_half(low)
@@ -256,7 +262,7 @@ def on_grid(x: tl.tensor, scale: tl.tensor, low: tl.tensor, BITS: tl.constexpr, 
 
 @triton.jit
 def _in_half(w: tl.tensor) -> tl.tensor:
-    """A word of two bfloat16 numbers → of two float16."""
+    """Convert a word of two bfloat16 numbers to a word of two float16 numbers."""
     low, high = bf16_halves(w)
     low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (low & 0xFFFF) | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)

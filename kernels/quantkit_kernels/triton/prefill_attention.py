@@ -33,8 +33,8 @@ ROWS = 128
 
 @triton.jit(do_not_specialize=CHANGING)
 def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_shift_ptr: tl.tensor,
-                k_wait_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
-                v_wait_ptr: tl.tensor, at_ptr: tl.tensor, wait_at_ptr: tl.tensor, table_ptr: tl.tensor,
+                k_residual_ptr: tl.tensor, v_ptr: tl.tensor, v_scale_ptr: tl.tensor, v_shift_ptr: tl.tensor,
+                v_residual_ptr: tl.tensor, at_ptr: tl.tensor, residual_at_ptr: tl.tensor, table_ptr: tl.tensor,
                 residual_table_ptr: tl.tensor, start_ptr: tl.tensor, length_ptr: tl.tensor,
                 seen_ptr: tl.tensor, rows_ptr: tl.tensor, tile_ptr: tl.tensor, y_ptr: tl.tensor,
                 factor: tl.tensor, cap: tl.tensor, window: tl.tensor, limit: tl.tensor, sinks: tl.tensor,
@@ -113,16 +113,16 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
                                     start)
             at = i * 64 + rt
             held = at < longest
-            s = scaled(vector_scores(plain, k_wait_ptr, page, D, DP), factor, cap, CAPPED)
+            s = scaled(vector_scores(plain, k_residual_ptr, page, D, DP), factor, cap, CAPPED)
             seen = (at < first)[None, :] | (at[None, :] >= borders[:, None])
             seen &= at[None, :] < lengths[:, None]
             if LIMITED:
                 if PLACED:
-                    at = tl.load(wait_at_ptr + page * 64 + rt)
+                    at = tl.load(residual_at_ptr + page * 64 + rt)
                 seen &= visible(at[None, :], queries[:, None], window, limit, sinks)
             s = tl.where(seen, s, float("-inf"))
             p, shrink, most, total = update(s, most, total)
-            acc = add_vectors(acc * shrink[:, None], p, v_wait_ptr, page, held, VK, VB, D, DP, dtype)
+            acc = add_vectors(acc * shrink[:, None], p, v_residual_ptr, page, held, VK, VB, D, DP, dtype)
     acc = natural(acc, VK, VB, dtype) / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
 

@@ -68,7 +68,7 @@ class Kernels:
                  "positions": parts.get("positions"), "residual_positions": waits.get("positions"),
                  "k_residual": waits["k.values"], "v_residual": waits["v.values"], "layer": 0, "heads": HEADS,
                  "rows": torch.tensor([[0, i, begin + i] for i in range(count)]),
-                 "sequences": torch.tensor([[*held.where, count]]),
+                 "sequences": torch.tensor([[*held.addresses, count]]),
                  "residual_length": codings.residual_length, "first": codings.first}
         tiles = torch.tensor([[i, min(tile, count - i), 0] for i in range(0, count, tile)])
         program = Program(self.isa)
