@@ -230,7 +230,7 @@ def test_another_run_does_not_take_over(deep, gptq_recipe, tmp_path, stop_at):
 
 def test_something_at_out_is_refused_before_the_source_is_opened(llama, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(module.Origin, "open", lambda self: pytest.fail("the source was opened"))
+    monkeypatch.setattr(module.ModelOrigin, "open", lambda self: pytest.fail("the source was opened"))
     with pytest.raises(CheckpointError, match="already exists"):
         quantize(str(llama), "int8", tmp_path / "out")
 

@@ -45,7 +45,7 @@ def test_what_is_held_at_a_prompts_end_is_what_is_claimed(script, config, kv, to
     assert claim * 0.999 <= found / full <= claim * (1 + spare), (claim, found / full)
 
 
-@pytest.mark.parametrize("kv", ["int4(recent=0)", "snapkv(2MB)"])
+@pytest.mark.parametrize("kv", ["int4(residual_length=0)", "snapkv(2MB)"])
 def test_what_it_cannot_say_is_refused(script, kv):
     with pytest.raises(ValueError, match=r"bytes|default pages"):
         script["claimed"](parse_kv(kv), 1000)

@@ -46,7 +46,7 @@ def test_both_sides_compute_the_same(small, on):
     assert {row.kernel for row in found} == {
         "w16a16", "w4a16 g128", "w4a16 g128 zp", "w8a16", "fp8", "nf4 b64", "w8a8", "fp8 by fp8",
         "rms_norm add", "rms_norm int8", "quantize int8", "hadamard", "rope", "rope int8", "close int4",
-        "attention", "attention int8", "attention fp8", "attention int4", "attention turned4", "prefill",
+        "attention", "attention int8", "attention fp8", "attention int4", "attention hadamard4", "prefill",
         "prefill int8", "argmax", "sample", "gptq"}
     assert all(row.speedup == (1, 1, 1) for row in found)
     assert "head m65" not in {row.shape for row in found} and "o m65" in {row.shape for row in found}
