@@ -85,7 +85,8 @@ def _sum(chosen: Combination) -> Iterator[str]:
     rows += [("KV a sequence", f"{cache.slots:,} tokens at most, in pages of {PAGE}",
               _mega(cache.sequence_bytes)),
              *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
-                _mega(cache.heads * kind.layers * kind.decoding.bytes)) for kind in cache.groups if kind.model_window),
+                _mega(cache.heads * kind.layers * kind.decoding.bytes))
+               for kind in cache.groups if kind.model_window),
              ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",

@@ -398,7 +398,7 @@ def test_what_it_refuses(randn):
     with pytest.raises(ValueError, match="wait for each other"):
         rope_store(qkv, *turns, LayerPages(replace(pages.k, residual=None), replace(pages.v, residual=None)),
                    tables, step, 1, **about)
-    with pytest.raises(ValueError, match="only vectors that wait"):
+    with pytest.raises(ValueError, match="only a layer with residual vectors"):
         close_pages(cache.pages(), cache.tables(), step, 1)
     turned = Cache(on, "int8", "hadamard4", 32)
     with pytest.raises(ValueError, match="rotation"):

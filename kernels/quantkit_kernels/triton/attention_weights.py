@@ -22,7 +22,8 @@ from quantkit_kernels.triton.softmax import residual_page, scaled, visible, walk
 @triton.jit
 def _of_group(s: tl.tensor, seen: tl.tensor, base: tl.tensor, total: tl.tensor, G: tl.constexpr,
               PEAKS: tl.constexpr) -> tl.tensor:
-    """Turn scores ``[16, 64]`` into weights ``[64]``: the mean, or with PEAKS maximum, of the first G rows."""
+    """Turn scores ``[16, 64]`` into weights ``[64]``: the mean, or with PEAKS maximum, of the first G
+    rows."""
     rg = tl.arange(0, 16)
     weights = tl.where((rg < G)[:, None] & seen[None, :], tl.exp2(s - base[:, None]) / total[:, None], 0.0)
     return tl.max(weights, 0) if PEAKS else tl.sum(weights, 0) / G

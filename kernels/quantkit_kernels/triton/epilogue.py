@@ -24,9 +24,10 @@ def finish(total: tl.tensor, first: tl.tensor, rm: tl.tensor, t_ptr: tl.tensor, 
            y_row: tl.tensor, GATED: tl.constexpr) -> None:
     """Finish the sums ``total [N, M]`` and store y, M by n.
 
-    The sums are of the weight's rows from ``first`` on by rows ``rm`` of x. t are float32 scales ``[m]`` of x's rows; s are float32 scales of the weight's rows; b is the bias
-    ``[n]``, or with GATED ``[2 n]`` with that of the gate first; r is the residual, with rows r_row apart.
-    Each of them may be ``None``. With GATED y is ``act(gate) · up``.
+    The sums are of the weight's rows from ``first`` on by rows ``rm`` of x. t are float32 scales ``[m]`` of
+    x's rows; s are float32 scales of the weight's rows; b is the bias ``[n]``, or with GATED ``[2 n]`` with
+    that of the gate first; r is the residual, with rows r_row apart. Each of them may be ``None``. With GATED
+    y is ``act(gate) · up``.
     """
     N: tl.constexpr = total.shape[0]
     M: tl.constexpr = total.shape[1]

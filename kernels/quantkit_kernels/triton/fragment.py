@@ -117,7 +117,8 @@ def rows(t: torch.Tensor, gated: bool = False) -> torch.Tensor:
 
 
 def whole_tiles(t: torch.Tensor, k: int, gated: bool = False) -> torch.Tensor:
-    """Pad ``[n, k_all]`` by :func:`rows`, and columns to a multiple of ``k``; not copied if it fits already."""
+    """Pad ``[n, k_all]`` by :func:`rows`, and columns to a multiple of ``k``; not copied if it fits
+    already."""
     t = rows(t, gated)
     return t if t.shape[1] % k == 0 else pad(t, (0, -t.shape[1] % k))
 

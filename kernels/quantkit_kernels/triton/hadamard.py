@@ -1,9 +1,10 @@
-"""Multiplies rows by ``diag(signs) · (Hartley_m ⊗ Hadamard_a)``, for a width ``a · m``, m odd, a a power of 2.
+"""Multiplies rows by ``diag(signs) · (Hartley_m ⊗ Hadamard_a)``, for a width ``a · m``, m odd, a a power of
+2.
 
 This removes outliers from weights and keys: QuIP#, https://arxiv.org/abs/2402.04396, and QuaRot,
 https://arxiv.org/abs/2404.00456. The factor a is computed by sums and differences of numbers that are
-1, 2, 4 … apart; each number needs only its partner, which is in a register, another lane or shared memory. The
-factor m is a small matrix, added term by term. Sums have the order of the same steps in torch, so results
+1, 2, 4 … apart; each number needs only its partner, which is in a register, another lane or shared memory.
+The factor m is a small matrix, added term by term. Sums have the order of the same steps in torch, so results
 equal torch's bit for bit.
 """
 
@@ -152,7 +153,8 @@ def factors(n: int) -> dict[str, int | float]:
 
 
 def constants(n: int) -> dict[str, int | float] | None:
-    """Return the compile-time arguments and options of :func:`rotate_kernel`; ``None`` if rows are too wide."""
+    """Return the compile-time arguments and options of :func:`rotate_kernel`; ``None`` if rows are too
+    wide."""
     arguments = factors(n)
     padded = int(arguments["PADDED"]) << int(arguments["LOG"])
     if arguments["COUNT"] > FEW or padded > WHOLE:

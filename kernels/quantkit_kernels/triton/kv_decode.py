@@ -38,8 +38,8 @@ ADDED = tl.constexpr((0.0, 0.0, 4 * 0.892891 / 0.0506915, 4 * 0.471436 / 0.01158
                       4 * 0.240464 / 0.00209768))
 SIZE = tl.constexpr((0.0, 0.0, 0.0506915 / 8, 0.0115850 / 8, 0.00209768 / 8))
 ADDED_BF16 = {2: 71.5, 3: 163.0, 4: 458.0}
-"""In bfloat16 the sum and the product are rounded. These summands, with the sizes below, leave the least error
-of all: 0.02, 0.11 and 0.13%. Rounding the levels themselves would leave 0.03, 0.02 and 0.16%."""
+"""In bfloat16 the sum and the product are rounded. These summands, with the sizes below, leave the least
+error of all: 0.02, 0.11 and 0.13%. Rounding the levels themselves would leave 0.03, 0.02 and 0.16%."""
 SIZE_BF16 = tl.constexpr((0.0, 0.0, 0.01398197 * 0.892891 / 2, 0.00613156 * 0.471436 / 2,
                           0.00218051 * 0.240464 / 2))
 
@@ -139,7 +139,8 @@ def words(bits: int, dims: int) -> int:
 
 @triton.constexpr_function
 def lift(kind: str, dtype: Any) -> float:
-    """Return a factor for attention weights, because in float16 their products with small scales would vanish.
+    """Return a factor for attention weights, because in float16 their products with small scales would
+    vanish.
 
     The largest scale of float16 numbers is 516 for int8, 147 for fp8, and 415 for levels.
     """
@@ -154,7 +155,8 @@ def level_size(bits: int, dtype: Any, asm: bool) -> float:
 
 @triton.jit
 def mix(a: tl.tensor, b: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
-    """Return a word of the low halves of two words and one of their high halves; a's half is the lower one."""
+    """Return a word of the low halves of two words and one of their high halves; a's half is the lower
+    one."""
     if ASM:
         low = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32,
                                         is_pure=True, pack=1)

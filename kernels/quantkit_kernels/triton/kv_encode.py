@@ -34,7 +34,8 @@ def _above(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scale(maximum: tl.tensor, levels: tl.constexpr) -> tl.tensor:
-    """Return ``maximum / levels``, rounded up to a normal finite bfloat16, so that its reciprocal is finite."""
+    """Return ``maximum / levels``, rounded up to a normal finite bfloat16, so that its reciprocal is
+    finite."""
     scale = tl.math.div_rn(maximum, tl.full(maximum.shape, levels, tl.float32))
     bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     return tl.minimum(tl.maximum(bits, LEAST), MOST).to(tl.float32, bitcast=True)
@@ -102,7 +103,8 @@ def _grid(x: tl.tensor, AXIS: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _levels(x: tl.tensor, D: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Quantize ``[rows, n]`` to int32 codes of the nearest levels and the best scales for them, ``[rows]``."""
+    """Quantize ``[rows, n]`` to int32 codes of the nearest levels and the best scales for them,
+    ``[rows]``."""
     # level c is u (a + b u²), u = c − (2^bits − 1) / 2
     A: tl.constexpr = 0.892891 if BITS == 2 else 0.471436 if BITS == 3 else 0.240464
     B: tl.constexpr = 0.0506915 if BITS == 2 else 0.0115850 if BITS == 3 else 0.00209768
@@ -122,7 +124,8 @@ def _levels(x: tl.tensor, D: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _pack(ptr: tl.tensor, codes: tl.tensor, word: tl.tensor, stored: tl.tensor, D: tl.constexpr,
           BITS: tl.constexpr) -> None:
-    """Pack int32 codes ``[rows, n]`` of BITS bits, D of each row, into int32 words from ``word [rows]`` on."""
+    """Pack int32 codes ``[rows, n]`` of BITS bits, D of each row, into int32 words from ``word [rows]``
+    on."""
     EACH: tl.constexpr = 32 // BITS
     ROWS: tl.constexpr = codes.shape[0]
     WORDS: tl.constexpr = codes.shape[1] // EACH
@@ -159,8 +162,8 @@ def store_vectors(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, shif
                   BITS: tl.constexpr) -> None:
     """Encode and store each vector by itself, in any layout except CHANNEL and centered HADAMARD.
 
-    x is float32 ``[rows, n]`` and 0 from D on; ``slot`` is int64 ``[rows]``, a page's number times 64 plus the
-    place in it. Only rows with ``stored`` are written. For the pointers see :func:`pointers`.
+    x is float32 ``[rows, n]`` and 0 from D on; ``slot`` is int64 ``[rows]``, a page's number times 64 plus
+    the place in it. Only rows with ``stored`` are written. For the pointers see :func:`pointers`.
     """
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -219,8 +222,8 @@ def store_page(x: tl.tensor, codes_ptr: tl.tensor, scale_ptr: tl.tensor, shift_p
 def pointers(side: Side) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scale and shift as kernels take them.
 
-    Codes are plain numbers, int8, or int32 words; scale and shift are bfloat16 viewed as int16. Where a layout
-    has no scale or shift, another of the three takes its place and is never accessed.
+    Codes are plain numbers, int8, or int32 words; scale and shift are bfloat16 viewed as int16. Where a
+    layout has no scale or shift, another of the three takes its place and is never accessed.
     """
 
     codes = side.codes
