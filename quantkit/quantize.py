@@ -33,13 +33,13 @@ from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter, refuse_existing
 from quantkit.device import find_device
 from quantkit.errors import QuantkitError, Stopped
-from quantkit.executor.base import Executor, Item, make_executor
+from quantkit.executor.base import Executor, Item
+from quantkit.executor.choose import make_executor
 from quantkit.formats.base import QuantizedTensor
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
-from quantkit.planning.layers import PlanRow, together
-from quantkit.planning.peak_memory import BATCH
+from quantkit.planning.layers import BATCH, PlanRow, together
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, ProgressEvent, silent
@@ -138,7 +138,7 @@ class _Run:
         self.config = parse_config(self.raw_config)
         self.formats, self.methods = registry("formats"), registry("methods")
         self.transforms, self.measured = resolve(plan.recipe.transforms), plan.measured
-        self.data = prepare(plan, source, progress, strict)
+        self.data = prepare(plan.calibration, source, plan.widest_hessian, progress, strict)
 
     def __call__(self, start: float) -> QuantizeResult:
         manifest = self._manifest()
@@ -184,13 +184,13 @@ class _Run:
 
     def _write_text(self, writer: CheckpointWriter) -> None:
         """Let the model write what it is calibrated on, if it shall; once a run."""
-        if not writes_itself(self.plan):
+        if (spec := self.plan.calibration) is None or not writes_itself(spec):
             return
         if not writer.has(OWN_TEXT):
             with self._tracing():
-                tokens = write(self.plan, self.source, self._weights(), self.progress)
+                tokens = write(spec, self.source, self._weights(), self.progress)
             writer.put(OWN_TEXT, {"tokens": tokens}, [])
-        self.data = own(self.plan, self.source, writer.get(OWN_TEXT)[0]["tokens"])
+        self.data = own(spec, self.source, writer.get(OWN_TEXT)[0]["tokens"], self.plan.widest_hessian)
 
     def _units(self, writer: CheckpointWriter, total: int) -> None:
         weights, layers = self._weights(), self.config.num_layers

@@ -322,7 +322,8 @@ def test_gptq_serves_its_inputs_better_than_rounding(llama, tmp_path):
     for name, layer in first.items():
         layer.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1))
     source = open_source(str(llama))
-    tokens = prepare(make_plan(results["int4"].plan.recipe, source), source).tokens
+    plan = make_plan(results["int4"].plan.recipe, source)
+    tokens = prepare(plan.calibration, source, plan.widest_hessian).tokens
     model(tokens)
     # q, k and v of layer 0: their inputs are exactly those that calibration saw
     for recipe, result in results.items():

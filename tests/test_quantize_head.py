@@ -82,7 +82,7 @@ def test_the_head_serves_its_inputs_better_than_rounding(models, recipe, tmp_pat
     entered = []
     model.head.observer = entered.append
     planned = _planned(models[tied], recipe(rule, layers=keep))
-    model(prepare(planned[1], planned[0]).tokens)
+    model(prepare(planned[1].calibration, planned[0], planned[1].widest_hessian).tokens)
     rows = torch.cat([one.flatten(0, 1) for one in entered])
     loss = {}
     for name, result in (("gptq", solved), ("rtn", rounded)):

@@ -118,7 +118,7 @@ def test_weights_that_will_be_replaced_are_not_kept_while_they_are_solved(model,
     real, held = LayerRunner.advance, []
 
     def advance(self, index, replaced, changed=None):
-        held.append(sum(one.weight.numel() for one in self._layer.linears().values()))
+        held.append(sum(linear.weight.tensor.numel() for linear in self._layer.linears().values()))
         real(self, index, replaced, changed)
 
     monkeypatch.setattr(LayerRunner, "advance", advance)

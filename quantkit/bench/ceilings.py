@@ -9,9 +9,8 @@ from statistics import median
 import torch
 
 from quantkit.errors import UsageError
-from quantkit.ops import cpu_weight
-from quantkit.ops.cpu_product import CpuProduct
-from quantkit.ops.cpu_weight import CpuWeight
+from quantkit.ops import cpu_machine
+from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
 
 ROWS = 512
 """Of activations: as many as go through a model at once, far more than it takes to be bound by compute."""
@@ -37,11 +36,11 @@ def bandwidth(device: torch.device) -> Callable[[], float]:
         from quantkit_kernels.bench import copy_bandwidth, graph_timer
 
         return lambda: copy_bandwidth(graph_timer, REPEATS, device)
-    if cpu_weight.unavailable() is not None:
+    if cpu_machine.unavailable() is not None:
         return lambda: 0.0
-    from quantkit_kernels.cpu.read import Bandwidth
+    from quantkit_kernels.cpu.bandwidth import Bandwidth
 
-    return Bandwidth(cpu_weight.pool(), cpu_weight.isa()).measure
+    return Bandwidth(cpu_machine.pool(), cpu_machine.isa()).measure
 
 
 def flops(packed: CpuWeight) -> float:
@@ -66,6 +65,6 @@ def flops(packed: CpuWeight) -> float:
 
 
 def _require() -> None:
-    if (reason := cpu_weight.unavailable()) is not None:
+    if (reason := cpu_machine.unavailable()) is not None:
         raise UsageError("this machine's ceilings can't be measured", why=reason,
                          next="pip install llvmlite, or give --bandwidth and --flops")

@@ -19,7 +19,6 @@ from quantkit.kv.base import PAGE, Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
-from quantkit.ops.linear import kernel_name
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK
@@ -88,7 +87,7 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
             if (reason := _falls_back(loaded, kv)) is not None:
                 raise UsageError(f"{loaded.uri} with --kv {kv} falls back to torch", why=reason,
                                  next="leave out --no-fallback to measure it all the same")
-    names = {name: kernel_name(one.weight, loaded.dtype, loaded.model.device, "decode")
+    names = {name: one.weight.kernel_name(loaded.dtype, loaded.model.device, "decode")
              for name, one in loaded.model.linears().items()}
     some = loaded.tokenizer.encode(load_text().content[:16 * limit])
     ids = (some * -(-limit // len(some)))[:limit]  # what is read has no influence on speed

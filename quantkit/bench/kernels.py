@@ -12,10 +12,9 @@ import torch
 from quantkit.bench.machine import machine
 from quantkit.errors import UsageError
 from quantkit.formats.base import Codes, Format
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
-from quantkit.ops.cpu_product import CpuProduct
-from quantkit.ops.cpu_weight import CpuWeight
+from quantkit.ops.cpu_weight import CpuProduct, CpuWeight
 from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.ops.linear import query_for
 from quantkit.plugins import registry
@@ -63,11 +62,11 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     Raises:
         UsageError: there are no CPU kernels here.
     """
-    if (reason := cpu_weight.unavailable()) is not None:
+    if (reason := cpu_machine.unavailable()) is not None:
         raise UsageError("there are no CPU kernels to measure", why=reason, next="pip install llvmlite")
-    from quantkit_kernels.cpu.read import Bandwidth
+    from quantkit_kernels.cpu.bandwidth import Bandwidth
 
-    memory = Bandwidth(cpu_weight.pool(), cpu_weight.isa())
+    memory = Bandwidth(cpu_machine.pool(), cpu_machine.isa())
     reasons = {(shape, label): _refuses(shape, spec) for shape in shapes for label, spec in SPECS.items()}
     possible = [case for case, reason in reasons.items() if reason is None]
     total, found = len(possible) * len(rows), []

@@ -25,7 +25,7 @@ from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import NEVER, WALKS, balanced, token_gradients
 from quantkit.calibrate.kept import gradients
-from quantkit.calibrate.prepare import read, write
+from quantkit.calibrate.prepare import prepare, write
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import SourceRecord
@@ -95,10 +95,10 @@ class _Run:
                  progress: Listener) -> None:
         spec = plan.recipe.calibration
         assert spec is not None
-        self.source, self.plan, self.rows, self.progress = source, plan, rows, progress
+        self.source, self.plan, self.spec, self.rows, self.progress = source, plan, spec, rows, progress
         self.seed, self.tokens = spec.seed, spec.samples * spec.length
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
-        self.data = read(spec, source, widest, progress)
+        self.data = prepare(spec, source, widest, progress)
         self.config = parse_config(source.config())
         self.weights = Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32)
         self.identity = _identity(source, plan.recipe, candidates, rows, self.data)
@@ -117,7 +117,7 @@ class _Run:
 
     def _measure(self, kept: CheckpointWriter, missing: Sequence[int]) -> None:
         if self.data is None and not kept.has(TEXT):
-            kept.put(TEXT, {"tokens": write(self.plan, self.source, self.weights, self.progress)}, [])
+            kept.put(TEXT, {"tokens": write(self.spec, self.source, self.weights, self.progress)}, [])
         tokens = self.data.tokens if self.data else kept.get(TEXT)[0]["tokens"]
         label = "what each token matters"
         walks = WorkStore(kept, WALKS)

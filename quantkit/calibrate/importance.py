@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.calibrate.runner import embeddings
+from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
@@ -30,7 +31,6 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Weights
 from quantkit.ops.activation import softcapped
-from quantkit.planning.peak_memory import BACKWARD_LOGITS, BACKWARD_TOKENS
 
 MOST = 20.0
 """Times the mean, to which what a token matters is cut: the gradient of one sampled answer is noisy."""

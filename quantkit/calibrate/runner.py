@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.sizes import BATCH_TOKENS
 from quantkit.calibrate.spill import Spill
 from quantkit.calibrate.stats import HessianObserver
 from quantkit.formats.base import QuantizedTensor
@@ -22,7 +23,7 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import RMSNorm, embedded
 from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import undo_hadamard
-from quantkit.planning.peak_memory import BATCH_TOKENS
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 
 EXPERT = ".experts."
 """What the names of an expert's layers hold."""
@@ -111,7 +112,7 @@ class LayerRunner:
         if self._layer is not None:
             for name, linear in self._layer.linears().items():
                 if name in names:
-                    linear.weight = torch.empty(0, 0)
+                    linear.weight = PlainWeight(torch.empty(0, 0))
 
     @torch.no_grad()
     def advance(self, index: int, replaced: Mapping[str, torch.Tensor | QuantizedTensor],
@@ -130,7 +131,7 @@ class LayerRunner:
             self._config, index, self._weights.with_changed(changed))
         linears = layer.linears()
         for name, weight in replaced.items():
-            linears[name].weight = self._plain(weight)
+            linears[name].weight = PlainWeight(self._plain(weight))
         self._layer = None
         for i in range(self._batches):
             x = self._states.take(str(i)).to(self._positions.device)
@@ -199,13 +200,13 @@ def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batc
                table: QuantizedTensor | None = None) -> Iterator[torch.Tensor]:
     """What enters the first layer, ``[batch, length, hidden]`` at a time; of the table only the rows of these
     tokens are in memory, unless it is given, quantized. Raises NonFiniteError for one that isn't finite."""
-    found: torch.Tensor | QuantizedTensor
+    stored: StoredWeight
     if table is None:
         used, places = tokens.unique(return_inverse=True)
-        found = weights.rows(f"{EMBEDDING}.weight", used)
+        stored = PlainWeight(weights.rows(f"{EMBEDDING}.weight", used))
     else:
-        found, places = table, tokens
+        stored, places = QuantizedWeight(table), tokens
     for i, part in enumerate(places.split(batch)):
-        x = embedded(config, part.to(weights.device), found, weights.dtype)
+        x = embedded(config, part.to(weights.device), stored, weights.dtype)
         require_finite_states(x, i * batch, "the embedding")
         yield x

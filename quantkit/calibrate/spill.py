@@ -9,8 +9,8 @@ from types import TracebackType
 
 import torch
 
+from quantkit.calibrate.sizes import STATES_IN_MEMORY
 from quantkit.errors import QuantkitError
-from quantkit.planning.peak_memory import STATES_IN_MEMORY
 
 
 class Spill:

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM, LanguageModel
-from quantkit.models.layers import ForwardContext
+from quantkit.models.decoder import CausalLM
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.ops.attention import Visibility, attention
 from quantkit.ops.finite import all_finite
 from quantkit.ops.rope import apply_rope
-from quantkit.planning.peak_memory import WRITTEN
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
@@ -103,7 +104,7 @@ class _Cache:
         self._keys = torch.arange(length, device=like.device).expand(batch, length)
 
     def next_positions(self, count: int = 1) -> torch.Tensor:
-        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
         return self._keys[:, self._seen:self._seen + count]
 
     def max_lengths(self) -> torch.Tensor:
@@ -115,7 +116,7 @@ class _Cache:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
                window: int | None) -> torch.Tensor:
-        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
         at = int(context.positions[0, 0])
         self._seen = at + 1
         keys, values = self._held[layer]

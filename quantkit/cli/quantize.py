@@ -115,7 +115,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
 def _check_machine(executor: str, device: str) -> None:
     """Before anything is measured. Raises UsageError, QuantkitError for what isn't here."""
     from quantkit.device import find_device
-    from quantkit.executor.base import check_executor
+    from quantkit.executor.choose import check_executor
 
     found = find_device(device)
     check_executor(executor, found)
@@ -164,7 +164,8 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
     try:
         plan = make_plan(recipe, opened)
         with ProgressLine("calibration data", quiet=quiet) as progress:
-            return plan, CalibrationFacts.of(plan.recipe.calibration, prepare(plan, opened, progress))
+            data = prepare(plan.calibration, opened, plan.widest_hessian, progress)
+            return plan, CalibrationFacts.of(plan.recipe.calibration, data)
     finally:
         opened.close()
 

@@ -99,10 +99,8 @@ def _resident() -> int:
 def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
     from quantkit.ops.dispatch import Phase
-    from quantkit.ops.linear import kernel_name
-
     phases: tuple[Phase, ...] = ("prefill", "decode")
-    return {phase: dict(Counter(kernel_name(one.weight, loaded.dtype, loaded.model.device, phase)
+    return {phase: dict(Counter(one.weight.kernel_name(loaded.dtype, loaded.model.device, phase)
                                 for one in loaded.model.linears().values()))
             for phase in phases}
 

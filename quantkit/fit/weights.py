@@ -21,7 +21,7 @@ from quantkit.formats.dtypes import FLOATS, dtype_name
 from quantkit.models.architecture import EMBEDDING, linear_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
 from quantkit.models.loadable import dtype_of
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import choose
@@ -186,7 +186,7 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
     reason = declines(config, dtype, torch.device("cpu"),
                       {name: one for name, one in samples.items() if one is not None})
-    kernels = cpu_weight.unavailable() is None
+    kernels = cpu_machine.unavailable() is None
     layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
               for row in rows]
     return WeightOption(name, description, config, dtype, file_bytes, tuple(layers), other, reason)

@@ -11,12 +11,12 @@ from quantkit.kv.base import Phase
 from quantkit.kv.cache import KVCache
 from quantkit.kv.reread import CHUNK, reread
 from quantkit.kv.sequence import LayerState
-from quantkit.models.layers import ForwardContext
+from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.hadamard import apply_hadamard, undo_hadamard
 from quantkit.ops.rope import apply_rope
 
 if TYPE_CHECKING:
-    from quantkit.models.decoder import LanguageModel
+    from quantkit.models.interfaces import LanguageModel
 
 LARGEST = 2.0**100
 """Where vectors are rotated, larger numbers are taken for this one: their sums stay finite."""
@@ -24,7 +24,7 @@ LARGEST = 2.0**100
 
 class Batch:
     """Sequences of a cache as the rows of one step; see
-    :class:`~quantkit.models.decoder.KVCacheProtocol`.
+    :class:`~quantkit.models.interfaces.KVCacheProtocol`.
 
     Args:
         cache: holds the sequences.
@@ -131,7 +131,7 @@ class Batch:
                 sequence.track(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """See :class:`~quantkit.models.decoder.KVCacheProtocol`."""
+        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
         rereads = bool(self.cache.policy.reread_prompt)
         if rereads and self.phase.startswith("prefill"):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.models.config import ModelConfig
-from quantkit.models.layers import ForwardContext, HasMaxLengths
+from quantkit.models.forward_context import ForwardContext, HasMaxLengths
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.kv.cache import KVCache
-    from quantkit.models.decoder import KVCacheProtocol, LanguageModel
+    from quantkit.models.interfaces import KVCacheProtocol, LanguageModel
 
 CHUNK = 512
 """Tokens that go through the model at once."""

@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from quantkit.models.architecture import EMBEDDING, HEAD
 from quantkit.models.config import ModelConfig
 from quantkit.models.experts import MixtureOfExperts
-from quantkit.models.layers import MLP, Attention, ForwardContext, RMSNorm, check_shape, embedded, linear
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.interfaces import KVCacheProtocol
+from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
 from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.ops.embedding import Table
+from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.sequences import by_sequence
-
-
-class KVCacheProtocol(Protocol):
-    """Where attention keeps the keys and values of earlier positions."""
-
-    def next_positions(self, count: int = 1) -> torch.Tensor:
-        """Positions int64 ``[B, count]`` that follow what each sequence holds."""
-
-    def max_lengths(self) -> torch.Tensor:
-        """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
-               window: int | None) -> torch.Tensor:
-        """Store a step's keys and values of one layer, and attend over all that its queries may see.
-
-        Rotation is left to the cache, so that one kernel can rotate, compress and store.
-
-        Args:
-            layer: index of the decoder layer.
-            q: ``[B, H, T, D]``, not yet rotated.
-            k, v: ``[B, Hkv, T, D]``, not yet rotated.
-            context: rotation tables and positions; padding is not kept.
-            window: the layer's own sliding window.
-
-        Returns:
-            ``[B, H, T, D]`` in q's dtype; finite at padding.
-        """
-
-    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """All layers had a step; the cache may now call the model itself, for steps of its own.
-
-        Args:
-            model: the one that was called.
-            ids, positions: int64 ``[B, T]``, the step's.
-        """
 
 
 class DecoderLayer:
@@ -95,44 +62,6 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class LanguageModel(Protocol):
-    """What engines and evaluations call: a :class:`CausalLM`, or something that does the same faster.
-
-    Attributes:
-        config: its shape.
-        dtype, device: of its plain weights.
-        decode_rows: sequences that decode side by side without an effect on each other, at most.
-        runs_ahead: whether the next step can be launched before the host has read this one's tokens.
-    """
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    decode_rows: int
-    runs_ahead: bool
-
-    def check_cache(self, cache: Any) -> None:
-        """Raises UsageError: the model can't be run with such a KVCache."""
-
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.__call__`. What comes back may be the model's own memory, which its next call
-        writes."""
-
-    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """Whether a prompt that goes into such a cache gives the same bits however it is cut into chunks."""
-
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
-               cache: KVCacheProtocol | None = None) -> torch.Tensor:
-        """See :meth:`CausalLM.hidden`."""
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`CausalLM.logits`."""
-
-    def linears(self) -> dict[str, Linear]:
-        """See :meth:`CausalLM.linears`."""
-
-
 class CausalLM:
     """Embedding, decoder layers, final norm and head: ``CausalLM(config, weights)``.
 
@@ -142,7 +71,7 @@ class CausalLM:
         device: where it computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows, runs_ahead: as :class:`LanguageModel` says.
+        decode_rows, runs_ahead: as :class:`~quantkit.models.interfaces.LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
@@ -153,7 +82,7 @@ class CausalLM:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype, self.device = weights.dtype, weights.device
-        self.embedding: Table = weights.table(EMBEDDING, config.tie_word_embeddings)
+        self.embedding: LinearWeight = weights.table(EMBEDDING, config.tie_word_embeddings)
         check_shape(f"{EMBEDDING}.weight", self.embedding, (config.vocab_size, config.hidden_size))
         self.layers = [DecoderLayer(config, i, weights) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config, weights)
@@ -161,10 +90,10 @@ class CausalLM:
             weights, HEAD, (config.vocab_size, config.hidden_size), False)
 
     def check_cache(self, cache: Any) -> None:
-        """See :class:`LanguageModel`: operations run with every cache."""
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`LanguageModel`: libraries multiply and attend otherwise for other numbers of tokens."""
+        """It isn't: a library's product and attention round differently for another number of tokens."""
         return False
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from quantkit.errors import SourceError
 from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear, Weights
-from quantkit.models.rope_config import RopeConfig
-from quantkit.models.rope_frequencies import inverse_frequencies
 from quantkit.ops.activation import gelu_tanh_mul, silu_mul
-from quantkit.ops.attention import Visibility, attention
-from quantkit.ops.embedding import Table, embed
+from quantkit.ops.attention import attention
+from quantkit.ops.embedding import embed
+from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.norm import rms_norm
-from quantkit.ops.rope import apply_rope, tables
-
-if TYPE_CHECKING:
-    from quantkit.models.decoder import KVCacheProtocol
+from quantkit.ops.rope import apply_rope
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-
-
-class HasMaxLengths(Protocol):
-    """Knows how long sequences become; see :class:`~quantkit.models.decoder.KVCacheProtocol`."""
-
-    def max_lengths(self) -> torch.Tensor: ...
-
-
-class ForwardContext:
-    """What all layers of one forward pass share: rotation tables and who sees whom.
-
-    Args:
-        config: the model's.
-        positions: int64 ``[B, T]``, −1: padding.
-        dtype: of the hidden states.
-        cache: where the sequences go on; without one they end with this step.
-    """
-
-    def __init__(self, config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype,
-                 cache: HasMaxLengths | None = None) -> None:
-        self.positions = positions
-        self._config, self._dtype, self._cache = config, dtype, cache
-        self._rope_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._seen: dict[int | None, Visibility] = {}
-
-    def rope_tables(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``cos`` and ``sin`` of :func:`~quantkit.ops.rope.tables` for layers with this window."""
-        rope = self._config.rope_of(window)
-        if rope not in self._rope_tables:
-            inverse = inverse_frequencies(rope, self._config.head_dim, self.positions.device)
-            if rope.kind == "longrope":
-                ends = self.positions.amax(1) + 1 if self._cache is None else self._cache.max_lengths()
-                long = inverse_frequencies(rope, self._config.head_dim, self.positions.device, True)
-                beyond = (ends.to(inverse.device) > rope.original_max_positions)[:, None, None, None]
-                inverse = torch.where(beyond, long, inverse)
-            self._rope_tables[rope] = tables(self.positions, inverse, rope.attention_factor, self._dtype)
-        return self._rope_tables[rope]
-
-    def seen(self, window: int | None) -> Visibility:
-        """Who sees whom among this step's own positions."""
-        if window not in self._seen:
-            self._seen[window] = Visibility(self.positions, self.positions, window)
-        return self._seen[window]
 
 
 class RMSNorm:
@@ -182,7 +136,7 @@ def project(linears: Sequence[Linear], x: torch.Tensor, sizes: Sequence[int],
     return fused(x, rows).split(list(sizes), -1)
 
 
-def embedded(config: ModelConfig, ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
+def embedded(config: ModelConfig, ids: torch.Tensor, table: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
     """int64 ``[...]`` → ``[..., hidden]`` in ``dtype``: what enters the first layer."""
     x = embed(ids, table, dtype)
     if config.embedding_scale == 1.0:
@@ -199,7 +153,7 @@ def linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> L
     return made
 
 
-def check_shape(name: str, tensor: Table | Linear, expected: tuple[int, ...]) -> None:
+def check_shape(name: str, tensor: torch.Tensor | LinearWeight | Linear, expected: tuple[int, ...]) -> None:
     """Raises SourceError when a stored tensor isn't what the config announces."""
     if tuple(tensor.shape) != expected:
         raise SourceError(f"tensor {name} has shape {list(tensor.shape)}, config.json says {list(expected)}",

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.device_weight import DeviceWeight
-from quantkit.ops.embedding import Table
-from quantkit.ops.linear import linear
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 
 Watcher = Callable[..., None]
 """Takes a Linear's inputs or results; and, if they aren't all, which of the step's tokens they are."""
@@ -26,8 +24,7 @@ class Linear:
 
     __slots__ = ("bias", "name", "observer", "on_output", "weight")
 
-    def __init__(self, name: str, weight: torch.Tensor | QuantizedTensor | CpuWeight | DeviceWeight,
-                 bias: torch.Tensor | None = None) -> None:
+    def __init__(self, name: str, weight: LinearWeight, bias: torch.Tensor | None = None) -> None:
         self.name, self.weight, self.bias = name, weight, bias
         self.observer: Watcher | None = None
         self.on_output: Watcher | None = None
@@ -35,13 +32,12 @@ class Linear:
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
-        return (int(self.weight.shape[0]), int(self.weight.shape[1]))
+        return self.weight.shape
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         if self.observer is not None:
             self.observer(x) if rows is None else self.observer(x, rows)
-        assert not isinstance(self.weight, DeviceWeight), "a program has this weight"
-        y = linear(x, self.weight, self.bias)
+        y = self.weight.multiply(x, self.bias)
         if self.on_output is not None:
             self.on_output(y) if rows is None else self.on_output(y, rows)
         return y
@@ -56,14 +52,13 @@ class Weights:
         quantized: layer name → its packed weight, or ``None`` if that layer isn't quantized.
         has: whether a tensor exists.
         device: where tensors are put.
-        pack: makes of a weight that is multiplied by what is kept of it.
+        pack: turns a stored weight into the one that a Linear keeps; without it they are the same.
     """
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], has: Callable[[str], bool],
                  dtype: torch.dtype, quantized: Callable[[str], QuantizedTensor | None] = lambda n: None,
                  device: torch.device | str = "cpu",
-                 pack: Callable[[torch.Tensor | QuantizedTensor], CpuWeight | QuantizedTensor] | None = None,
-                 ) -> None:
+                 pack: Callable[[StoredWeight], LinearWeight] | None = None) -> None:
         self._tensor, self.has, self._quantized, self._pack = tensor, has, quantized, pack
         self.dtype, self.device = dtype, torch.device(device)
 
@@ -80,15 +75,17 @@ class Weights:
         """Rows ``ids`` (int64 ``[n]``) of a plain tensor, in the model's dtype: an embedding is large."""
         return self._tensor(name)[ids].to(device=self.device, dtype=self.dtype)
 
-    def table(self, name: str, tied: bool = False) -> Table:
+    def table(self, name: str, tied: bool = False) -> LinearWeight:
         """The embedding ``name``: ``name.weight``, or packed if it is quantized or ``tied`` to the head."""
-        found = self._quantized(name)
-        weight = self.tensor(f"{name}.weight") if found is None else found
-        return weight if self._pack is None or (found is None and not tied) else self._pack(weight)
+        weight = self._stored(name)
+        return weight if self._pack is None or (weight.spec is None and not tied) else self._pack(weight)
 
     def linear(self, name: str, bias: bool = False) -> Linear:
         """The layer ``name`` with ``name.weight`` (packed if it is quantized) and ``name.bias``."""
-        found = self._quantized(name)
-        weight = self.tensor(f"{name}.weight") if found is None else found
+        weight = self._stored(name)
         return Linear(name, weight if self._pack is None else self._pack(weight),
                       self.tensor(f"{name}.bias") if bias else None)
+
+    def _stored(self, name: str) -> StoredWeight:
+        quantized = self._quantized(name)
+        return PlainWeight(self.tensor(f"{name}.weight")) if quantized is None else QuantizedWeight(quantized)

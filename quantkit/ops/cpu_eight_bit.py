@@ -8,7 +8,8 @@ import torch
 
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.ops.cpu_linear import CpuKernel, stored_scale
-from quantkit.ops.cpu_weight import CpuWeight, isa, padded
+from quantkit.ops.cpu_machine import isa
+from quantkit.ops.cpu_weight import CpuWeight, padded
 from quantkit.ops.dispatch import KernelQuery
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.nf4_table import codebook
 from quantkit.formats.trellis_code import HIGH, LOW, MIDDLE
 from quantkit.ops import gpu
-from quantkit.ops.cpu_product import multiply
-from quantkit.ops.cpu_weight import CpuWeight, isa, padded, unavailable
+from quantkit.ops.cpu_machine import isa, unavailable
+from quantkit.ops.cpu_weight import CpuWeight, multiply, padded
 from quantkit.ops.dispatch import KernelQuery, codes_of
 
 HALF = (torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.progress import tell_compiling
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def takes(x: torch.Tensor) -> bool:
     """Whether these kernels compute it: on a CPU, in a dtype that they know, and without gradients."""
     return (x.device.type == "cpu" and x.dtype in cpu_weight.PLAIN and x.numel() > 0
-            and not (torch.is_grad_enabled() and x.requires_grad) and cpu_weight.unavailable() is None)
+            and not (torch.is_grad_enabled() and x.requires_grad) and cpu_machine.unavailable() is None)
 
 
 def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _run(source: Source, x: torch.Tensor, second: torch.Tensor | None = None,
     program.set(0, units=len(out), size=size, subgroups=width // SUB, x_stride=width * 4,
                 out_stride=width * 4, eps=struct.unpack("<i", struct.pack("<f", eps))[0],
                 **{name: one.data_ptr() for name, one in (*parts.items(), ("out", out))})
-    cpu_weight.pool().run(program.records)
+    cpu_machine.pool().run(program.records)
     return out[:, :size].reshape(x.shape)
 
 
@@ -70,9 +70,9 @@ def _program(source: Source) -> Program:
     from quantkit_kernels.cpu.program import Program
     from quantkit_kernels.cpu.rows import RowKernel
 
-    key = source, cpu_weight.isa().name
+    key = source, cpu_machine.isa().name
     if key not in _kept.programs:
-        made = _kept.programs[key] = Program(cpu_weight.isa())
+        made = _kept.programs[key] = Program(cpu_machine.isa())
         made.add(RowKernel(source, "floats"), 0)
         made.finish(tell_compiling)
     return _kept.programs[key]

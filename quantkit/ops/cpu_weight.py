@@ -1,32 +1,33 @@
-"""Weights as CPU kernels read them, their activations, and the threads and instruction set they run on.
+"""Weights as our CPU kernels read them, their activations, and the product of both.
 
 A weight is packed once, when a model is loaded. The kernels are in ``quantkit_kernels.cpu``.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import mmap
-import os
+import dataclasses
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from quantkit.errors import UsageError, did_you_mean
+from quantkit.ops.cpu_machine import isa, lazy_zeros, pool
+from quantkit.ops.dispatch import DECODE_ROWS, Phase
+from quantkit.ops.hadamard import apply_hadamard
+from quantkit.progress import tell_compiling
 
 if TYPE_CHECKING:
-    from quantkit_kernels.cpu.isa import Isa
     from quantkit_kernels.cpu.matmul import Matmul
-    from quantkit_kernels.cpu.pool import Pool
 
 ROWS = 128
 """Rows of activations in a unit: their codes stay in a core's own cache."""
 UNITS = 32
 """Units that a thread has in a product with few rows, at most: the last even out what a busy core lost."""
+KEPT = 8
+"""Shapes of weights whose products with few rows a thread keeps ready."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class CpuWeight:
                    if t is not None)
 
     @property
+    def input_key(self) -> tuple[Any, int, int]:
+        """The kernel's family, the columns, and the width that is rotated or 0: weights with the same key
+        read the same activations."""
+        return self.kernel.decoder.family, self.columns, self.shape[1] if self.rotated else 0
+
+    @property
     def stripes(self) -> int:
         """Padded rows, in units of the kernel's stripe."""
         from quantkit_kernels.cpu.matmul import STRIPE
@@ -77,6 +84,32 @@ class CpuWeight:
         """What an embedding's operation needs to know of it."""
         return {"table": self.weights, "scales": self.scales, "zeros": self.zeros, "columns": self.columns}
 
+    def kernel_name(self, dtype: torch.dtype, device: torch.device, phase: Phase) -> str:
+        """See :class:`~quantkit.ops.linear_weight.LinearWeight`: one kernel serves both phases."""
+        return self.name
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`~quantkit.ops.linear_weight.LinearWeight`."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = multiply(apply_hadamard(rows) if self.rotated else rows, self)
+        if bias is not None:
+            y = y + bias
+        return y.reshape(*x.shape[:-1], self.shape[0])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See :class:`~quantkit.ops.linear_weight.LinearWeight`; float32."""
+        from quantkit_kernels.cpu.embedding import Embed
+        from quantkit_kernels.cpu.program import Program
+
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.columns)
+        program = Program(isa())
+        program.add(Embed(self.kernel), len(ids), ids=ids, out=out, size=self.shape[1], padded=self.columns,
+                    out_stride=self.columns * 4, **self.table)
+        program.finish(tell_compiling)
+        pool().run(program.records)
+        return out[:, :self.shape[1]]
+
     def units(self, rows: int, threads: int) -> tuple[int, int, int]:
         """How a product is cut: units, stripes in each, rows in each."""
         from quantkit_kernels.cpu.matmul import STRIPE
@@ -86,12 +119,6 @@ class CpuWeight:
         least = max(1, self.kernel.decoder.rows // STRIPE)  # what is unpacked together is not cut
         each = -(-self.stripes // (wanted * least)) * least
         return -(-self.stripes // each) * -(-rows // wide), each, wide
-
-
-def lazy_zeros(*shape: int) -> torch.Tensor:
-    """float32 zeros whose memory is taken when it is first written to, as far as it is."""
-    # not calloc's: what that has at hand, it clears
-    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
 
 
 class Activations:
@@ -125,53 +152,6 @@ class Activations:
         return dict(zip(("x", "x_scales", "x_sums"), self._parts)) | {"x_stride": self.stride}
 
 
-@functools.cache
-def isa() -> Isa:
-    """The best instruction set of this machine, or the one that ``QUANTKIT_ISA`` names.
-
-    Raises:
-        UsageError: it names one that is unknown, or that this CPU doesn't have.
-    """
-    from quantkit_kernels.cpu.isa import ALL, host_features, missing
-
-    features = host_features()
-    named = os.environ.get("QUANTKIT_ISA")
-    if named is None:
-        return next(one for one in ALL if not missing(one, features))
-    table = {one.name: one for one in ALL}
-    if named not in table:
-        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=did_you_mean(named, table))
-    if lacking := missing(table[named], features):
-        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=f"this CPU lacks {', '.join(lacking)}",
-                         next="unset QUANTKIT_ISA")
-    return table[named]
-
-
-def pool() -> Pool:
-    """The threads that all models of this process share: as many as torch has when the first is loaded, and
-    no more than this process may use at once."""
-    with _making:
-        return _pool()
-
-
-@functools.cache
-def _pool() -> Pool:
-    from quantkit_kernels.cpu.pool import Pool, cores
-
-    return Pool(min(torch.get_num_threads(), cores()))
-
-
-_making = threading.Lock()
-
-
-@functools.cache
-def unavailable() -> str | None:
-    """Why there are no CPU kernels here; ``None`` if there are."""
-    import importlib.util
-
-    return None if importlib.util.find_spec("llvmlite") else "llvmlite is not installed"
-
-
 PLAIN: dict[torch.dtype, Literal["bf16", "f16", "f32"]] = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """The dtypes of plain weights that have a kernel, and what kernels call them."""
@@ -192,3 +172,106 @@ def pack_plain(weight: torch.Tensor, read: Callable[[], None] = lambda: None) ->
 def padded(columns: int, group: int) -> int:
     """Columns up to whole groups."""
     return -(-columns // group) * group
+
+
+class CpuProduct:
+    """A product with a packed weight, ready to be run again and again.
+
+    Args:
+        packed: the weight, which whoever calls keeps alive.
+        rows: of activations, at most.
+    """
+
+    @torch.inference_mode(False)  # else its memory couldn't be written to outside of that mode
+    def __init__(self, packed: CpuWeight, rows: int) -> None:
+        from quantkit_kernels.cpu.matmul import STRIPE, SUB, scratch_bytes
+        from quantkit_kernels.cpu.program import Program
+        from quantkit_kernels.cpu.rows import RowKernel
+
+        machine, threads = isa(), pool().threads
+        subgroups, padded = packed.columns // SUB, packed.stripes * STRIPE
+        self._like = dataclasses.replace(packed, weights=torch.empty(0), scales=None, zeros=None)
+        self._rows, self._threads = 0, threads
+        with torch.inference_mode(False):  # a product made in that mode is used outside of it too
+            self._x = torch.zeros(rows, packed.columns)
+            self._out = torch.empty(rows, padded)
+        codes = Activations(packed, max(rows, threads))
+        scratch = torch.empty(threads, scratch_bytes(packed.kernel, machine, subgroups), dtype=torch.uint8)
+        self._stride, self._program = codes.stride, Program(machine)
+        self._program.add(RowKernel("plain", packed.kernel.decoder.family), x=self._x,
+                          x_stride=packed.columns * 4, size=packed.columns, subgroups=subgroups,
+                          **codes.written)
+        self._program.add(packed.kernel, stripes=packed.stripes, subgroups=subgroups, **codes.read,
+                          out=self._out, scratch=scratch, out_stride=padded * 4,
+                          scratch_private=scratch.shape[1])
+        self._program.finish(tell_compiling)
+        self.replace(packed)
+        self._take(rows)
+
+    def replace(self, packed: CpuWeight) -> None:
+        """Multiply by another weight of the same kernel and shape."""
+        self._program.set(1, **{name: None if part is None else part.data_ptr() for name, part in (
+            ("weights", packed.weights), ("scales", packed.scales), ("zeros", packed.zeros))})
+
+    def _take(self, rows: int) -> None:
+        """So many rows. One is left as the product wants it by every thread for itself."""
+        if rows == self._rows:
+            return
+        units, stripes, each = self._like.units(rows, self._threads)
+        private = self._stride if rows == 1 else 0
+        self._program.set(0, units=rows, out_private=private)
+        self._program.alone(0, rows == 1)
+        self._program.set(1, units=units, stripes_a_unit=stripes, rows=rows, rows_a_unit=each,
+                          x_private=private)
+        self._rows = rows
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [m, k]``, m at most ``rows`` → float32 ``[m, n]``, valid until the next call."""
+        self._take(len(x))
+        self._x[:len(x), :self._like.shape[1]] = x
+        self.run()
+        return self._out[:len(x), :self._like.shape[0]]
+
+    def run(self) -> None:
+        """The same again."""
+        pool().run(self._program.records)
+
+
+def multiply(x: torch.Tensor, packed: CpuWeight) -> torch.Tensor:
+    """``x [m, k]`` by a packed weight → ``[m, n]`` in x's dtype, rounded once from float32.
+
+    A row's bits don't depend on the other rows or their number, on the number of threads or on the
+    instruction set: :mod:`quantkit_kernels.cpu.matmul` says why.
+    """
+    if not len(x):
+        return x.new_empty(0, packed.shape[0])
+    if len(x) > DECODE_ROWS:
+        return CpuProduct(packed, len(x))(x).to(x.dtype)
+    product = _ready(packed)
+    # what comes back is the product's own memory, which its next call writes
+    return product(x).to(x.dtype, copy=True)
+
+
+class _Kept(threading.local):
+    """A thread's products, those used last at the end."""
+
+    def __init__(self) -> None:
+        self.products: OrderedDict[object, CpuProduct] = OrderedDict()
+
+
+_kept = _Kept()
+
+
+def _ready(packed: CpuWeight) -> CpuProduct:
+    """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
+    key = packed.kernel.name, packed.shape, packed.columns, isa().name, pool().threads
+    found = _kept.products.pop(key, None)
+    if found is None:
+        found = CpuProduct(packed, DECODE_ROWS)
+        while len(_kept.products) >= KEPT:
+            _kept.products.popitem(last=False)
+    else:
+        found.replace(packed)
+    _kept.products[key] = found
+    return found

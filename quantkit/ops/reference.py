@@ -7,8 +7,8 @@ import torch
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.eight_bit import levels
-from quantkit.ops.cpu_product import multiply
-from quantkit.ops.cpu_weight import pack_plain, unavailable
+from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.cpu_weight import multiply, pack_plain
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery
 from quantkit.ops.linear import dense
 from quantkit.ops.tokens import quantize_tokens

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine
 
 
 def greedy(logits: torch.Tensor) -> int | None:
     """Index of the largest of ``logits [vocab]``, the lowest of equals; ``None`` if not all are finite."""
     if logits.device.type != "cpu":
         return int(logits.argmax()) if bool(torch.isfinite(logits).all()) else None
-    if cpu_weight.unavailable() is None:
+    if cpu_machine.unavailable() is None:
         from quantkit_kernels.cpu.argmax import argmax
 
-        return argmax(logits.float(), cpu_weight.isa())
+        return argmax(logits.float(), cpu_machine.isa())
     values = logits.float().numpy()
     best = int(values.argmax())
     return best if abs(values).max() < float("inf") else None

@@ -18,6 +18,9 @@ from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import QuantSpec
 
+BATCH = 1 << 22
+"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
+
 
 @dataclass(frozen=True)
 class PlanRow:

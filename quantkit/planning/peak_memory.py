@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from quantkit.calibrate.sizes import BACKWARD_LOGITS, BACKWARD_TOKENS, BATCH_TOKENS, STATES_IN_MEMORY, WRITTEN
 from quantkit.methods.gptq import TOGETHER
 from quantkit.methods.parts import rows_at_once
 from quantkit.models.architecture import EMBEDDING
 from quantkit.models.config import ModelConfig
-from quantkit.planning.layers import together
+from quantkit.planning.layers import BATCH, together
 from quantkit.sources.base import TensorInfo
 from quantkit.spec import CalibrationSpec
 
@@ -19,19 +20,6 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 320 * 2**20
 """Resident memory of the interpreter with torch and nothing loaded (243 MiB measured), rounded up."""
-BATCH = 1 << 22
-"""Weights, and values of Hessians, of Linears that are solved together; larger ones are solved alone."""
-BATCH_TOKENS = 4096
-"""Tokens in one forward pass of a layer: enough to keep the cores busy, few enough to stay small."""
-BACKWARD_TOKENS = 2048
-"""Tokens that go backward through a layer at a time (or one sample): its activations are kept meanwhile."""
-BACKWARD_LOGITS = 1 << 23
-"""Logits in memory at a time, at least: so many floats, 32 MiB, the allocator gives back to the system when
-they are freed. Of fewer it keeps a growing heap."""
-WRITTEN = 32
-"""Calibration windows that a model writes at a time, where it writes them itself."""
-STATES_IN_MEMORY = 1 << 30
-"""Bytes of hidden states above which those between two layers are on disk."""
 
 
 def walks_bytes(config: ModelConfig, tokens: int, linears: int) -> int:

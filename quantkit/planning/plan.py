@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from quantkit.calibrate.sizes import STATES_IN_MEMORY
 from quantkit.errors import RecipeError
 from quantkit.kv.build import build_kv_codecs, build_policy
 from quantkit.kvspec import parse_kv
@@ -22,7 +23,7 @@ from quantkit.models.architecture import (
 )
 from quantkit.models.loadable import check_loadable
 from quantkit.planning.layers import LayerRefusal, PlanRow, RowResolver, assign
-from quantkit.planning.peak_memory import STATES_IN_MEMORY, peak_bytes, walks_bytes
+from quantkit.planning.peak_memory import peak_bytes, walks_bytes
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
 from quantkit.sources.base import ModelSource
@@ -81,6 +82,17 @@ class Plan:
     def calibrated(self) -> bool:
         """Whether any layer's method, or a transform, needs statistics of its inputs."""
         return bool(self.measured)
+
+    @property
+    def calibration(self) -> CalibrationSpec | None:
+        """What the run calibrates on; ``None`` if no method or transform needs any."""
+        return self.recipe.calibration if self.calibrated else None
+
+    @property
+    def widest_hessian(self) -> int:
+        """The number of inputs of the widest Linear that is solved by its Hessian; 0 if there is none."""
+        return max((row.shape[1] for row in self.rows if row.name in self.measured and row.method
+                    and "hessian" in registry("methods").get(row.method).needs), default=0)
 
     @property
     def measured(self) -> dict[str, frozenset[str]]:

@@ -15,9 +15,10 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
 from quantkit.models.linear import Linear
 from quantkit.ops.cpu_linear import CpuKernel
-from quantkit.ops.cpu_weight import CpuWeight, unavailable
+from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.dispatch import Phase, choose
-from quantkit.ops.linear import kernel_name, pack, query_for
+from quantkit.ops.linear import query_for
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.runtime.choose import RuntimeChoice, choose_runtime
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.gpu import linears
@@ -86,15 +87,14 @@ def _linear_kernel(layer: Layer, dtype: torch.dtype, device: torch.device, choic
     if isinstance(layer, QuantizedTensor):
         try:
             kernel = choose(query_for(layer, dtype, device, "decode" if packs else phase))
-            if packs and not isinstance(kernel.kernel,
-                                        CpuKernel):  # not packed: chosen anew for every product
+            if packs and not isinstance(kernel.kernel, CpuKernel):  # not packed: chosen for every product
                 kernel = choose(query_for(layer, dtype, device, phase))
         except QuantkitError as error:
             return None, (("all", error.why or error.what),)
         return kernel.kernel.name, kernel.declined
-    weight = torch.empty(layer, dtype=dtype, device="meta")
+    weight = PlainWeight(torch.empty(layer, dtype=dtype, device="meta"))
     if choice.runtime == "gpu":
         return linears.device_weight(Linear("", weight), dtype, device).name, ()
-    if packs and isinstance(packed := pack(torch.zeros(1, layer[1], dtype=dtype), dtype), CpuWeight):
-        return packed.name, ()
-    return kernel_name(weight, dtype, device, phase), ()
+    if packs:
+        return PlainWeight(torch.zeros(1, layer[1], dtype=dtype)).packed(dtype).name, ()
+    return weight.kernel_name(dtype, device, phase), ()

@@ -19,11 +19,13 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM, LanguageModel
+from quantkit.models.decoder import CausalLM
+from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_weight import CpuWeight, unavailable
-from quantkit.ops.linear import pack
+from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
@@ -188,9 +190,9 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
         return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device)), choice.reason
     packed_bytes = 0
 
-    def pack_and_release(weight: torch.Tensor | QuantizedTensor) -> CpuWeight | QuantizedTensor:
+    def pack_and_release(weight: StoredWeight) -> LinearWeight:
         nonlocal packed_bytes
-        packed = pack(weight, dtype, release)
+        packed = weight.packed(dtype, release)
         release()  # the file's pages that were read: the weight would be in memory twice
         packed_bytes += packed.nbytes
         if packed_bytes > TRIM_EVERY:

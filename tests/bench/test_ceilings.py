@@ -9,7 +9,7 @@ import torch
 
 from quantkit.bench import ceilings
 from quantkit.errors import UsageError
-from quantkit.ops import cpu_linear, cpu_weight
+from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 
 
 def test_operations_are_two_for_each_number_and_row(monkeypatch):
@@ -23,7 +23,7 @@ def test_operations_are_two_for_each_number_and_row(monkeypatch):
 
 
 def test_without_kernels_it_says_what_to_give(monkeypatch):
-    for module in (cpu_linear, cpu_weight):
+    for module in (cpu_linear, cpu_machine):
         monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
     with pytest.raises(UsageError, match="can't be measured") as caught:
         ceilings.read_bandwidth()

@@ -10,11 +10,12 @@ import torch
 from quantkit.budget import sensitivity as module
 from quantkit.budget.sensitivity import sensitivities
 from quantkit.calibrate import importance
-from quantkit.calibrate.prepare import read
+from quantkit.calibrate.prepare import prepare
 from quantkit.errors import CalibrationError, CheckpointError, Stopped
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.planning.plan import candidate_rows, make_plan
 from quantkit.plugins import registry
 from quantkit.recipe import Candidate, Recipe, Rule
@@ -118,7 +119,7 @@ def test_it_is_half_the_fisher_weighted_error(measured, tmp_path, monkeypatch):
     model, inputs = CausalLM(config, weights), {}
     for name, linear in model.linears().items():
         linear.observer = lambda x, name=name: inputs.__setitem__(name, x.flatten(0, 1).double())
-    model(read(CALIBRATION, source, 128).tokens)
+    model(prepare(CALIBRATION, source, 128).tokens)
     rtn, form = registry("methods").get("rtn"), registry("formats").get("pack-quantized")
     for name, x in inputs.items():
         weight = source.tensor(f"{name}.weight").float()
@@ -133,12 +134,12 @@ def divergence(measured, replaced):
     """Measured: KL in nats a token of the model with some weights replaced, on what it was calibrated on."""
     source = measured.source
     weights = Weights(source.tensor, source.tensors().__contains__, torch.float32)
-    tokens = read(measured.plan.recipe.calibration, source, 128).tokens
+    tokens = prepare(measured.plan.recipe.calibration, source, 128).tokens
     config = parse_config(source.config())
     model, other = CausalLM(config, weights), CausalLM(config, weights)
     for name, linear in other.linears().items():
         if name in replaced:
-            linear.weight = replaced[name]
+            linear.weight = PlainWeight(replaced[name])
     ours, theirs = model(tokens).double().log_softmax(-1), other(tokens).double().log_softmax(-1)
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
 

@@ -18,6 +18,7 @@ from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_weights
 
@@ -92,7 +93,7 @@ def test_errors_of_replaced_weights_reach_the_next_layer(model: Model) -> None:
     untouched.advance(0, {})
     whole = model.whole()
     for name in names:
-        whole.linears()[name].weight = FORMAT.dequantize(packed[name])
+        whole.linears()[name].weight = PlainWeight(FORMAT.dequantize(packed[name]))
     expected = expected_stats(whole, ["model.layers.1.mlp.down_proj"])["model.layers.1.mlp.down_proj"]
     measured, same, other = (
         one.measure(1, {"model.layers.1.mlp.down_proj": {"hessian"}})["model.layers.1.mlp.down_proj"].hessian

@@ -11,7 +11,7 @@ import torch
 from quantkit.bench import decode as module
 from quantkit.bench.decode import step_bytes
 from quantkit.bench.kernels import SPECS
-from quantkit.ops import cpu_linear, cpu_weight
+from quantkit.ops import cpu_linear, cpu_machine
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit_kernels import tuned
@@ -163,7 +163,7 @@ def test_a_shape_is_two_numbers(cli, shape):
 
 
 def test_without_kernels_the_next_command_is_given(cli, tiny, monkeypatch):
-    for place in (cpu_linear, cpu_weight):
+    for place in (cpu_linear, cpu_machine):
         monkeypatch.setattr(place, "unavailable", lambda: "llvmlite isn't installed")
     result = cli("bench", "kernels", "-q")
     assert result.exit_code == 2 and "pip install llvmlite" in result.stderr

@@ -5,7 +5,6 @@ import pytest
 from quantkit.cli.inspect import inspect_facts
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model
@@ -72,7 +71,7 @@ def test_the_kernels_that_are_named_are_those_that_run(tmp_path, family, dtype, 
     assert linears.keys() <= named.keys()
     for name, linear in linears.items():
         for phase in ("decode", "prefill"):
-            runs = kernel_name(linear.weight, loaded.dtype, loaded.model.device, phase)
+            runs = linear.weight.kernel_name(loaded.dtype, loaded.model.device, phase)
             assert named[name][phase]["kernel"] == runs, (name, phase)
             if plain is not None and name.endswith("down_proj"):
                 assert runs == plain

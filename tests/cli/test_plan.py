@@ -199,9 +199,9 @@ def test_this_machine_is_measured_where_nothing_is_given(cli_json, heads, monkey
 
 
 def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypatch):
-    from quantkit.ops import cpu_linear, cpu_weight
+    from quantkit.ops import cpu_linear, cpu_machine
 
-    for module in (cpu_linear, cpu_weight):
+    for module in (cpu_linear, cpu_machine):
         monkeypatch.setattr(module, "unavailable", lambda: "llvmlite is not installed")
     result = cli("plan", heads, "--context", 100, "--memory", "4GB", "--recipe", "int8", "--kv", "none")
     assert result.exit_code == 0, result.stderr

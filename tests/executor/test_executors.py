@@ -13,7 +13,7 @@ import torch
 
 from quantkit.errors import CalibrationError, QuantkitError, SpecError, Stopped, UsageError
 from quantkit.executor import ray as module
-from quantkit.executor.base import make_executor
+from quantkit.executor.choose import make_executor
 from quantkit.executor.local import LocalExecutor
 from quantkit.quantize import quantize
 from quantkit.spec import CalibrationSpec

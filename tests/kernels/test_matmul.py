@@ -128,7 +128,7 @@ def test_what_it_refuses():
     gated = w8a16.pack(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4), gated=True)
     with pytest.raises(ValueError, match="silu or gelu_tanh"):
         multiply(x, gated)
-    with pytest.raises(ValueError, match="as many rows"):
+    with pytest.raises(ValueError, match="equally many rows"):
         w8a16.pack(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3), gated=True)
     with pytest.raises(ValueError, match="no Levels"):
         multiply(quantize(x, torch.int8), packed)

@@ -102,5 +102,5 @@ def test_what_it_refuses(randn, paged_cache):
     for bad in (torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.int32)):
         with pytest.raises(ValueError, match="tiles"):
             prefill_attention(q, *rest, bad, scale=1.0)
-    with pytest.raises(ValueError, match="fit together"):
+    with pytest.raises(ValueError, match="don't match"):
         prefill_attention(q[:, :3], *rest, tiles(cache, 2), scale=1.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.models.layers import ForwardContext
+from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
 from quantkit.runtime.loader import load
 from quantkit.testing import tiny_model

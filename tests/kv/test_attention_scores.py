@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit.models.layers import ForwardContext
+from quantkit.models.forward_context import ForwardContext
 from quantkit.ops import hadamard
 from quantkit.ops.rope import apply_rope
 

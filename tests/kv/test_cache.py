@@ -13,7 +13,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.build import build_kv_codecs
 from quantkit.kv.cache import KVCache
 from quantkit.kv.page_pool import PAGE
-from quantkit.models.layers import ForwardContext
+from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.rope import apply_rope
 
 POLICIES = ("all", "window(8)", "window(5, sinks=0)", "window(1, sinks=0)", "window(70, sinks=3)",

@@ -10,7 +10,7 @@ from quantkit.models.architecture import parse_config
 from quantkit.models.experts import MixtureOfExperts
 from quantkit.models.linear import Weights
 from quantkit.ops.experts import by_expert, route
-from quantkit.ops.linear import pack
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.testing import tiny_weights
 
 
@@ -70,8 +70,9 @@ def test_the_result_is_the_weighted_sum_in_float64(made):
 @pytest.mark.parametrize("packed", [False, True], ids=["torch", "packed"])
 def test_a_token_gets_the_same_bits_in_any_company(made, dtype, packed):
     layer, _ = made
-    for one in (layer.router, *layer.linears()):
-        one.weight = pack(one.weight.to(dtype), dtype) if packed else one.weight.to(dtype)
+    for linear in (layer.router, *layer.linears()):
+        weight = PlainWeight(linear.weight.tensor.to(dtype))
+        linear.weight = weight.packed(dtype) if packed else weight
     x = states(16, 1, 64).to(dtype)
     together = layer(x)
     for size in (1, 3, 15):

@@ -11,6 +11,7 @@ from quantkit.ops.cpu_weight import pack_plain
 from quantkit.ops.dispatch import choose
 from quantkit.ops.embedding import embed
 from quantkit.ops.linear import query_for
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
 from quantkit.plugins import registry
 from quantkit.spec import Granularity, QuantSpec
 
@@ -52,10 +53,11 @@ def test_its_format_gives_single_rows(table):
     whole = form.dequantize(table)
     assert torch.equal(form.rows(table, IDS.flatten()), whole[IDS.flatten()])
     assert torch.equal(form.rows(table, torch.arange(ROWS)), whole)
-    found = embed(IDS, table, torch.float32)
+    stored = QuantizedWeight(table)
+    found = embed(IDS, stored, torch.float32)
     assert found.shape == (2, 3, COLUMNS) and torch.equal(found, whole[IDS])
-    assert torch.equal(embed(IDS, table, torch.bfloat16), whole[IDS].bfloat16())
-    assert embed(IDS[:0], table, torch.float32).shape == (0, 3, COLUMNS)
+    assert torch.equal(embed(IDS, stored, torch.bfloat16), whole[IDS].bfloat16())
+    assert embed(IDS[:0], stored, torch.float32).shape == (0, 3, COLUMNS)
 
 
 def test_a_kernel_gives_the_same(table):
@@ -80,6 +82,6 @@ def test_a_kernel_gives_the_same(table):
 
 def test_a_plain_table_and_its_blocks():
     plain = torch.randn(ROWS, COLUMNS).bfloat16()
-    for one in (plain, pack_plain(plain)):
-        found = embed(IDS, one, torch.bfloat16)
+    for weight in (PlainWeight(plain), pack_plain(plain)):
+        found = embed(IDS, weight, torch.bfloat16)
         assert found.dtype == torch.bfloat16 and torch.equal(found, plain[IDS])

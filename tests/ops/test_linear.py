@@ -8,7 +8,8 @@ import torch
 from quantkit.ops import linear as module
 from quantkit.ops.cpu_weight import CpuWeight
 from quantkit.ops.dispatch import DECODE_ROWS
-from quantkit.ops.linear import dense, linear, pack
+from quantkit.ops.linear import dense
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -25,11 +26,11 @@ def test_dense_obeys_the_error_rule(obeys_the_rule, monkeypatch, dtype, m, biase
 
 
 def test_leading_dimensions_and_bias_survive(make_weight):
-    weight, bias = make_weight(16, 64, 4, 32), torch.arange(16).bfloat16()
+    weight, bias = QuantizedWeight(make_weight(16, 64, 4, 32)), torch.arange(16).bfloat16()
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = linear(x, weight, bias)
+    y = weight.multiply(x, bias)
     assert y.shape == (2, 3, 16) and y.dtype == torch.bfloat16
-    assert torch.equal(y[1, 2], linear(x[1, 2], weight) + bias)
+    assert torch.equal(y[1, 2], weight.multiply(x[1, 2]) + bias)
     assert torch.equal(dense(x, torch.ones(5, 64)).isfinite(), torch.ones(2, 3, 5, dtype=torch.bool))
 
 
@@ -39,10 +40,10 @@ def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, m
     calls = []
     prepare = CpuInt4.prepare
     monkeypatch.setattr(CpuInt4, "prepare", lambda self, w: calls.append(1) or prepare(self, w))
-    weight = make_weight(16, 64, 4, 32)
+    weight = QuantizedWeight(make_weight(16, 64, 4, 32))
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16):
-        assert linear(x.to(dtype), weight).dtype == dtype
+        assert weight.multiply(x.to(dtype)).dtype == dtype
     assert len(calls) == 1
 
 
@@ -52,13 +53,14 @@ def test_a_weight_is_prepared_once_a_kernel_and_follows_the_dtype(make_weight, m
 def test_a_row_of_a_plain_product_does_not_depend_on_the_others(multiply, dtype, n, k):
     random = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(s, generator=random).to(dtype) for s in ((40, k), (n, k), (n,)))
+    weight = PlainWeight(weight)
     if multiply == "packed":
-        weight = pack(weight, dtype)
+        weight = weight.packed(dtype)
         assert isinstance(weight, CpuWeight)
-    alone = torch.cat([linear(row, weight, bias) for row in x.split(1)])
+    alone = torch.cat([weight.multiply(row, bias) for row in x.split(1)])
     for count in (*range(1, DECODE_ROWS + 1), *((17, 31, 40) if multiply == "packed" else ())):
         first = int(torch.randint(0, 40 - count + 1, (), generator=random))
-        got = linear(x[first:first + count, None], weight, bias)  # [B, 1, in], as decoding has it
+        got = weight.multiply(x[first:first + count, None], bias)  # [B, 1, in], as decoding has it
         assert torch.equal(got[:, 0], alone[first:first + count]), count
 
 
@@ -75,28 +77,27 @@ def test_torch_never_sees_how_many_rows_there_are(monkeypatch, dtype):
 
 
 def test_what_inference_mode_left_is_used_outside_of_it_too():
-    weight = torch.randn(9, 35)
-    packed, x = pack(weight, torch.float32), torch.randn(3, 35)
+    packed, x = PlainWeight(torch.randn(9, 35)).packed(torch.float32), torch.randn(3, 35)
     with torch.inference_mode():
-        inside = linear(x, packed)
-    assert torch.equal(linear(x, packed), inside)
+        inside = packed.multiply(x)
+    assert torch.equal(packed.multiply(x), inside)
     with torch.inference_mode():
-        assert torch.equal(linear(x, packed), inside)
+        assert torch.equal(packed.multiply(x), inside)
 
 
 def test_packed_weights_are_multiplied_by_turns(monkeypatch):
     """One program serves weights of one shape; another shape or number of rows gets its own."""
-    from quantkit.ops import cpu_product
+    from quantkit.ops import cpu_weight
 
-    monkeypatch.setattr(cpu_product, "KEPT", 2)
+    monkeypatch.setattr(cpu_weight, "KEPT", 2)
     weights = [torch.randn(n, 48, generator=torch.Generator().manual_seed(n)) for n in (40, 41, 42, 40, 41)]
-    packed = [pack(weight, torch.float32) for weight in weights]
+    packed = [PlainWeight(weight).packed(torch.float32) for weight in weights]
     for rows in (1, 3, 1, 16, 2):
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows))
-        found = [linear(x, one) for one in packed]
+        found = [weight.multiply(x) for weight in packed]
         for got, weight in zip(found, weights):
             torch.testing.assert_close(got, x @ weight.T)
-    assert len(cpu_product._kept.products) == 2
+    assert len(cpu_weight._kept.products) == 2
 
 
 @pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},
@@ -111,8 +112,8 @@ def test_packed_weights_are_multiplied_by_turns(monkeypatch):
 @pytest.mark.parametrize("n", [48, 33])
 def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(make_weight, keys, dtype, n):
     """For every kernel that is chosen here."""
-    weight = make_weight(n, 192, dtype=torch.bfloat16, **keys)
+    weight = QuantizedWeight(make_weight(n, 192, dtype=torch.bfloat16, **keys))
     x = torch.randn(DECODE_ROWS, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    alone = torch.cat([linear(row, weight) for row in x.split(1)])
+    alone = torch.cat([weight.multiply(row) for row in x.split(1)])
     for count in (2, 3, 4, 5, 7, 8, 11, DECODE_ROWS):
-        assert torch.equal(linear(x[-count:], weight), alone[-count:]), count
+        assert torch.equal(weight.multiply(x[-count:]), alone[-count:]), count

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.ops.linear import linear, query_for
+from quantkit.ops.linear import query_for
 from quantkit.ops.reference import REFERENCE
+from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins import registry
 
 WEIGHTS = [{"bits": 8}, {"bits": 4, "group": 32}, {"bits": 4, "group": 32, "symmetric": False},
@@ -65,18 +66,19 @@ def test_what_is_no_number_shows(make_weight, keys):
 
 
 def test_nothing_dequantized_is_kept(make_weight):
-    weight = make_weight(32, 64, 4, 32, dtype=torch.float32)
-    linear(torch.ones(2, 64), weight)
-    linear(torch.ones(40, 64), weight)
+    weight = QuantizedWeight(make_weight(32, 64, 4, 32, dtype=torch.float32))
+    weight.multiply(torch.ones(2, 64))
+    weight.multiply(torch.ones(40, 64))
 
     def tensors(value):
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, tuple):
-            for one in value:
-                yield from tensors(one)
+            for item in value:
+                yield from tensors(item)
 
-    assert weight.cache and not list(tensors(tuple(weight.cache.values())))
+    prepared = (*weight._prepared.values(), *weight.quantized.cache.values())
+    assert prepared and not list(tensors(prepared))
 
 
 def test_no_rows(make_weight):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kvspec import parse_kv
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.quantize import quantize
 from quantkit.runtime import engine as module
 from quantkit.runtime.engine import Engine
@@ -69,7 +69,8 @@ def _pool():
     """Two threads, whatever this machine has: units are shared out, and each has rows of its own."""
     pool = Pool(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_weight, "pool", lambda: pool)
+        for module in (cpu_machine, cpu_weight):
+            patch.setattr(module, "pool", lambda: pool)
         yield
     pool.close()
 

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, SourceError, UsageError
-from quantkit.formats.base import QuantizedTensor
 from quantkit.models.architecture import parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.ops.stored_weight import QuantizedWeight
 from quantkit.plugins import registry
 from quantkit.quantize import quantize
 from quantkit.runtime.cpu.program import packed_of
@@ -157,7 +157,7 @@ def test_a_checkpoint_knows_what_it_is(checkpoint):
     kernel = {"int8": "cpu-int8", "int4": "cpu-int4", "nf4": "cpu-nf4"}[name]
     assert {packed_of(one).name for one in loaded.model.linears().values()} == {kernel}
     plain = load(str(checkpoint), dtype="float32")
-    assert all(isinstance(one.weight, QuantizedTensor) for one in plain.model.linears().values())
+    assert all(isinstance(one.weight, QuantizedWeight) for one in plain.model.linears().values())
     assert loaded.tokenizer.has_chat
 
 

@@ -80,7 +80,8 @@ def test_every_error_has_the_one_shape_and_streams_their_type(described):
             for status, answer in operation["responses"].items():
                 content = answer["content"]
                 if status != "200":
-                    assert content == {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+                    assert content == {
+                        "application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
                 else:
                     assert ("text/event-stream" in content) == path.endswith("completions")
             assert {"200", "400", "403", "405", "408", "500"} <= set(operation["responses"])

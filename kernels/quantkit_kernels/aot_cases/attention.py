@@ -57,7 +57,7 @@ def _common(d: int, coding: str, family: str, limited: bool, placed: bool,
             capped: bool) -> tuple[str, dict[str, str], dict[str, Any]]:
     k, v = CODINGS[coding]
     has_residual = k.bits < 8 or v.bits < 8
-    name = f"d{d} {coding}{' window' * (limited and not placed)}{' placed' * placed}{' cap' * capped}"
+    name = f"d{d} {coding}{' SWA' * (limited and not placed)}{' placed' * placed}{' cap' * capped}"
     types = {f"{side}_ptr": "*bf16" if one.kind == PLAIN else "*i32" for side, one in (("k", k), ("v", v))}
     common = constants(k, v, HEADS, KV_HEADS, d, has_residual, limited, placed, capped, family != "cdna")
     return name, POINTERS | types | NUMBERS, common

@@ -39,7 +39,7 @@ def cases(family: str) -> Iterator[AotCase]:
             yield _rope(f" hadamard{bits}", (EIGHT[0], turned[bits][1]), n)
         yield _rope(" residual", grid[4], n, has_residual=True)
         for dim in (64, 96, 128, 256):
-            yield _rope(" residual hadamard", turned[4], n, dim, has_residual=True)
+            yield _rope(" residual H", turned[4], n, dim, has_residual=True)  # H: Hadamard
     for dim in (64, 96, 192, 256):
         yield _rope(" norm", PLAINS, 1, dim, norm=True)
         yield _rope(" norm int8", EIGHT, 2048, dim, norm=True)

@@ -174,9 +174,9 @@ def pause(e: Emitter) -> None:
 
 def atomic(e: Emitter, op: str, where: Value, value: Value) -> Value:
     """``add`` or ``xchg``, sequentially consistent; what was there before."""
-    return Value(e, e.b.atomic_rmw(op, where.ir, value.ir, "seq_cst"))
+    return Value(e.b, e.b.atomic_rmw(op, where.ir, value.ir, "seq_cst"))
 
 
 def atomic_load(e: Emitter, where: Value) -> Value:
     """int64, sequentially consistent."""
-    return Value(e, e.b.load_atomic(where.ir, "seq_cst", 8, typ=I64))
+    return Value(e.b, e.b.load_atomic(where.ir, "seq_cst", 8, typ=I64))

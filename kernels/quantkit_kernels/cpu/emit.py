@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from quantkit_kernels.cpu.values import F16, F32, I8, I16, I32, I64, PTR, Type, Value, Var, vec
+from quantkit_kernels.cpu.values import F16, F32, I8, I16, I32, I64, PTR, Type, Value, Var, constant, vec
 
 
 class Emitter:
@@ -32,17 +32,15 @@ class Emitter:
         self.function = ir.Function(module, ir.FunctionType(result or ir.VoidType(), arguments), name)
         self.function.attributes.add("nounwind")
         self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.arguments = [Value(self, argument) for argument in self.function.args]
+        self.arguments = [Value(self.b, argument) for argument in self.function.args]
 
     def const(self, kind: Type, value: Any) -> Value:
         """A number, in every lane of a vector type; a sequence gives the lanes."""
-        if isinstance(kind, ir.VectorType) and not isinstance(value, list | tuple):
-            value = [value] * kind.count
-        return Value(self, ir.Constant(kind, list(value) if isinstance(value, tuple) else value))
+        return constant(self.b, kind, value)
 
     def var(self, init: Value) -> Var:
         """A variable that begins as ``init``."""
-        made = Var(self, init.type)
+        made = Var(self.b, init.type)
         made.set(init)
         return made
 
@@ -51,21 +49,18 @@ class Emitter:
         with self.b.goto_entry_block():
             made = self.b.alloca(ir.ArrayType(I8, size))
         made.align, made.type = 8, PTR
-        return Value(self, made)
+        return Value(self.b, made)
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A scalar in every lane."""
-        kind = vec(value.type, lanes)
-        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), value.ir, I32(0))
-        return Value(self, self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined),
-                                                 ir.Constant(vec(I32, lanes), [0] * lanes)))
+        return value.spread(lanes)
 
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
         made = self.b.load(where.ir, typ=kind)
         made.align = 8 if kind in (I64, PTR) else 4 if kind in (I32, F32) else 1
-        return Value(self, made)
+        return Value(self.b, made)
 
     def store(self, pointer: Value, value: Value, offset: Any = 0) -> None:
         """Write, at any alignment."""
@@ -133,22 +128,22 @@ class Emitter:
 
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         """``yes if condition else no``, lane by lane."""
-        return Value(self, self.b.select(condition.ir, yes.ir, no.ir))
+        return Value(self.b, self.b.select(condition.ir, yes.ir, no.ir))
 
     def intrinsic(self, name: str, result: Type, *arguments: Value) -> Value:
         """Call a named function of LLVM's or of the process."""
         kind = ir.FunctionType(result, [a.type for a in arguments])
         found = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        return Value(self, self.b.call(found, [a.ir for a in arguments]))
+        return Value(self.b, self.b.call(found, [a.ir for a in arguments]))
 
     def call(self, pointer: Value, *arguments: Value, result: Type | None = None) -> Value:
         """Call a function by its address."""
         kind = ir.FunctionType(result or ir.VoidType(), [a.type for a in arguments])
-        return Value(self, self.b.call(_Callee(pointer.ir, kind), [a.ir for a in arguments]))
+        return Value(self.b, self.b.call(_Callee(pointer.ir, kind), [a.ir for a in arguments]))
 
     def present(self, pointer: Value) -> Value:
         """Whether a pointer isn't null."""
-        return Value(self, self.b.icmp_unsigned("!=", pointer.ir, ir.Constant(PTR, None)))
+        return Value(self.b, self.b.icmp_unsigned("!=", pointer.ir, ir.Constant(PTR, None)))
 
     def prefetch(self, pointer: Value) -> None:
         """Begin to fetch a cache line, which may lie anywhere."""
@@ -162,7 +157,7 @@ class Emitter:
         """A vector register of x86 that the optimizer must not look into. Sums would else become trees,
         which need more registers than there are."""
         kind = ir.FunctionType(a.type, [a.type])
-        return Value(self, self.b.asm(kind, "", "=x,0", [a.ir], False))
+        return Value(self.b, self.b.asm(kind, "", "=x,0", [a.ir], False))
 
     def narrowed(self, a: Value) -> Value:
         """float32 → bfloat16 as int16, half to even."""
@@ -235,9 +230,9 @@ class Emitter:
             count //= 2
             vectors = [v.shuffle(range(count)) + v.shuffle(range(count, 2 * count)) for v in vectors]
         if count < 8:
-            found = Value(self, ir.Constant(vec(F32, 8), ir.Undefined))
+            found = Value(self.b, ir.Constant(vec(F32, 8), ir.Undefined))
             for i, v in enumerate(vectors):
-                found = Value(self, self.b.insert_element(found.ir, self.sum(v).ir, I32(i)))
+                found = Value(self.b, self.b.insert_element(found.ir, self.sum(v).ir, I32(i)))
             return found
         # within halves of a register first: that is what x86 shuffles
         pairs = [_across(a, b, (0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from llvmlite import ir
-
-if TYPE_CHECKING:
-    from quantkit_kernels.cpu.emit import Emitter
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -28,10 +25,10 @@ class Value:
     ``pointer + n`` moves by n bytes. A Python number beside a value takes its type.
     """
 
-    __slots__ = ("e", "ir")
+    __slots__ = ("builder", "ir")
 
-    def __init__(self, e: Emitter, value: ir.Value) -> None:
-        self.e, self.ir = e, value
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.builder, self.ir = builder, value
 
     @property
     def type(self) -> Type:
@@ -44,17 +41,17 @@ class Value:
     def _other(self, other: Any) -> ir.Value:
         if isinstance(other, Var):
             other = other.get()
-        return other.ir if isinstance(other, Value) else self.e.const(self.type, other).ir
+        return other.ir if isinstance(other, Value) else constant(self.builder, self.type, other).ir
 
     def _two(self, other: Any, whole: str, real: str) -> Value:
         name = real if self._float else whole
-        return Value(self.e, getattr(self.e.b, name)(self.ir, self._other(other)))
+        return Value(self.builder, getattr(self.builder, name)(self.ir, self._other(other)))
 
     def __add__(self, other: Any) -> Value:
         if self.type == PTR:
             offset = other.get() if isinstance(other, Var) else other
             offset = offset.ir if isinstance(offset, Value) else I64(offset)
-            return Value(self.e, self.e.b.gep(self.ir, [offset], inbounds=True, source_etype=I8))
+            return Value(self.builder, self.builder.gep(self.ir, [offset], inbounds=True, source_etype=I8))
         return self._two(other, "add", "fadd")
 
     def __sub__(self, other: Any) -> Value:
@@ -92,11 +89,13 @@ class Value:
         return self._two(other, "lshr", "")
 
     def __neg__(self) -> Value:
-        return Value(self.e, self.e.b.fneg(self.ir)) if self._float else self.e.const(self.type, 0) - self
+        if self._float:
+            return Value(self.builder, self.builder.fneg(self.ir))
+        return constant(self.builder, self.type, 0) - self
 
     def _compare(self, sign: str, other: Any) -> Value:
-        make = self.e.b.fcmp_ordered if self._float else self.e.b.icmp_signed
-        return Value(self.e, make(sign, self.ir, self._other(other)))
+        make = self.builder.fcmp_ordered if self._float else self.builder.icmp_signed
+        return Value(self.builder, make(sign, self.ir, self._other(other)))
 
     def __lt__(self, other: Any) -> Value:
         return self._compare("<", other)
@@ -119,7 +118,7 @@ class Value:
         return self._compare("!=", other)
 
     def _cast(self, name: str, to: Type) -> Value:
-        return Value(self.e, getattr(self.e.b, name)(self.ir, to))
+        return Value(self.builder, getattr(self.builder, name)(self.ir, to))
 
     def sext(self, to: Type) -> Value:
         """Widen a signed integer."""
@@ -148,34 +147,44 @@ class Value:
 
     def lane(self, index: int) -> Value:
         """One lane."""
-        return Value(self.e, self.e.b.extract_element(self.ir, I32(index)))
+        return Value(self.builder, self.builder.extract_element(self.ir, I32(index)))
 
     def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
         """Lanes of this vector, then of ``other``, in this order."""
         second = other.ir if other is not None else ir.Constant(self.type, ir.Undefined)
         mask = ir.Constant(vec(I32, len(order)), list(order))
-        return Value(self.e, self.e.b.shuffle_vector(self.ir, second, mask))
+        return Value(self.builder, self.builder.shuffle_vector(self.ir, second, mask))
 
     def spread(self, lanes: int) -> Value:
         """A scalar in every lane."""
-        return self.e.splat(self, lanes)
+        kind = vec(self.type, lanes)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), self.ir, I32(0))
+        return Value(self.builder, self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined),
+                                                               ir.Constant(vec(I32, lanes), [0] * lanes)))
 
 
 class Var:
     """A variable; LLVM makes a register of it."""
 
-    __slots__ = ("_slot", "e", "type")
+    __slots__ = ("_slot", "builder", "type")
 
-    def __init__(self, e: Emitter, kind: Type) -> None:
-        self.e, self.type = e, kind
-        with e.b.goto_entry_block():
-            self._slot = e.b.alloca(kind)
+    def __init__(self, builder: ir.IRBuilder, kind: Type) -> None:
+        self.builder, self.type = builder, kind
+        with builder.goto_entry_block():
+            self._slot = builder.alloca(kind)
 
     def get(self) -> Value:
         """What it holds now."""
-        return Value(self.e, self.e.b.load(self._slot, typ=self.type))
+        return Value(self.builder, self.builder.load(self._slot, typ=self.type))
 
     def set(self, value: Any) -> None:
         """Assign."""
-        value = value if isinstance(value, Value) else self.e.const(self.type, value)
-        self.e.b.store(value.ir, self._slot)
+        value = value if isinstance(value, Value) else constant(self.builder, self.type, value)
+        self.builder.store(value.ir, self._slot)
+
+
+def constant(builder: ir.IRBuilder, kind: Type, value: Any) -> Value:
+    """A number, in every lane of a vector type; a sequence gives the lanes."""
+    if isinstance(kind, ir.VectorType) and not isinstance(value, list | tuple):
+        value = [value] * kind.count
+    return Value(builder, ir.Constant(kind, list(value) if isinstance(value, tuple) else value))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.layers import MLP
 from quantkit.models.linear import Linear
-from quantkit.ops.cpu_weight import CpuWeight, lazy_zeros
+from quantkit.ops.cpu_machine import lazy_zeros
+from quantkit.ops.cpu_weight import CpuWeight
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.stored_weight import PlainWeight
 
 MAX_ROWS = 512
 """Tokens that go through the program at once, at most."""
@@ -23,10 +25,11 @@ def packed_of(linear: Linear) -> CpuWeight:
     return linear.weight
 
 
-def input_key(weight: CpuWeight) -> tuple[Any, int, int]:
-    """Weights with the same key read the same activations: the kernel's family, columns, rotated width or
-    0."""
-    return weight.kernel.decoder.family, weight.columns, weight.shape[1] if weight.rotated else 0
+def plain_of(table: LinearWeight) -> torch.Tensor:
+    """An embedding's tensor. Raises TypeError if it isn't plain."""
+    if not isinstance(table, PlainWeight):
+        raise TypeError("the embedding is neither plain nor packed")
+    return table.tensor
 
 
 def stride_of(x: torch.Tensor) -> int:

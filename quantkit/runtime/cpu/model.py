@@ -16,9 +16,10 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM, KVCacheProtocol
+from quantkit.models.decoder import CausalLM
+from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
-from quantkit.ops import cpu_linear, cpu_weight
+from quantkit.ops import cpu_linear, cpu_machine, cpu_weight
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
@@ -48,7 +49,7 @@ def declines(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return f"takes models in {_listed(cpu_weight.PLAIN)}, not {_listed([dtype])}"
     if (reason := _other_maths(config)) is not None:
         return reason
-    if (reason := cpu_weight.unavailable()) is not None:
+    if (reason := cpu_machine.unavailable()) is not None:
         return reason
     from quantkit_kernels.cpu.hadamard import refuses as hadamard_refuses
 
@@ -91,7 +92,7 @@ class CpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows, runs_ahead: see :class:`~quantkit.models.decoder.LanguageModel`.
+        decode_rows, runs_ahead: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
     decode_rows, runs_ahead = DECODE_ROWS, False
@@ -100,7 +101,7 @@ class CpuModel:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[PageCodecs, CpuProgram] = {}
-        cpu_weight.pool()  # of as many threads as torch has now
+        cpu_machine.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
         """As the model's."""
@@ -117,11 +118,11 @@ class CpuModel:
         return cache_declines(batch.cache)
 
     def check_cache(self, cache: KVCache) -> None:
-        """See :class:`~quantkit.models.decoder.LanguageModel`: other caches are read operation by
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: other caches are read operation by
         operation."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`~quantkit.models.decoder.LanguageModel`: operation by operation it isn't."""
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: operation by operation it isn't."""
         return isinstance(cache, Batch) and self.declines(cache) is None
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,

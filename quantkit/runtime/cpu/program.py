@@ -15,13 +15,13 @@ from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
-from quantkit.ops import cpu_weight
+from quantkit.ops import cpu_machine, cpu_weight
 from quantkit.ops.cpu_weight import Activations, CpuWeight
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.sampling import one_thread
 from quantkit.progress import tell_compiling
 from quantkit.runtime.chunks import Chunk
-from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, input_key, mlp_of, packed_of, stride_of
+from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, packed_of, plain_of, stride_of
 from quantkit.runtime.cpu.tables import page_addresses
 from quantkit.runtime.rope_tables import rope_tables
 
@@ -53,8 +53,8 @@ class CpuProgram:
 
         self._model, self._codecs = model, codecs
         config = self._config = model.config
-        self._pool = cpu_weight.pool()
-        isa, threads = cpu_weight.isa(), self._pool.threads
+        self._pool = cpu_machine.pool()
+        isa, threads = cpu_machine.isa(), self._pool.threads
         self._group = config.num_heads // config.num_kv_heads
         self._eps = struct.unpack("<i", struct.pack("<f", config.rms_norm_eps))[0]
         self._tile = max(1, QUERIES // self._group)
@@ -105,8 +105,8 @@ class CpuProgram:
         self._gate, self._up = buffers([mlp.inputs for mlp in mlps], downs, mlps[0].sizes)
         table = model.embedding
         scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
-        kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (None,
-                                                                                          {"table": table})
+        kernel, parts = (table.kernel, table.table) if isinstance(table, CpuWeight) else (
+            None, {"table": plain_of(table)})
         self._program.add(Embed(kernel, scale, cpu_weight.PLAIN[model.dtype]), ids=self._ids,
                           out=self._hidden, size=config.hidden_size, out_stride=stride_of(self._hidden),
                           padded=self._hidden.shape[1], **parts)
@@ -174,8 +174,8 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import SUB
         from quantkit_kernels.cpu.rows import RowKernel
 
-        for weight in {input_key(packed_of(linear)): packed_of(linear) for linear in linears}.values():
-            family, columns, rotated = key = input_key(weight)
+        for weight in {packed_of(linear).input_key: packed_of(linear) for linear in linears}.values():
+            family, columns, rotated = key = weight.input_key
             made = self._activations.setdefault((role, *key),
                                                 Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
@@ -209,7 +209,7 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import STRIPE
 
         weight = packed_of(linear)
-        made = self._activations[role, *input_key(weight)]
+        made = self._activations[role, *weight.input_key]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
                                   scratch=self._scratch, out_stride=stride if out is None else stride_of(out),

@@ -16,6 +16,7 @@ from quantkit.ops.device_weight import DeviceWeight
 from quantkit.ops.dispatch import choose, codes_of
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit.ops.linear import query_for
+from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight, StoredWeight
 from quantkit.ops.triton_linear import TritonKernel
 from quantkit.spec import QuantSpec
 
@@ -109,7 +110,8 @@ class FusedLinear:
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
                  activation: str | None = None) -> None:
         self._activation = activation
-        groups = [list(linears)] if len({_kind(one) for one in linears}) == 1 else [[one] for one in linears]
+        specs = {stored_of(linear).spec for linear in linears}
+        groups = [list(linears)] if len(specs) == 1 else [[linear] for linear in linears]
         self._gated = activation is not None and len(groups) == 1
         self._parts: list[tuple[DeviceLinear, int, int]] = []
         start = 0
@@ -153,17 +155,16 @@ class FusedLinear:
 
 def device_weight(linear: Linear, dtype: torch.dtype, device: torch.device) -> DeviceWeight:
     """What is left of a Linear's weight when it is on the device."""
-    weight = linear.weight
-    name = "triton-w16a16"
-    if isinstance(weight, QuantizedTensor):
-        name = choose(query_for(weight, dtype, device, "decode")).kernel.name
+    weight = stored_of(linear)
+    name = "triton-w16a16" if weight.spec is None else weight.kernel_name(dtype, device, "decode")
     return DeviceWeight(name, linear.shape)
 
 
-def _kind(linear: Linear) -> object:
-    """Linears of one kind can be one weight."""
-    weight = linear.weight
-    return weight.spec if isinstance(weight, QuantizedTensor) else None
+def stored_of(linear: Linear) -> StoredWeight:
+    """A Linear's weight as the checkpoint stores it. Raises TypeError if it was packed or moved."""
+    if not isinstance(linear.weight, StoredWeight):
+        raise TypeError(f"{linear.name} isn't as the checkpoint stores it")
+    return linear.weight
 
 
 def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
@@ -173,20 +174,20 @@ def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device
     if any(one is not None for one in biases):
         bias = torch.cat([torch.zeros(one.shape[0], dtype=dtype) if one.bias is None else one.bias.to(dtype)
                           for one in linears]).to(device)
-    first = linears[0].weight
-    if isinstance(first, torch.Tensor):
+    weights = [stored_of(linear) for linear in linears]
+    plain = [weight.tensor.to(device, dtype) for weight in weights if isinstance(weight, PlainWeight)]
+    if plain:
         from quantkit_kernels.triton import w16a16
 
-        whole = [one.weight.to(device, dtype) for one in linears if isinstance(one.weight, torch.Tensor)]
-        weight = w16a16.pack(whole[0] if len(whole) == 1 else torch.cat(whole), gated=gated)
-        return DeviceLinear(weight, bias)
-    assert isinstance(first, QuantizedTensor)
+        tensor = plain[0] if len(plain) == 1 else torch.cat(plain)
+        return DeviceLinear(w16a16.pack(tensor, gated=gated), bias)
+    quantized = [weight.quantized for weight in weights if isinstance(weight, QuantizedWeight)]
+    first = quantized[0]
     kernel = choose(query_for(first, dtype, device, "decode")).kernel
     assert isinstance(kernel, TritonKernel)
-    codes = _side_by_side([codes_of(one.weight.to(device)) for one in linears
-                           if isinstance(one.weight, QuantizedTensor)])
-    spec, rotation = first.spec, None
-    if spec.rotation:
+    codes = _side_by_side([codes_of(weight.to(device)) for weight in quantized])
+    rotation = None
+    if first.spec.rotation:
         signs, mix = hadamard_factors(first.shape[1])
         rotation = signs.to(device), mix.to(device)
     return DeviceLinear(kernel.pack(codes, gated=gated), bias, rotation)

@@ -12,7 +12,7 @@ from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.cache import KVCache
 from quantkit.models.architecture import all_slots, linear_slots, tensor_shapes
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import LanguageModel
+from quantkit.models.interfaces import LanguageModel
 from quantkit.runtime.gpu import linears
 from quantkit.runtime.gpu.tables import table_bytes
 from quantkit.units import human_bytes

@@ -18,7 +18,8 @@ from quantkit.kv import gpu as kv_gpu
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.models.config import ModelConfig
-from quantkit.models.decoder import CausalLM, KVCacheProtocol
+from quantkit.models.decoder import CausalLM
+from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
@@ -144,7 +145,7 @@ class GpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows, runs_ahead: see :class:`~quantkit.models.decoder.LanguageModel`.
+        decode_rows, runs_ahead: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
     decode_rows, runs_ahead = BATCHES[-1], True
@@ -171,7 +172,7 @@ class GpuModel:
         return self._declines(batch.cache)
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`~quantkit.models.decoder.LanguageModel`."""
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
         return True
 
     def check_cache(self, cache: KVCache) -> None:

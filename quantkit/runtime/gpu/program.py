@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.formats.base import QuantizedTensor
 from quantkit.kv.cache import KVCache
 from quantkit.kv.gpu import pages_of
 from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import MLP, RMSNorm
 from quantkit.ops.activation import softcapped
-from quantkit.ops.cpu_weight import CpuWeight
-from quantkit.ops.device_weight import DeviceWeight
-from quantkit.ops.embedding import Table, embed
+from quantkit.ops.embedding import embed
 from quantkit.ops.hadamard import hadamard_factors
+from quantkit.ops.linear_weight import LinearWeight
+from quantkit.ops.stored_weight import StoredWeight
 from quantkit.runtime.gpu.linears import FusedLinear, device_weight
 from quantkit.runtime.rope_tables import rope_tables
 
@@ -198,6 +197,6 @@ def _let_go(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> No
         linear.weight = device_weight(linear, dtype, device)
 
 
-def _moved(table: Table, device: torch.device) -> torch.Tensor | QuantizedTensor:
-    assert not isinstance(table, CpuWeight | DeviceWeight)
+def _moved(table: LinearWeight, device: torch.device) -> StoredWeight:
+    assert isinstance(table, StoredWeight)
     return table.to(device)

@@ -9,7 +9,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
-from quantkit.models.layers import ForwardContext
+from quantkit.models.forward_context import ForwardContext
 from quantkit.ops.cpu_weight import PLAIN
 from quantkit.ops.hadamard import hadamard_factors
 from quantkit_kernels.cpu import attention, kv_pages, kv_write

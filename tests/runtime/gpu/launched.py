@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 from quantkit.evaluate.forced import split_settings
 from quantkit.kvspec import parse_kv
-from quantkit.ops import cpu_weight, gpu
+from quantkit.ops import cpu_machine, gpu
 from quantkit.quantize import quantize
 from quantkit.runtime import sampler
 from quantkit.runtime.engine import Engine
@@ -92,7 +92,7 @@ def elsewhere(target: str) -> Driver:
     driver.set_active(taken)
     torch.Tensor.is_cuda = property(lambda self: True)
     gpu.unavailable = lambda device, dtype: None
-    cpu_weight.unavailable = lambda: "there is a GPU"
+    cpu_machine.unavailable = lambda: "there is a GPU"
     drawn = sampler._drawn
 
     def sevens(logits: torch.Tensor, samplers: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ KV = ("none,int8,fp8,int4,int3,int2,rotation(4),rotation(3),rotation(2),int8/int
 WEIGHTS = "none,int8,int4-rtn,nf4,nf4-nested,w8a8,fp8,int8-head8,nf4-head8"
 MODELS = "gemma2,gemma3_text,mistral,phi3,qwen2,qwen3"
 NEEDED = {"embed_kernel", "rms_norm_kernel", "matmul_kernel", "rope_store_kernel", "tile_kernel",
-          "piece_kernel", "join_kernel", "advance_kernel", "draw_kernel", "join_peaks_kernel"}
+          "split_kv_kernel", "reduce_kernel", "advance_kernel", "draw_kernel", "join_peaks_kernel"}
 
 
 def launched(*arguments):

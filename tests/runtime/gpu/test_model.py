@@ -17,7 +17,6 @@ from quantkit.kv.footprint import footprint
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.ops import gpu
-from quantkit.ops.linear import kernel_name
 from quantkit.quantize import quantize
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.gpu import memory
@@ -110,7 +109,7 @@ def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
     plain, _ = logits(tmp_path / "out")
     simulated()
     ours, model = logits(tmp_path / "out")
-    names = {kernel_name(one.weight, model.dtype, model.model.device, "decode")
+    names = {one.weight.kernel_name(model.dtype, model.model.device, "decode")
              for one in model.model.linears().values()}
     assert isinstance(model.model, GpuModel) and kernel in names
     # a level of an activation may be the other of two neighbours

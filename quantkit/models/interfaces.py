@@ -1,0 +1,85 @@
+"""What a model and a KV cache are to each other, and to whoever calls them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from quantkit.models.config import ModelConfig
+from quantkit.models.forward_context import ForwardContext
+from quantkit.models.linear import Linear
+
+
+class LanguageModel(Protocol):
+    """What engines and evaluations call: a :class:`~quantkit.models.decoder.CausalLM`, or a faster program
+    that computes the same.
+
+    Attributes:
+        config: its shape.
+        dtype, device: of its plain weights.
+        decode_rows: sequences that decode side by side without an effect on each other, at most.
+        runs_ahead: whether the next step can be launched before the host has read this one's tokens.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    decode_rows: int
+    runs_ahead: bool
+
+    def check_cache(self, cache: Any) -> None:
+        """Raises UsageError: the model can't be run with such a KVCache."""
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+                 cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`~quantkit.models.decoder.CausalLM.__call__`. The result may be a buffer of the
+        model, which its next call overwrites."""
+
+    def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
+        """Whether a prompt that goes into such a cache gives the same bits however it is cut into chunks."""
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
+               cache: KVCacheProtocol | None = None) -> torch.Tensor:
+        """See :meth:`~quantkit.models.decoder.CausalLM.hidden`."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See :meth:`~quantkit.models.decoder.CausalLM.logits`."""
+
+    def linears(self) -> dict[str, Linear]:
+        """See :meth:`~quantkit.models.decoder.CausalLM.linears`."""
+
+
+class KVCacheProtocol(Protocol):
+    """Where attention keeps the keys and values of earlier positions."""
+
+    def next_positions(self, count: int = 1) -> torch.Tensor:
+        """Positions int64 ``[B, count]`` that follow what each sequence holds."""
+
+    def max_lengths(self) -> torch.Tensor:
+        """How many tokens each sequence is announced to have in the end, int64 ``[B]``; 0: unknown."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
+               window: int | None) -> torch.Tensor:
+        """Store a step's keys and values of one layer, and attend over all that its queries may see.
+
+        Rotation is left to the cache, so that one kernel can rotate, compress and store.
+
+        Args:
+            layer: index of the decoder layer.
+            q: ``[B, H, T, D]``, not yet rotated.
+            k, v: ``[B, Hkv, T, D]``, not yet rotated.
+            context: rotation tables and positions; padding is not kept.
+            window: the layer's own sliding window.
+
+        Returns:
+            ``[B, H, T, D]`` in q's dtype; finite at padding.
+        """
+
+    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """All layers had a step; the cache may now call the model itself, for steps of its own.
+
+        Args:
+            model: the one that was called.
+            ids, positions: int64 ``[B, T]``, the step's.
+        """

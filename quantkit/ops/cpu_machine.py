@@ -1,0 +1,71 @@
+"""The CPU that kernels run on: its instruction set, the threads that all models share, and their memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from quantkit_kernels.cpu.isa import Isa
+    from quantkit_kernels.cpu.pool import Pool
+
+
+@functools.cache
+def isa() -> Isa:
+    """The best instruction set of this machine, or the one that ``QUANTKIT_ISA`` names.
+
+    Raises:
+        UsageError: it names one that is unknown, or that this CPU doesn't have.
+    """
+    from quantkit_kernels.cpu.isa import ALL, host_features, missing
+
+    features = host_features()
+    named = os.environ.get("QUANTKIT_ISA")
+    if named is None:
+        return next(one for one in ALL if not missing(one, features))
+    table = {one.name: one for one in ALL}
+    if named not in table:
+        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=did_you_mean(named, table))
+    if lacking := missing(table[named], features):
+        raise UsageError(f"QUANTKIT_ISA is {named!r}", why=f"this CPU lacks {', '.join(lacking)}",
+                         next="unset QUANTKIT_ISA")
+    return table[named]
+
+
+def pool() -> Pool:
+    """The threads that all models of this process share: as many as torch has when the first is loaded, and
+    no more than this process may use at once."""
+    with _making:
+        return _pool()
+
+
+@functools.cache
+def _pool() -> Pool:
+    from quantkit_kernels.cpu.pool import Pool, cores
+
+    return Pool(min(torch.get_num_threads(), cores()))
+
+
+_making = threading.Lock()
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why there are no CPU kernels here; ``None`` if there are."""
+    import importlib.util
+
+    return None if importlib.util.find_spec("llvmlite") else "llvmlite is not installed"
+
+
+def lazy_zeros(*shape: int) -> torch.Tensor:
+    """float32 zeros whose memory is taken when it is first written to, as far as it is."""
+    # not calloc's: what that has at hand, it clears
+    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
