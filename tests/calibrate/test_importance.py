@@ -18,6 +18,7 @@ from quantkit.errors import CalibrationError
 from quantkit.models.architecture import linear_slots, parse_config
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.testing import tiny_weights
 
 HF = {"model_type": "llama", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
@@ -87,7 +88,7 @@ def by_autograd(config, weights, answers):
         if name != "lm_head":
             linear.on_output = lambda y, rows=None, name=name: (
                 y.retain_grad(), outputs.__setitem__(name, (y, rows)))
-    whole.embedding = whole.embedding.clone().requires_grad_(True)
+    whole.embedding = PlainWeight(whole.embedding.tensor.clone().requires_grad_(True))
     logits = whole(TOKENS)
     F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum").backward()
     return {name: (y.grad.square().mean(-1).flatten(), rows) for name, (y, rows) in outputs.items()}

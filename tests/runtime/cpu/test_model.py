@@ -14,6 +14,7 @@ from quantkit.kv.policies.window import SPLIT as WINDOW_SPLIT
 from quantkit.kvspec import parse_kv
 from quantkit.models.decoder import CausalLM
 from quantkit.models.linear import Weights
+from quantkit.ops.stored_weight import PlainWeight
 from quantkit.quantize import quantize
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.loader import load
@@ -87,7 +88,8 @@ def test_what_one_request_broke_does_not_reach_the_next(tmp_path):
     """36 is no multiple of what is multiplied at once: rows have a padding that must stay 0."""
     model = load(str(tiny_model(tmp_path / "odd", hidden_size=36, head_dim=32, num_attention_heads=3,
                                 num_key_value_heads=1, tie_word_embeddings=False))).model
-    table = model._model.embedding = model._model.embedding.clone()  # the file's own can't be written to
+    table = model._model.embedding.tensor.clone()  # the file's own can't be written to
+    model._model.embedding = PlainWeight(table)
     clean = model(ids(1, 3))
     kept = table[7].clone()
     table[7] = float("inf")
