@@ -22,9 +22,9 @@ class LocalExecutor:
     def map(self, work: Callable[..., T], items: Iterable[Item]) -> Generator[T, None, None]:
         """See :meth:`Executor.map`."""
         for item in items:
-            made = work(*item[1])
+            result = work(*item[1])
             del item
-            yield made
+            yield result
 
     def close(self) -> None:
         """Nothing was started."""

@@ -67,10 +67,10 @@ class RayExecutor:
             raise QuantkitError(f"no worker of the cluster has {self._threads} CPUs",
                                 why="each computes with as many threads as torch has here",
                                 next=f"OMP_NUM_THREADS={max(1, largest)} quantkit quantize … --executor ray")
-        most = cpus // self._threads
+        limit = cpus // self._threads
         try:
             for label, arguments in items:
-                if len(running) >= most:
+                if len(running) >= limit:
                     yield self._result(*running.popleft())
                 running.append((label, self._call.remote(self._here, work, *arguments)))
                 del arguments
@@ -143,11 +143,11 @@ def import_ray(address: str) -> Any:
     return ray
 
 
-def _call(here: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:
+def _call(setup: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:
     """In a worker: as the driver is set up, do a piece of its work."""
-    carried, path, threads = here
+    carried, path, threads = setup
     os.environ.update(carried)
-    sys.path.extend(one for one in path if one not in sys.path)
+    sys.path.extend(entry for entry in path if entry not in sys.path)
     torch.set_num_threads(threads)
     _register_tensors()
     return work(*arguments)

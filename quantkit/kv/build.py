@@ -35,7 +35,7 @@ def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -
     def built(options: Mapping[str, object]) -> KVPolicy:
         return _built(kind, KVPolicy, "policy", spec.policy, options, "512")
 
-    size = bytes_of(given) if isinstance(given := spec.options.get("budget"), str) else None
+    size = bytes_of(budget) if isinstance(budget := spec.options.get("budget"), str) else None
     if size is None:
         return built(spec.options)
     policy = built({**spec.options, "budget": 4 * PAGE})
@@ -45,7 +45,7 @@ def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -
         policy.model_copy(update={"budget": count})) > size)
     if not count:
         least = takes(policy.model_copy(update={"budget": 1}))
-        raise UsageError(f"a KV cache of {given} is too small", next="a larger budget, or fewer bits",
+        raise UsageError(f"a KV cache of {budget} is too small", next="a larger budget, or fewer bits",
                          why=f"with {policy.name!r} it has {least:,} bytes at least: pages of {PAGE} tokens "
                              "in each layer and head")
     return built({**spec.options, "budget": count})
@@ -66,9 +66,10 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
                for window in config.sliding_windows]
     if None not in windows and not policy.keeps_all and policy.visible is None:
         return [policy] * len(windows)
-    own = {window: ModelWindow(budget=window, first=first) for window in windows if window is not None}
+    model_windows = {window: ModelWindow(budget=window, first=first) for window in windows
+                     if window is not None}
     sees = MAX_TOKENS if policy.visible is None else policy.visible[0]
-    return [policy if window is None or sees <= window else own[window] for window in windows]
+    return [policy if window is None or sees <= window else model_windows[window] for window in windows]
 
 
 def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
@@ -87,7 +88,7 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
             raise UsageError(f"the KV codec {codec!r} can't be used", why=f"{side!r} isn't a SideCodec",
                              next="see docs/plugins.md, and update the plugin")
     return KVCodecs(*sides, max(keys.residual_length, values.residual_length),
-                    max(-(-one.sinks // PAGE) * PAGE for one in (keys, values)))
+                    max(-(-codec.sinks // PAGE) * PAGE for codec in (keys, values)))
 
 
 def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str,

@@ -64,11 +64,11 @@ def declines(codecs: KVCodecs, dtype: torch.dtype, dim: int, group: int, device:
     """
     if (reason := gpu.unavailable(device, dtype)) is not None:
         return reason
-    for one, other in ((codecs.keys, "token"), (codecs.values, "channel")):
-        if not (found := _NAMES.fullmatch(one.name)) or found[4] == other:
-            return f"has no kernel for the KV codec {one.name!r}"
-        if one.name == "bf16" and dtype != torch.bfloat16:
-            return f"takes pages of the model's dtype, not {one.name}"
+    for codec, other in ((codecs.keys, "token"), (codecs.values, "channel")):
+        if not (match := _NAMES.fullmatch(codec.name)) or match[4] == other:
+            return f"has no kernel for the KV codec {codec.name!r}"
+        if codec.name == "bf16" and dtype != torch.bfloat16:
+            return f"takes pages of the model's dtype, not {codec.name}"
     return heads_decline(dim, group)
 
 
@@ -86,13 +86,13 @@ def side_layout_of(name: str, dtype: torch.dtype) -> SideLayout:
     """What kernels call a codec that :func:`declines` doesn't."""
     from quantkit_kernels.triton.cache import FP8, INT8, PLAIN, SideLayout
 
-    found = _NAMES.fullmatch(name)
-    assert found is not None
-    if found[1]:
+    match = _NAMES.fullmatch(name)
+    assert match is not None
+    if match[1]:
         return SideLayout(PLAIN, 8 * dtype.itemsize)
-    if found[4]:
-        return SideLayout(found[4], int(found[5]), bool(found[6]))
-    return SideLayout(INT8 if found[2] else FP8, 8)
+    if match[4]:
+        return SideLayout(match[4], int(match[5]), bool(match[6]))
+    return SideLayout(INT8 if match[2] else FP8, 8)
 
 
 def pages_of(store: PageStore, codecs: KVCodecs, dtype: torch.dtype) -> LayerPages:

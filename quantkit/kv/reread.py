@@ -74,12 +74,12 @@ def _attention_from(cache: KVCache, fork: int, batch_of: Callable[[int], KVCache
     """Feed ``tokens``; returns float32 ``[Hkv, S]`` for each layer that the policy manages."""
     start = 0
     while start < len(tokens):
-        some = tokens[start:start + token_budget()]
-        ids = torch.tensor([some], device=cache.device)
+        chunk = tokens[start:start + token_budget()]
+        ids = torch.tensor([chunk], device=cache.device)
         batch = batch_of(fork)
-        model.hidden(ids, batch.next_positions(len(some)), batch)
-        start += len(some)
-        yield len(some)
+        model.hidden(ids, batch.next_positions(len(chunk)), batch)
+        start += len(chunk)
+        yield len(chunk)
     received: list[torch.Tensor | None] = []
     for layer, state in zip(cache.layers, cache.sequence(fork).layers):
         layer.accumulate(state)

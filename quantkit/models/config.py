@@ -155,13 +155,13 @@ def expert_counts(config: ConfigReader, count: int, chosen: int) -> tuple[int, i
         UnsupportedModelError: the two names disagree, or more are chosen than there are.
     """
     names = ("num_local_experts", "num_experts")
-    given = {name: config.integer(name, count, maximum=MAX_EXPERTS) for name in names
-             if config.raw(name) is not None}
-    if len(set(given.values())) > 1:
-        raise config.wrong(names[1], given[names[1]], f"{names[0]} is {given[names[0]]}")
-    count = next(iter(given.values()), count)
+    counts = {name: config.integer(name, count, maximum=MAX_EXPERTS) for name in names
+              if config.raw(name) is not None}
+    if len(set(counts.values())) > 1:
+        raise config.wrong(names[1], counts[names[1]], f"{names[0]} is {counts[names[0]]}")
+    count = next(iter(counts.values()), count)
     if count * layer_count(config) > MAX_EXPERTS_IN_ALL:
-        raise config.wrong(next(iter(given), names[0]), count,
+        raise config.wrong(next(iter(counts), names[0]), count,
                            f"{MAX_EXPERTS_IN_ALL:,} experts in all layers are allowed")
     return count, config.integer("num_experts_per_tok", chosen, maximum=count)
 
@@ -192,9 +192,9 @@ def mixed_windows(config: ConfigReader, *, default_window: int,
     """
     layers = layer_count(config)
     enabled = config.flag("use_sliding_window", False) and not config.null("sliding_window")
-    given = config.integer("sliding_window", default_window)
+    window_size = config.integer("sliding_window", default_window)
     full = config.integer("max_window_layers", default_full_layers, minimum=0)
-    window = given if enabled else None
+    window = window_size if enabled else None
     return _listed(config, window, tuple(window if i >= full else None for i in range(layers)))
 
 

@@ -30,8 +30,8 @@ class DecoderLayer:
         name = f"model.layers.{index}"
         self._config = config
 
-        def norm(which: str) -> RMSNorm:
-            return RMSNorm(f"{name}.{which}_layernorm", config.hidden_size, config, weights)
+        def norm(position: str) -> RMSNorm:
+            return RMSNorm(f"{name}.{position}_layernorm", config.hidden_size, config, weights)
 
         self.before_attention = norm("input")
         self.self_attn = Attention(config, index, weights)
@@ -55,7 +55,7 @@ class DecoderLayer:
 
     def linears(self) -> dict[str, Linear]:
         """The layer's Linears by full name, in the model's order."""
-        return {one.name: one for one in (*self.self_attn.linears(), *self.mlp.linears())}
+        return {linear.name: linear for linear in (*self.self_attn.linears(), *self.mlp.linears())}
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class CausalLM:
         y = self.head(self.norm(x))
         if self.config.logit_softcap is None:
             return y
-        return torch.cat([softcapped(one, self.config.logit_softcap) for one in by_sequence(y)])
+        return torch.cat([softcapped(sequence, self.config.logit_softcap) for sequence in by_sequence(y)])
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,5 +141,5 @@ class CausalLM:
 
     def linears(self) -> dict[str, Linear]:
         """Every Linear by full name, as :func:`~quantkit.models.architecture.linear_slots` orders them."""
-        found = {name: one for layer in self.layers for name, one in layer.linears().items()}
-        return found if self.config.tie_word_embeddings else found | {HEAD: self.head}
+        linears = {name: linear for layer in self.layers for name, linear in layer.linears().items()}
+        return linears if self.config.tie_word_embeddings else linears | {HEAD: self.head}

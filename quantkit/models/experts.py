@@ -1,4 +1,5 @@
-"""Experts in place of an MLP: a router sends every token to some of them, https://arxiv.org/abs/1701.06538."""
+"""Experts in place of an MLP: a router sends every token to some of them,
+https://arxiv.org/abs/1701.06538."""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ class MixtureOfExperts:
         chosen, shares = (torch.cat(parts) for parts in zip(*routed))
         out = torch.zeros_like(tokens, dtype=torch.float32)
         for number, rows, places in by_expert(chosen):
-            found = self.experts[number](tokens[rows], rows)
-            out.index_add_(0, rows, found.float() * shares[rows, places, None])
+            result = self.experts[number](tokens[rows], rows)
+            out.index_add_(0, rows, result.float() * shares[rows, places, None])
         return out.to(x.dtype).view_as(x)
 
     def linears(self) -> list[Linear]:
         """In the order of the model's slots."""
-        return [one for expert in self.experts for one in expert.linears()]
+        return [linear for expert in self.experts for linear in expert.linears()]

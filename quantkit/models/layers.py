@@ -131,7 +131,7 @@ def project(linears: Sequence[Linear], x: torch.Tensor, sizes: Sequence[int],
             rows: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """``x [..., in]`` through Linears that see the same input → ``[..., size]`` for each of ``sizes``."""
     if len(linears) == len(sizes):
-        return [one(x, rows) for one in linears]
+        return [linear(x, rows) for linear in linears]
     (fused,) = linears
     return fused(x, rows).split(list(sizes), -1)
 
@@ -146,11 +146,11 @@ def embedded(config: ModelConfig, ids: torch.Tensor, table: LinearWeight, dtype:
 
 def linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:
     """The Linear ``name``, its shape checked against the config's. Raises SourceError."""
-    made = weights.linear(name, bias)
-    check_shape(f"{name}.weight", made, shape)
-    if made.bias is not None:
-        check_shape(f"{name}.bias", made.bias, shape[:1])
-    return made
+    layer = weights.linear(name, bias)
+    check_shape(f"{name}.weight", layer, shape)
+    if layer.bias is not None:
+        check_shape(f"{name}.bias", layer.bias, shape[:1])
+    return layer
 
 
 def check_shape(name: str, tensor: torch.Tensor | LinearWeight | Linear, expected: tuple[int, ...]) -> None:

@@ -44,7 +44,7 @@ def parse_longrope(config: ConfigReader, max_positions: int, head_dim: int,
         return RopeConfig(theta or DEFAULT_THETA, partial=partial)
     factor = reader.number("factor", max_positions / original)
     stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    short, long = (_factors(reader, f"{which}_factor", rotated // 2) for which in ("short", "long"))
+    short, long = (_factors(reader, f"{reach}_factor", rotated // 2) for reach in ("short", "long"))
     rope = RopeConfig(theta or DEFAULT_THETA, "longrope", factor, original, partial=partial,
                       attention_factor=reader.number("attention_factor", stretch), short_factors=short,
                       long_factors=long)

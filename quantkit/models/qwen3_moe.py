@@ -36,7 +36,7 @@ def _experts(reader: ConfigReader) -> Experts | None:
     count, chosen = expert_counts(reader, 128, 8)
     every, layers = reader.integer("decoder_sparse_step", 1), layer_count(reader)
     dense = reader.raw("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
+    if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
         raise reader.wrong("mlp_only_layers", dense, f"it must list layers from 0 to {layers - 1}")
     routed = tuple((index + 1) % every == 0 and index not in dense for index in range(layers))
     size, normalized = reader.integer("moe_intermediate_size", 768), reader.flag("norm_topk_prob")

@@ -93,7 +93,7 @@ class ConfigReader:
     def only(self, key: str, allowed: Collection[Any]) -> None:
         """Accept ``key`` when it is absent or one of ``allowed``. UnsupportedModelError otherwise."""
         value = self.raw(key)
-        if value is not None and not any(_same(value, one) for one in allowed):
+        if value is not None and not any(_same(value, choice) for choice in allowed):
             listed = ", ".join(map(repr, allowed)) or "null"
             raise self.wrong(key, value, f"only {listed} is implemented")
 

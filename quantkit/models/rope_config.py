@@ -72,16 +72,16 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
     if kind not in KINDS:
         reason = _WHY_NOT.get(str(kind)) or f"implemented kinds: {', '.join(KINDS)}"
         raise reader.wrong("rope_type", kind, reason)
-    found: dict[str, Any] = {"theta": theta or default_theta, "kind": kind}
+    fields: dict[str, Any] = {"theta": theta or default_theta, "kind": kind}
     if kind != "default":
-        found["factor"] = _factor(reader, kind, max_positions)
+        fields["factor"] = _factor(reader, kind, max_positions)
     if kind in ("llama3", "yarn"):
         inner_original = reader.integer("original_max_position_embeddings",
                                         outer_original or max_positions)
         if outer_original is not None and outer_original != inner_original:
             raise config.wrong("original_max_position_embeddings", outer_original,
                                f"the rope table says {inner_original}")
-        found["original_max_positions"] = inner_original
+        fields["original_max_positions"] = inner_original
     elif outer_original is not None and outer_original != max_positions:
         raise config.wrong("original_max_position_embeddings", outer_original,
                            f"rope kind {kind!r} has no use for it")
@@ -89,13 +89,13 @@ def parse_rope(config: ConfigReader, max_positions: int, default_theta: float = 
         low, high = reader.number("low_freq_factor"), reader.number("high_freq_factor")
         if low >= high:
             raise reader.wrong("high_freq_factor", high, f"it must exceed low_freq_factor {low}")
-        found |= {"low_freq_factor": low, "high_freq_factor": high}
+        fields |= {"low_freq_factor": low, "high_freq_factor": high}
     if kind == "yarn":
-        found |= {"beta_fast": reader.number("beta_fast", 32.0), "beta_slow": reader.number("beta_slow", 1.0),
-                  "truncate": reader.flag("truncate", True),
-                  "attention_factor": _yarn_attention(reader, found["factor"])}
+        fields |= {"beta_fast": reader.number("beta_fast", 32.0),
+                   "beta_slow": reader.number("beta_slow", 1.0), "truncate": reader.flag("truncate", True),
+                   "attention_factor": _yarn_attention(reader, fields["factor"])}
     reader.finish(harmless=(), inert={"partial_rotary_factor": (1, 1.0)})
-    return RopeConfig(**found)
+    return RopeConfig(**fields)
 
 
 def open_table(config: ConfigReader) -> tuple[ConfigReader, str, float | None]:

@@ -23,16 +23,16 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device,
     """
     dim = config.rotated(head_dim)
     if config.kind == "linear":
-        made = rope.linear_frequencies(config.theta, dim, config.factor)
+        frequencies = rope.linear_frequencies(config.theta, dim, config.factor)
     elif config.kind == "llama3":
-        made = rope.llama3_frequencies(config.theta, dim, config.factor, config.low_freq_factor,
-                                       config.high_freq_factor, config.original_max_positions)
+        frequencies = rope.llama3_frequencies(config.theta, dim, config.factor, config.low_freq_factor,
+                                              config.high_freq_factor, config.original_max_positions)
     elif config.kind == "yarn":
-        made = rope.yarn_frequencies(config.theta, dim, config.factor, config.beta_fast, config.beta_slow,
-                                     config.original_max_positions, config.truncate)
+        frequencies = rope.yarn_frequencies(config.theta, dim, config.factor, config.beta_fast,
+                                            config.beta_slow, config.original_max_positions, config.truncate)
     elif config.kind == "longrope":
-        made = rope.longrope_frequencies(config.theta, dim,
-                                         config.long_factors if long else config.short_factors)
+        frequencies = rope.longrope_frequencies(config.theta, dim,
+                                                config.long_factors if long else config.short_factors)
     else:
-        made = rope.frequencies(config.theta, dim)
-    return made.to(device)
+        frequencies = rope.frequencies(config.theta, dim)
+    return frequencies.to(device)

@@ -50,10 +50,10 @@ class Visibility:
         """
         if (hit := self._kept.get((start, dtype))) is not None:
             return hit
-        made = self._make(start, dtype)
+        mask = self._make(start, dtype)
         if self._positions.numel() * self._keys.shape[1] <= MASK_ELEMENTS:
-            self._kept[start, dtype] = made
-        return made
+            self._kept[start, dtype] = mask
+        return mask
 
     def _make(self, start: int, dtype: torch.dtype) -> tuple[int, int, torch.Tensor | None]:
         query = self._positions[:, start: start + self.rows, None]
@@ -101,10 +101,10 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
     for start in range(0, q.shape[2], seen.rows):
         stop = start + seen.rows
         low, high, bias = seen.chunk(start, q.dtype)
-        some = q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
+        block = q[:, :, start:stop], keys[:, :, low:high], values[:, :, low:high]
         out[:, :, start:stop] = F.scaled_dot_product_attention(
-            *some, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
-        ) if softcap is None else _softcapped(*some, bias, scale, softcap)
+            *block, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
+        ) if softcap is None else _softcapped(*block, bias, scale, softcap)
     return out
 
 

@@ -30,8 +30,8 @@ def isa() -> Isa:
     features = host_features()
     named = os.environ.get("QUANTKIT_ISA")
     if named is None:
-        return next(one for one in ALL if not missing(one, features))
-    table = {one.name: one for one in ALL}
+        return next(isa for isa in ALL if not missing(isa, features))
+    table = {isa.name: isa for isa in ALL}
     if named not in table:
         raise UsageError(f"QUANTKIT_ISA is {named!r}", why=did_you_mean(named, table))
     if lacking := missing(table[named], features):

@@ -47,14 +47,14 @@ def _run(source: Source, x: torch.Tensor, second: torch.Tensor | None = None,
     from quantkit_kernels.cpu.matmul import SUB
 
     size = x.shape[-1]
-    parts = {name: _padded(one.reshape(-1, size)) for name, one in (
-        ("x", x), ("second", second), ("weight", weight)) if one is not None}
+    parts = {name: _padded(tensor.reshape(-1, size)) for name, tensor in (
+        ("x", x), ("second", second), ("weight", weight)) if tensor is not None}
     out = torch.empty_like(parts["x"])
     width = out.shape[1]
     program = _program(source)
     program.set(0, units=len(out), size=size, subgroups=width // SUB, x_stride=width * 4,
                 out_stride=width * 4, eps=struct.unpack("<i", struct.pack("<f", eps))[0],
-                **{name: one.data_ptr() for name, one in (*parts.items(), ("out", out))})
+                **{name: tensor.data_ptr() for name, tensor in (*parts.items(), ("out", out))})
     cpu_machine.pool().run(program.records)
     return out[:, :size].reshape(x.shape)
 
@@ -72,7 +72,7 @@ def _program(source: Source) -> Program:
 
     key = source, cpu_machine.isa().name
     if key not in _kept.programs:
-        made = _kept.programs[key] = Program(cpu_machine.isa())
-        made.add(RowKernel(source, "floats"), 0)
-        made.finish(tell_compiling)
+        program = _kept.programs[key] = Program(cpu_machine.isa())
+        program.add(RowKernel(source, "floats"), 0)
+        program.finish(tell_compiling)
     return _kept.programs[key]

@@ -266,12 +266,12 @@ _kept = _Kept()
 def _ready(packed: CpuWeight) -> CpuProduct:
     """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
     key = packed.kernel.name, packed.shape, packed.columns, isa().name, pool().threads
-    found = _kept.products.pop(key, None)
-    if found is None:
-        found = CpuProduct(packed, DECODE_ROWS)
+    product = _kept.products.pop(key, None)
+    if product is None:
+        product = CpuProduct(packed, DECODE_ROWS)
         while len(_kept.products) >= KEPT:
             _kept.products.popitem(last=False)
     else:
-        found.replace(packed)
-    _kept.products[key] = found
-    return found
+        product.replace(packed)
+    _kept.products[key] = product
+    return product

@@ -88,8 +88,8 @@ def tables(positions: torch.Tensor, inverse: torch.Tensor, scale: float,
         ``cos`` and ``sin``, ``[B, 1, T, R]``; the first half of ``sin`` is negated.
     """
     angles = by_sequence(positions[:, None, :, None].float() * inverse)
-    cos = torch.cat([one.cos() for one in angles]) * scale
-    sin = torch.cat([one.sin() for one in angles]) * scale
+    cos = torch.cat([angle.cos() for angle in angles]) * scale
+    sin = torch.cat([angle.sin() for angle in angles]) * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 

@@ -13,4 +13,4 @@ def by_sequence(x: torch.Tensor) -> list[torch.Tensor]:
     So functions that round otherwise than by one IEEE operation an element see one sequence a call: the shape
     that it has alone.
     """
-    return [one.clone() for one in x.split(1)] if x.shape[0] > 1 else [x]
+    return [sequence.clone() for sequence in x.split(1)] if x.shape[0] > 1 else [x]

@@ -65,20 +65,20 @@ def feed_back(work: torch.Tensor, upper: torch.Tensor, scale: torch.Tensor, bits
         Symbols uint8 and values float32, ``[tiles, in, 64]``.
     """
     symbols = torch.empty(work.shape, dtype=torch.uint8, device=work.device)
-    found = torch.empty(work.shape, device=work.device)
+    values = torch.empty(work.shape, device=work.device)
     if _by_kernel(work):
-        _columns(False, work, upper, scale, bits, window, symbols, found)
-        return symbols, found
+        _columns(False, work, upper, scale, bits, window, symbols, values)
+        return symbols, values
     weight = evened(scale)
     for i in range(work.shape[1]):
-        symbols[:, i], found[:, i] = nearest(work[:, i] / scale, weight, bits, window)
-        error = (work[:, i] - found[:, i] * scale) / upper[i, i]
+        symbols[:, i], values[:, i] = nearest(work[:, i] / scale, weight, bits, window)
+        error = (work[:, i] - values[:, i] * scale) / upper[i, i]
         work[:, i + 1:] -= upper[i, i + 1:, None] * error.unsqueeze(1)
-    return symbols, found
+    return symbols, values
 
 
 def visit(slopes: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits: int, window: int,
-          symbols: torch.Tensor, found: torch.Tensor) -> None:
+          symbols: torch.Tensor, values: torch.Tensor) -> None:
     """Change every column's rings where that lowers ``eᵀ H e``, all other columns fixed.
 
     Args:
@@ -90,17 +90,17 @@ def visit(slopes: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits
         symbols, found: as :func:`feed_back` returns them; changed in place.
     """
     if _by_kernel(slopes):
-        _columns(True, slopes, hessian, scale, bits, window, symbols, found)
+        _columns(True, slopes, hessian, scale, bits, window, symbols, values)
         return
     weight = evened(scale)
     for i in range(slopes.shape[1]):
-        old = found[:, i].clone()
+        old = values[:, i].clone()
         target = old + slopes[:, i] / (hessian[i, i] * scale)
         codes, new = nearest(target, weight, bits, window)
-        further, before = ((weight * (one - target)).square().sum(1, keepdim=True) for one in (new, old))
+        further, before = ((weight * (value - target)).square().sum(1, keepdim=True) for value in (new, old))
         symbols[:, i] = torch.where(further > before, symbols[:, i], codes)
-        found[:, i] = torch.where(further > before, old, new)
-        slopes[:, i + 1:] -= hessian[i, i + 1:, None] * ((found[:, i] - old) * scale).unsqueeze(1)
+        values[:, i] = torch.where(further > before, old, new)
+        slopes[:, i + 1:] -= hessian[i, i + 1:, None] * ((values[:, i] - old) * scale).unsqueeze(1)
 
 
 def evened(scale: torch.Tensor) -> torch.Tensor:
@@ -127,13 +127,13 @@ def _path(target: torch.Tensor, weight: torch.Tensor, values: torch.Tensor, bits
     for step in range(steps):
         error = (values - target[:, step:step + 1]) * weight[:, step:step + 1]
         total = before.repeat_interleave(choices, 1) + error.square()
-        before, which = total.view(count, choices, ends).min(dim=1)
-        came.append(which.to(torch.uint8))
+        before, winner = total.view(count, choices, ends).min(dim=1)
+        came.append(winner.to(torch.uint8))
     where = before.argmin(dim=1) if cut is None else cut
     states = torch.empty(count, steps, dtype=torch.int64, device=target.device)
     for step in reversed(range(steps)):
-        which = came[step].gather(1, where.unsqueeze(1)).squeeze(1).to(torch.int64)
-        states[:, step] = which * ends + where
+        winner = came[step].gather(1, where.unsqueeze(1)).squeeze(1).to(torch.int64)
+        states[:, step] = winner * ends + where
         where = states[:, step] >> bits
     return (states & choices - 1).to(torch.uint8), states
 
@@ -147,13 +147,13 @@ def _values(window: int, device: torch.device) -> torch.Tensor:
 
 
 def _columns(again: bool, work: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor, bits: int,
-             window: int, symbols: torch.Tensor, found: torch.Tensor) -> None:
+             window: int, symbols: torch.Tensor, values: torch.Tensor) -> None:
     from quantkit_kernels.cpu.viterbi import ColumnSearch, Viterbi
 
     scale = scale.contiguous()
     _run(ColumnSearch(Viterbi(bits, window), again), len(work), work=work, matrix=matrix.contiguous(),
-         scale=scale, weight=evened(scale), values=_values(window, work.device), symbols=symbols, found=found,
-         columns=work.shape[1])
+         scale=scale, weight=evened(scale), values=_values(window, work.device), symbols=symbols,
+         found=values, columns=work.shape[1])
 
 
 def _run(kernel: Viterbi | ColumnSearch, units: int, **arguments: Any) -> None:

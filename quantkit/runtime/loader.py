@@ -111,13 +111,13 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     if dtype != "auto" and dtype not in FLOATS:
         raise UsageError(f"no dtype is called {dtype!r}", why=did_you_mean(dtype, ["auto", *FLOATS]))
     place = find_device(device)
-    found = open_model(uri, revision)
+    source = open_model(uri, revision)
     try:
-        if isinstance(found, Checkpoint | ForeignCheckpoint):
-            return _checkpoint(found, uri, dtype, place)
-        return _source(found, uri, dtype, place)
+        if isinstance(source, Checkpoint | ForeignCheckpoint):
+            return _checkpoint(source, uri, dtype, place)
+        return _source(source, uri, dtype, place)
     finally:
-        found.close()
+        source.close()
 
 
 def label_of(rows: Sequence[LayerRow]) -> str:
@@ -146,9 +146,9 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
     config, kind = checked.config, checked.dtype
     packed: dict[str, QuantizedTensor] = {}
     for slot in all_slots(config):
-        if (found := checkpoint.quantized(slot.name)) is not None:
+        if (weight := checkpoint.quantized(slot.name)) is not None:
             # its dtype stays that of the file, whatever activations have: scales are stored in it
-            packed[slot.name] = found
+            packed[slot.name] = weight
     plain = [shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed]
     model, reason = build_model(config, checkpoint, checkpoint.has, kind, packed, device, uri)

@@ -139,19 +139,19 @@ def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler],
         samplers: the rows'.
         histories: every id of a sequence so far; only those whose sampler is :attr:`Sampler.on_host` count.
     """
-    found: list[int | QuantkitError] = [0] * len(samplers)
-    here = [row for row, one in enumerate(samplers) if not samples_on_device(logits, [one])]
-    there = [row for row in range(len(samplers)) if row not in here]
-    if there:
-        some = logits if len(there) == len(samplers) else logits[there]
-        for row, token in zip(there, sample_async(some, [samplers[row] for row in there]).tokens()):
-            found[row] = token
-    for row in here:
+    results: list[int | QuantkitError] = [0] * len(samplers)
+    on_host = [row for row, sampler in enumerate(samplers) if not samples_on_device(logits, [sampler])]
+    on_device = [row for row in range(len(samplers)) if row not in on_host]
+    if on_device:
+        rows = logits if len(on_device) == len(samplers) else logits[on_device]
+        for row, token in zip(on_device, sample_async(rows, [samplers[row] for row in on_device]).tokens()):
+            results[row] = token
+    for row in on_host:
         try:
-            found[row] = samplers[row](logits[row], histories[row])
+            results[row] = samplers[row](logits[row], histories[row])
         except QuantkitError as error:
-            found[row] = error
-    return found
+            results[row] = error
+    return results
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class PendingTokens:
 def samples_on_device(logits: torch.Tensor, samplers: Sequence[Sampler]) -> bool:
     """Whether all these rows' tokens can be chosen where the logits are."""
     return gpu.unavailable(logits.device.type, logits.dtype) is None and not any(
-        one.on_host for one in samplers)
+        sampler.on_host for sampler in samplers)
 
 
 def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTokens:
@@ -184,38 +184,40 @@ def sample_async(logits: torch.Tensor, samplers: Sequence[Sampler]) -> PendingTo
     so."""
     with gpu.current(logits.device):
         ids, finite = _drawn(logits, samplers)
-        for one in samplers:
-            one.drawn += 1
+        for sampler in samplers:
+            sampler.drawn += 1
         known = torch.where(finite != 0, ids, -1)
         if logits.device.type != "cuda":
             return PendingTokens(known.clamp(min=0), known, None)
-        here = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
-        here.copy_(known, non_blocking=True)
+        pinned = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
+        pinned.copy_(known, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return PendingTokens(known.clamp(min=0), here, ready)
+        return PendingTokens(known.clamp(min=0), pinned, ready)
 
 
 def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids ``[B]``, and whether a row's logits are finite."""
-    if all(one.sampling.greedy for one in samplers):
+    if all(sampler.sampling.greedy for sampler in samplers):
         from quantkit_kernels.triton.argmax import argmax
 
         return argmax(logits)
     from quantkit_kernels.triton.sampling import choose as chosen
 
-    given = [one.sampling for one in samplers]
-    whole = torch.tensor([[one.seed for one in samplers], [one.drawn for one in samplers],
-                          [one.top_k for one in given]])
-    real = torch.tensor([[one.temperature for one in given], [one.top_p for one in given],
-                         [one.min_p for one in given]], dtype=torch.float64)
-    there = gpu.sent(torch.cat((whole, real.view(torch.int64))), logits.device)  # all in one copy
-    seed, step, top_k = there[:3]
-    temperature, top_p, min_p = there[3:].view(torch.float64).float()
+    settings = [sampler.sampling for sampler in samplers]
+    integers = torch.tensor([[sampler.seed for sampler in samplers], [sampler.drawn for sampler in samplers],
+                             [sampling.top_k for sampling in settings]])
+    real = torch.tensor([[sampling.temperature for sampling in settings],
+                         [sampling.top_p for sampling in settings],
+                         [sampling.min_p for sampling in settings]], dtype=torch.float64)
+    numbers = gpu.sent(torch.cat((integers, real.view(torch.int64))), logits.device)  # all in one copy
+    seed, step, top_k = numbers[:3]
+    temperature, top_p, min_p = numbers[3:].view(torch.float64).float()
     top_p = top_p.clamp(min=_SMALLEST)
-    return chosen(logits, temperature, seed, step, top_k if any(one.top_k for one in given) else None,
-                  top_p if any(one.top_p < 1 for one in given) else None,
-                  min_p if any(one.min_p for one in given) else None)
+    return chosen(logits, temperature, seed, step, top_k
+                  if any(sampling.top_k for sampling in settings) else None,
+                  top_p if any(sampling.top_p < 1 for sampling in settings) else None,
+                  min_p if any(sampling.min_p for sampling in settings) else None)
 
 
 def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:

@@ -35,8 +35,8 @@ class PlainVectors:
         """Rounded to nearest; what is too large for the dtype becomes its largest number."""
         if self._dtype is None or x.dtype == self._dtype:
             return {"values": x}
-        most = min(torch.finfo(self._dtype).max, torch.finfo(x.dtype).max)
-        return {"values": x.clamp(-most, most).to(self._dtype)}
+        limit = min(torch.finfo(self._dtype).max, torch.finfo(x.dtype).max)
+        return {"values": x.clamp(-limit, limit).to(self._dtype)}
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """In the stored dtype."""

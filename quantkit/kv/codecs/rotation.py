@@ -73,8 +73,8 @@ class HadamardVectors:
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """float32."""
         book = levels(self.bits).to(parts["codes"].device)
-        found = book[unpack(parts["codes"], self.bits).int()] * parts["scale"].float()[..., None]
-        return found + parts["mean"].float().unsqueeze(-2) if self.centered else found
+        values = book[unpack(parts["codes"], self.bits).int()] * parts["scale"].float()[..., None]
+        return values + parts["mean"].float().unsqueeze(-2) if self.centered else values
 
 
 class RotationCodec(KVCodec):

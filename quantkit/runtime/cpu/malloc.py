@@ -16,9 +16,9 @@ def trim_heap() -> None:
 @functools.cache
 def _function() -> Callable[[int], int] | None:
     try:
-        found = ctypes.CDLL(None).malloc_trim  # glibc's
+        trim = ctypes.CDLL(None).malloc_trim  # glibc's
     except (OSError, AttributeError, TypeError):
         return None
-    found.argtypes, found.restype = [ctypes.c_size_t], ctypes.c_int
-    function: Callable[[int], int] = found
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    function: Callable[[int], int] = trim
     return function

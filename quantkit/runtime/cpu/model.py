@@ -68,8 +68,8 @@ def _other_maths(config: ModelConfig) -> str | None:
            "capped scores": config.attention_softcap is not None,
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
            "a rotation of parts of a head": config.rope.partial != 1.0}
-    if (found := next((what for what, asked in has.items() if asked), None)) is not None:
-        return f"has no kernel for {found}"
+    if (feature := next((name for name, used in has.items() if used), None)) is not None:
+        return f"has no kernel for {feature}"
     # gate and up are parts of one row: what pads the first to whole subgroups would be the second's
     if config.fused_projections and config.intermediate_size % SUBGROUP:
         return f"takes fused MLPs whose size {SUBGROUP} divides, not {config.intermediate_size}"
@@ -81,7 +81,7 @@ def _kernel(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 
 
 def _listed(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 class CpuModel:
@@ -110,8 +110,9 @@ class CpuModel:
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        held = {id(one.weight): packed_of(one).nbytes for one in (*self.linears().values(), self._model.head)}
-        return sum(held.values())
+        sizes = {id(linear.weight): packed_of(linear).nbytes
+                 for linear in (*self.linears().values(), self._model.head)}
+        return sum(sizes.values())
 
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences goes operation by operation instead."""
@@ -159,24 +160,24 @@ class CpuModel:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`CausalLM.logits`."""
         rows, program = x.reshape(-1, x.shape[-1]), self.program(None)
-        flat = join_rows([program.logits(some) for some in rows.split(MAX_ROWS)], self.config.vocab_size)
+        flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def program(self, codecs: PageCodecs | None) -> CpuProgram:
         """The program that reads these codecs of the cache, or any; made when it is first asked for."""
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-        found = codecs or next(iter(self._programs), PageCodecs("bf16", "bf16"))
-        if found not in self._programs:
+        page_codecs = codecs or next(iter(self._programs), PageCodecs("bf16", "bf16"))
+        if page_codecs not in self._programs:
             with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
-                self._programs[found] = CpuProgram(self._model, found)
-        return self._programs[found]
+                self._programs[page_codecs] = CpuProgram(self._model, page_codecs)
+        return self._programs[page_codecs]
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
         if cache is None:
-            own = KVCache(self.config, KVSpec(), self.dtype)
-            return Batch(own, [own.add() for _ in range(ids.shape[0])])
+            cache_of_step = KVCache(self.config, KVSpec(), self.dtype)
+            return Batch(cache_of_step, [cache_of_step.add() for _ in range(ids.shape[0])])
         return cache if isinstance(cache, Batch) and self.declines(cache) is None else None
 
 
@@ -198,6 +199,6 @@ def codecs_of(cache: KVCache) -> PageCodecs:
     from quantkit_kernels.cpu.kv_pages import PageCodecs
 
     plain = cpu_weight.PLAIN[cache.dtype]
-    keys, values = (plain if one.name == "none" else one.name for one in (
+    keys, values = (plain if codec.name == "none" else codec.name for codec in (
         cache.codecs.keys, cache.codecs.values))
     return PageCodecs(keys, values, None if cache.layers[0].store.residual is None else plain)

@@ -176,10 +176,11 @@ class CpuProgram:
 
         for weight in {packed_of(linear).input_key: packed_of(linear) for linear in linears}.values():
             family, columns, rotated = key = weight.input_key
-            made = self._activations.setdefault((role, *key),
-                                                Activations(weight, max(MAX_ROWS, self._pool.threads)))
+            activations = self._activations.setdefault((role, *key),
+                                                       Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
-                              subgroups=columns // SUB, **made.written, **self._hadamard(rotated), **values)
+                              subgroups=columns // SUB, **activations.written, **self._hadamard(rotated),
+                              **values)
 
     def _hadamard(self, width: int) -> dict[str, Any]:
         """The arguments with which a row operation rotates rows of this width; none if it is 0."""
@@ -209,12 +210,13 @@ class CpuProgram:
         from quantkit_kernels.cpu.matmul import STRIPE
 
         weight = packed_of(linear)
-        made = self._activations[role, *weight.input_key]
+        activations = self._activations[role, *weight.input_key]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
-        index = self._program.add(weight.kernel, **weight.arguments, **made.read, out=out, bias=bias, add=add,
-                                  scratch=self._scratch, out_stride=stride if out is None else stride_of(out),
+        index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,
+                                  add=add, scratch=self._scratch, out_stride=stride
+                                  if out is None else stride_of(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
-        self._packed[index] = weight, made.stride
+        self._packed[index] = weight, activations.stride
 
     # -- running
 
@@ -246,18 +248,18 @@ class CpuProgram:
             float32 ``[len(selected), vocab]``.
         """
         self._place(batch, ids, chunks)
-        found = self._select(selected)
+        logits = self._select(selected)
         self._pool.run(self._program.records if selected else self._program.records[:self._head_at])
         self._done(batch, chunks)
-        return self._capped(found[:, :self._config.vocab_size])
+        return self._capped(logits[:, :self._config.vocab_size])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head over float32 ``[n, hidden]``: float32 ``[n, vocab]``."""
         self._hidden[:len(x), :x.shape[1]] = x
-        found = self._select(range(len(x)))
+        logits = self._select(range(len(x)))
         if len(x):
             self._pool.run(self._program.records[self._head_at:])
-        return self._capped(found[:, :self._config.vocab_size])
+        return self._capped(logits[:, :self._config.vocab_size])
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         if (cap := self._config.logit_softcap) is None:
@@ -294,11 +296,11 @@ class CpuProgram:
         self._pages(cache)
         self._shape(row, tile, longest)
         self._set_encoded(batch, chunks)
-        asked = row if any(batch.sequences[chunk.sequence].query_window for chunk in chunks) else 0
-        if asked != self._recorded_rows:
-            self._recorded_rows = asked
+        queries = row if any(batch.sequences[chunk.sequence].query_window for chunk in chunks) else 0
+        if queries != self._recorded_rows:
+            self._recorded_rows = queries
             for index in self._record_queries:
-                self._program.set(index, units=asked)
+                self._program.set(index, units=queries)
 
     def _set_encoded(self, batch: Batch, chunks: Sequence[Chunk]) -> None:
         """Write how many pages of the residual are encoded at this step's end."""
@@ -323,9 +325,9 @@ class CpuProgram:
         if count and count != self._current_selected:
             self._current_selected = count
             self._units(range(self._head_at, len(self._names)), count)
-        found = torch.empty(count, self._width)
-        self._program.set(len(self._names) - 1, out=found.data_ptr())
-        return found
+        rows = torch.empty(count, self._width)
+        self._program.set(len(self._names) - 1, out=rows.data_ptr())
+        return rows
 
     def _shape(self, count: int, tiles: int, longest: int) -> None:
         """Write the numbers of units for ``count`` rows and ``tiles`` tiles."""

@@ -23,10 +23,10 @@ Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
 """``ids [N]`` and whose they are, and where logits ``[N, vocab]`` go."""
 
 
-def slots_of(longest: int, most: int) -> int:
+def slots_of(longest: int, limit: int) -> int:
     """Of the graph for heads of ``longest``; ``most`` is where a model's texts end, which few go past."""
     slots = SLOTS << (-(-longest // SLOTS) - 1).bit_length()
-    return slots if longest > most else min(slots, most)
+    return slots if longest > limit else min(slots, limit)
 
 
 @dataclass
@@ -50,8 +50,8 @@ class GraphCache:
         most: slots of a head where the model's longest text ends.
     """
 
-    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, most: int) -> None:
-        self._device, self._most = device, most
+    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, rows: int) -> None:
+        self._device, self._most = device, rows
         self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None

@@ -64,12 +64,12 @@ class DeviceLinear:
     bias: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, x: torch.Tensor | QuantizedActivations, **how: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantizedActivations, **options: Any) -> torch.Tensor:
         """``x [m, k]`` → ``[m, n]``; ``how``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
         from quantkit_kernels.triton.matmul import multiply
 
         ready = self._prepared(x) if isinstance(x, torch.Tensor) else x
-        return multiply(ready, self.weight, bias=self.bias, **how)
+        return multiply(ready, self.weight, bias=self.bias, **options)
 
     @property
     def takes(self) -> torch.dtype | None:
@@ -116,7 +116,7 @@ class FusedLinear:
         self._parts: list[tuple[DeviceLinear, int, int]] = []
         start = 0
         for group in groups:
-            size = sum(one.shape[0] for one in group)
+            size = sum(linear.shape[0] for linear in group)
             self._parts.append((_product(group, dtype, device, self._gated), start, start + size))
             start += size
         self.takes = self._parts[0][0].takes if len(groups) == 1 else None
@@ -141,16 +141,16 @@ class FusedLinear:
             product = self._parts[0][0]
             if self._gated:
                 return product(x, gated=self._activation)
-            found = product(x, residual=residual, out=out)
+            result = product(x, residual=residual, out=out)
         else:
             assert isinstance(x, torch.Tensor) and residual is None and out is None
-            found = x.new_empty(x.shape[0], self._whole)
+            result = x.new_empty(x.shape[0], self._whole)
             for product, start, end in self._parts:
-                product(x, out=found[:, start:end])
+                product(x, out=result[:, start:end])
         if self._activation is not None:
-            gate, up = found.chunk(2, 1)
+            gate, up = result.chunk(2, 1)
             return ACTIVATIONS[self._activation](gate.contiguous(), up)
-        return found
+        return result
 
 
 def device_weight(linear: Linear, dtype: torch.dtype, device: torch.device) -> DeviceWeight:
@@ -169,11 +169,12 @@ def stored_of(linear: Linear) -> StoredWeight:
 
 def _product(linears: Sequence[Linear], dtype: torch.dtype, device: torch.device,
              gated: bool) -> DeviceLinear:
-    biases = [one.bias for one in linears]
+    biases = [linear.bias for linear in linears]
     bias = None
-    if any(one is not None for one in biases):
-        bias = torch.cat([torch.zeros(one.shape[0], dtype=dtype) if one.bias is None else one.bias.to(dtype)
-                          for one in linears]).to(device)
+    if any(bias_of_linear is not None for bias_of_linear in biases):
+        bias = torch.cat([torch.zeros(linear.shape[0], dtype=dtype)
+                          if linear.bias is None else linear.bias.to(dtype)
+                          for linear in linears]).to(device)
     weights = [stored_of(linear) for linear in linears]
     plain = [weight.tensor.to(device, dtype) for weight in weights if isinstance(weight, PlainWeight)]
     if plain:
@@ -198,11 +199,11 @@ def _side_by_side(parts: Sequence[Codes]) -> Codes:
     if len(parts) == 1:
         return parts[0]
 
-    def rows(one: Codes, part: torch.Tensor) -> torch.Tensor:
-        return part.expand(one.codes.shape[0], -1) if part.shape == (1, 1) else part
+    def rows(codes: Codes, part: torch.Tensor) -> torch.Tensor:
+        return part.expand(codes.codes.shape[0], -1) if part.shape == (1, 1) else part
 
     zero = None if parts[0].zero is None else torch.cat(
-        [rows(one, one.zero) for one in parts if one.zero is not None])
-    return Codes(parts[0].spec, torch.cat([one.codes for one in parts]),
-                 torch.cat([rows(one, one.scale) for one in parts]), zero)
+        [rows(codes, codes.zero) for codes in parts if codes.zero is not None])
+    return Codes(parts[0].spec, torch.cat([codes.codes for codes in parts]),
+                 torch.cat([rows(codes, codes.scale) for codes in parts]), zero)
 

@@ -32,17 +32,17 @@ PACKING = 6
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor],
                  device: torch.device) -> int:
     """What all weights take on the device in the kernels' order."""
-    found = sum(linears.packed_bytes(one, dtype, device) for one in quantized.values())
+    weights = sum(linears.packed_bytes(weight, dtype, device) for weight in quantized.values())
     for name, shape in tensor_shapes(config).items():
         if name.removesuffix(".weight") not in quantized:
             rows = -(-shape[0] // linears.ROWS) * linears.ROWS if len(shape) > 1 else shape[0]
-            found += rows * math.prod(shape[1:]) * dtype.itemsize
-    return found
+            weights += rows * math.prod(shape[1:]) * dtype.itemsize
+    return weights
 
 
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, QuantizedTensor]) -> int:
     """What they take as they are stored, or in ``dtype``."""
-    return sum(one.nbytes for one in quantized.values()) + sum(
+    return sum(weight.nbytes for weight in quantized.values()) + sum(
         math.prod(shape) * dtype.itemsize for name, shape in tensor_shapes(config).items()
         if name.removesuffix(".weight") not in quantized)
 
@@ -112,7 +112,7 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
     config = model.config
     free, _ = torch.cuda.mem_get_info(model.device)
     cached = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    kept = chunk * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
+    queries = chunk * config.num_layers * config.num_heads * config.head_dim * model.dtype.itemsize
     return max(0, free + cached - step_bytes(config, model.dtype) - LEFT
                - table_bytes(cache, sequences, config.max_position_embeddings)
-               - (kept if cache.policy.query_window else 0))
+               - (queries if cache.policy.query_window else 0))

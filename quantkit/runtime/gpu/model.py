@@ -61,8 +61,8 @@ def other_maths(config: ModelConfig) -> str | None:
     has = {"mixtures of experts": config.experts is not None,
            "a rotation that depends on the sequence's length": config.rope.kind == "longrope",
            "a rotation of parts of a head": config.rope.partial != 1.0}
-    found = next((what for what, asked in has.items() if asked), None)
-    return None if found is None else f"has no kernel for {found}"
+    feature = next((name for name, used in has.items() if used), None)
+    return None if feature is None else f"has no kernel for {feature}"
 
 
 class _Running:
@@ -88,9 +88,9 @@ class _Running:
     def decode(self, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
         """A token ``[B]`` of each sequence → logits ``[B, vocab]``."""
         rows = self.tables.place(batch, [1] * len(batch.sequences))
-        position = max(int(held.seen[-1]) for held in batch.sequences)
+        position = max(int(state.seen[-1]) for state in batch.sequences)
         longest = 1 + (position if self._cache.keeps_all else max(
-            int(held.lengths.max()) for held in batch.sequences))
+            int(state.lengths.max()) for state in batch.sequences))
         self._program.make_angles(position + 1)
         valid = self._cache.move_counter.count, self.tables.moves, self._program.moves
         logits = self._graphs(self._step, ids, rows, longest, valid)
@@ -113,20 +113,20 @@ class _Running:
         part = Batch(batch.cache, [batch.numbers[chunk.sequence] for chunk in chunks], batch.phase)
         counts = [chunk.count for chunk in chunks]
         rows = self.tables.place(part, counts)
-        longest = max(int(held.lengths.max()) + count for held, count in zip(part.sequences, counts))
-        self._program.make_angles(max(int(held.seen[-1]) + count
-                                      for held, count in zip(part.sequences, counts)))
+        longest = max(int(state.lengths.max()) + count for state, count in zip(part.sequences, counts))
+        self._program.make_angles(max(int(state.seen[-1]) + count
+                                      for state, count in zip(part.sequences, counts)))
         device = self._program.device
         whose = gpu.sent(torch.tensor([(row, at) for row, count in zip(rows, counts) for at in range(count)],
                                       dtype=torch.int32), device)
         tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
         flat = torch.cat([ids[chunk.sequence, chunk.start:chunk.start + chunk.count] for chunk in chunks])
         kept: list[torch.Tensor] = []
-        tracks = any(held.query_window is not None for held in part.sequences)
+        tracks = any(state.query_window is not None for state in part.sequences)
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
                               tiles, kept if tracks else None)
-        for held, count in zip(part.sequences, counts):
-            self._cache.settle(held, count)
+        for state, count in zip(part.sequences, counts):
+            self._cache.settle(state, count)
         for layer, q in enumerate(kept):
             layer_cache = self._cache.layers[layer]
             if layer_cache.policy.tracks_queries(batch.phase):
@@ -213,8 +213,8 @@ class GpuModel:
 
     def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits of some rows."""
-        whole = len(rows) == len(x)
-        if not whole:
+        all_rows = len(rows) == len(x)
+        if not all_rows:
             x = x[gpu.sent(torch.tensor(rows, dtype=torch.int64), x.device)]
         return self._program.logits(x)
 
@@ -235,14 +235,14 @@ class GpuModel:
         """See :meth:`CausalLM.logits`."""
         rows = x.reshape(-1, x.shape[-1])
         with gpu.current(self.device):
-            flat = join_rows([self._program.logits(some) for some in rows.split(MAX_ROWS)],
+            flat = join_rows([self._program.logits(part) for part in rows.split(MAX_ROWS)],
                              self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
         """Whether this is a step for a graph: one token of each, and no query to keep."""
         return (batch.phase == "decode" and len(counts) <= self.decode_rows and set(counts) == {1}
-                and all(held.query_window is None for held in batch.sequences))
+                and all(state.query_window is None for state in batch.sequences))
 
     def _of(self, cache: KVCache) -> _Running:
         if cache not in self._running:
@@ -253,7 +253,7 @@ class GpuModel:
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch:
         """The sequences as rows of pages."""
         if cache is None:
-            own = KVCache(self.config, KVSpec(), self.dtype, self.device)
-            return Batch(own, [own.add() for _ in range(ids.shape[0])])
+            cache_of_step = KVCache(self.config, KVSpec(), self.dtype, self.device)
+            return Batch(cache_of_step, [cache_of_step.add() for _ in range(ids.shape[0])])
         assert isinstance(cache, Batch)
         return cache

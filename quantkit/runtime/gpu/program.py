@@ -81,7 +81,7 @@ class GpuProgram:
         model.head.weight = device_weight(model.head, model.dtype, device)
         model.embedding = model.head.weight if self._table is None else self._table
         done()
-        self.step_bytes = self._head.nbytes + sum(j.nbytes for one in self._layers for j in one.joints)
+        self.step_bytes = self._head.nbytes + sum(j.nbytes for block in self._layers for j in block.joints)
         signs, mix = hadamard_factors(config.head_dim)
         self._hadamard = signs.to(device), mix.to(device)
         self._cos_sin: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -101,7 +101,7 @@ class GpuProgram:
 
     def run(self, ids: torch.Tensor, step: StepTokens, tables: SequenceTables, pages: Sequence[LayerPages],
             cache: KVCache, tiles: torch.Tensor | None = None,
-            kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+            queries: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Take tokens through all layers; their keys and values are in the pages then.
 
         Args:
@@ -119,16 +119,16 @@ class GpuProgram:
         """
         x = self._embed(ids)
         for index, layer in enumerate(self._layers):
-            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, kept)
+            x = self._attend(index, layer, x, step, tables, pages[index], cache, tiles, queries)
             x = self._mlp(layer, x)
         return x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The last layer's ``[n, hidden]`` → ``[n, vocab]``, written to ``out``: final norm and head."""
-        found = self._head(self._normed_for(self._head, x, self._norm), out=out)
+        logits = self._head(self._normed_for(self._head, x, self._norm), out=out)
         if (cap := self._config.logit_softcap) is None:
-            return found
-        return found.copy_(softcapped(found, cap))
+            return logits
+        return logits.copy_(softcapped(logits, cap))
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         x = (self._head.look_up(ids) if self._table is None
@@ -153,7 +153,7 @@ class GpuProgram:
 
     def _attend(self, index: int, layer: _Layer, x: torch.Tensor, step: StepTokens, tables: SequenceTables,
                 pages: LayerPages, cache: KVCache, tiles: torch.Tensor | None,
-                kept: list[torch.Tensor] | None) -> torch.Tensor:
+                queries: list[torch.Tensor] | None) -> torch.Tensor:
         from quantkit_kernels.triton.close_pages import close_pages
         from quantkit_kernels.triton.decode_attention import decode_attention
         from quantkit_kernels.triton.prefill_attention import prefill_attention
@@ -165,16 +165,16 @@ class GpuProgram:
         q = rope_store(qkv, cos, sin, pages, tables, step, index, heads=config.num_heads,
                        kv_heads=config.num_kv_heads, dim=config.head_dim, q_norm=norms.get("q"),
                        k_norm=norms.get("k"), eps=self._eps, rotation=self._hadamard)
-        if kept is not None:
-            kept.append(q)
+        if queries is not None:
+            queries.append(q)
         limit, sinks = cache.layers[index].policy.visible or (None, 0)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        how: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
+        options: dict[str, Any] = {"scale": scale, "window": config.sliding_windows[index], "limit": limit,
                "sinks": sinks, "softcap": config.attention_softcap}
         if pages.has_residual:
             close_pages(pages, tables, step, index)
-        out = decode_attention(q, pages, tables, step, index, **how) if tiles is None else (
-            prefill_attention(q, pages, tables, step, index, tiles, **how))
+        out = decode_attention(q, pages, tables, step, index, **options) if tiles is None else (
+            prefill_attention(q, pages, tables, step, index, tiles, **options))
         if pages.v.coding.kind == "hadamard":
             from quantkit_kernels.triton.hadamard import apply_hadamard
 

@@ -69,32 +69,32 @@ class DeviceTables:
 
     def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
         """Before a step of so many tokens: pages for them, and the device's rows of the batch's sequences."""
-        for held, count in zip(batch.sequences, counts, strict=True):
-            if held.table is None or held.free_slots < count or held.query_window is not None:
-                self._cache.reserve(held, count)
-        if not all(number in self._rows and self._rows[number].table is held.table
-                   for number, held in zip(batch.numbers, batch.sequences)):
+        for state, count in zip(batch.sequences, counts, strict=True):
+            if state.table is None or state.free_slots < count or state.query_window is not None:
+                self._cache.reserve(state, count)
+        if not all(number in self._rows and self._rows[number].table is state.table
+                   for number, state in zip(batch.numbers, batch.sequences)):
             self._make_room(batch)
-        found = []
-        for number, held in zip(batch.numbers, batch.sequences):
+        rows = []
+        for number, state in zip(batch.numbers, batch.sequences):
             row = self._rows[number]
-            if row.table is not held.table:
-                self._copy(row, held)
-            elif row.seen != held.seen[-1]:
-                self._count(row, held)
-            found.append(row.index)
-        return found
+            if row.table is not state.table:
+                self._copy(row, state)
+            elif row.seen != state.seen[-1]:
+                self._count(row, state)
+            rows.append(row.index)
+        return rows
 
     def counted(self, batch: Batch) -> None:
         """The device has counted one more token of each sequence; so does the host now, and prepares for more
         while the device computes."""
-        for number, held in zip(batch.numbers, batch.sequences):
+        for number, state in zip(batch.numbers, batch.sequences):
             self._rows[number].seen += 1
-            self._cache.settle(held, 1)
-            if held.table is None or held.free_slots < 1:
-                more = min(LOOKAHEAD, held.max_length - int(held.seen[-1]))
+            self._cache.settle(state, 1)
+            if state.table is None or state.free_slots < 1:
+                more = min(LOOKAHEAD, state.max_length - int(state.seen[-1]))
                 if more > 0:
-                    self._cache.reserve(held, more)
+                    self._cache.reserve(state, more)
 
     def _make_room(self, batch: Batch) -> None:
         """Rows for new sequences, and room for the longest tables."""
@@ -109,10 +109,10 @@ class DeviceTables:
             taken = {row.index for row in self._rows.values()}
             free = iter(index for index in range(rows) if index not in taken)
             self._rows |= {number: _Row(next(free)) for number in missing}
-        for held in batch.sequences:
-            assert held.table is not None and held.residual is not None
-            width, residual_width = max(width, held.table.shape[2]), max(residual_width,
-                                                                         held.residual.shape[2])
+        for state in batch.sequences:
+            assert state.table is not None and state.residual is not None
+            width, residual_width = max(width, state.table.shape[2]), max(residual_width,
+                                                                          state.residual.shape[2])
         before = 0 if tables.residual is None else tables.residual.shape[3]
         if rows > tables.pages.shape[0] or width > tables.pages.shape[3] or residual_width > before:
             self.tables = self._made(rows, _power(width), _power(max(residual_width, before)))
@@ -136,21 +136,21 @@ class DeviceTables:
         return SequenceTables(zeros(*shape, width), zeros(*shape), zeros(rows), residual, starts,
                               cache.codecs.residual_length, cache.codecs.first)
 
-    def _copy(self, row: _Row, held: SequenceState) -> None:
+    def _copy(self, row: _Row, state: SequenceState) -> None:
         """All that the host knows."""
         tables = self.tables
-        assert held.table is not None and held.residual is not None
-        tables.pages[row.index, :, :, :held.table.shape[2]] = self._sent(held.table)
+        assert state.table is not None and state.residual is not None
+        tables.pages[row.index, :, :, :state.table.shape[2]] = self._sent(state.table)
         if tables.residual is not None and tables.starts is not None:
-            tables.residual[row.index, :, :, :held.residual.shape[2]] = self._sent(held.residual)
-            tables.starts[row.index] = self._sent(held.starts)
-        self._count(row, held)
-        row.table = held.table
+            tables.residual[row.index, :, :, :state.residual.shape[2]] = self._sent(state.residual)
+            tables.starts[row.index] = self._sent(state.starts)
+        self._count(row, state)
+        row.table = state.table
 
-    def _count(self, row: _Row, held: SequenceState) -> None:
+    def _count(self, row: _Row, state: SequenceState) -> None:
         """Lengths and positions."""
-        self.tables.lengths[row.index] = self._sent(held.lengths)
-        row.seen = int(held.seen[-1])
+        self.tables.lengths[row.index] = self._sent(state.lengths)
+        row.seen = int(state.seen[-1])
         self.tables.seen[row.index] = row.seen
 
     def _sent(self, values: np.ndarray) -> torch.Tensor:
