@@ -70,8 +70,8 @@ def judge(case: AotCase, target: str) -> AotRow:
         compiled, log = _compile(source, where, dict(case.options))
         facts, warnings = read(compiled), complaints(log) if nvidia else ()
     except Exception as error:  # whatever the compiler raises is this row's result
-        said = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]  # above it is the source
-        failed = f"{type(error).__name__}: {said}"
+        reason = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]  # above it is the source
+        failed = f"{type(error).__name__}: {reason}"
         return AotRow(case.name, target, None, None, None, None, None, None, (failed,))
     per_weight = facts.loop / case.weights if facts.loop and case.weights else None
     faults = [f"ptxas: {warning}" for warning in warnings]

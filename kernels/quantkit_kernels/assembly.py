@@ -55,8 +55,8 @@ def complaints(log: str) -> tuple[str, ...]:
     if "ptxas" not in log:
         raise ValueError("ptxas's log was not understood")
     warning = re.compile(r"ptxas\S*\s+(?:warning\s*|info\s*:\s*\(C\d+\)):?\s*(.*)")
-    found = map(warning.match, log.splitlines())
-    return tuple(sorted({one[1] for one in found if one}))
+    matches = map(warning.match, log.splitlines())
+    return tuple(sorted({match[1] for match in matches if match}))
 
 
 def read(compiled: Any) -> KernelFacts:
@@ -88,27 +88,27 @@ def machine_code(cubin: bytes, shared: int) -> KernelFacts:
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(guarded)
-        elif one := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            guarded.append(one[1])
-    code = [wgmma.GUARD.sub("", one, count=1) for one in guarded]
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            guarded.append(match[1])
+    code = [wgmma.GUARD.sub("", line_of_code, count=1) for line_of_code in guarded]
     if registers is None or not code:
         raise ValueError("the disassembly was not understood")
     loop = _largest_loop(code, labels)
-    names = {one.split()[0] for one in code}
-    count = Counter(one.split()[0].split(".")[0] for one in code)
+    names = {line_of_code.split()[0] for line_of_code in code}
+    count = Counter(line_of_code.split()[0].split(".")[0] for line_of_code in code)
     loads = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS")]
     return KernelFacts(int(registers[1]), count["LDL"] + count["STL"], shared,
                        max(map(_bits, loads), default=0),
-                       sum(_bits(one.split()[0]) == 128 for one in loop or code
-                           if one.split(".")[0] in ("LDG", "LDGSTS")),
+                       sum(_bits(line_of_code.split()[0]) == 128 for line_of_code in loop or code
+                           if line_of_code.split(".")[0] in ("LDG", "LDGSTS")),
                        any(count[name] for name in MATRIX["cuda"]), len(loop) or None,
                        wgmma.hazards(guarded, labels))
 
 
 def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:
     best: list[str] = []
-    for end, one in enumerate(code):
-        target = re.match(r"BRA\S*\s+.*?(\.L_x_\d+)", one)
+    for end, line_of_code in enumerate(code):
+        target = re.match(r"BRA\S*\s+.*?(\.L_x_\d+)", line_of_code)
         begin = labels.get(target[1], end) if target else end
         if end - begin > len(best):  # a branch to itself, behind the end, is none
             best = code[begin:end + 1]
@@ -117,16 +117,16 @@ def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:
 
 def _bits(load: str) -> int:
     """Of an instruction such as ``LDG.E.128`` or ``LDGSTS.E.BYPASS.128``; 32 if it doesn't say."""
-    found = re.search(r"\.(?:[US]?)(8|16|64|128)(?:\.|$)", load)
-    return int(found[1]) if found else 32
+    match = re.search(r"\.(?:[US]?)(8|16|64|128)(?:\.|$)", load)
+    return int(match[1]) if match else 32
 
 
 def _amd(text: str, shared: int) -> KernelFacts:
     def number(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        if found is None:
+        match = re.search(rf"\.{name}:\s+(\d+)", text)
+        if match is None:
             raise ValueError(f"no {name} in the compiler's text")
-        return int(found[1])
+        return int(match[1])
 
     loads = [_WIDTHS.get(kind, 16 if "short" in kind else 8)
              for kind in re.findall(r"(?:global|buffer)_load_(?:lds_)?(dword(?:x[234])?|[a-z]+)", text)]

@@ -108,8 +108,8 @@ def clock_timer(run: Run, copies: int, calls: int) -> Callable[[], float]:
 
 def calls_for(size: int, flops: int, copies: int) -> int:
     """So many that a turn takes about :data:`TURN`, and each copy is used as often as the others."""
-    one = max(size / 3e12, flops / 4e14, 3e-6)
-    return -(-min(MOST_CALLS, max(copies, round(TURN / one))) // copies) * copies
+    duration = max(size / 3e12, flops / 4e14, 3e-6)
+    return -(-min(MOST_CALLS, max(copies, round(TURN / duration))) // copies) * copies
 
 
 def measure(case: BenchCase, timer: Timer, copy: float, rounds: int, peers: Peers | None = None) -> BenchRow:
@@ -122,11 +122,11 @@ def measure(case: BenchCase, timer: Timer, copy: float, rounds: int, peers: Peer
             return row(difference=difference if math.isfinite(difference) else None,
                        fault=f"differs from torch's by {difference:.2g}, {case.tolerance} is rounding")
         del ours, theirs
-        one = timer(case.ours, case.copies, calls_for(case.bytes, case.flops, case.copies))
+        timing = timer(case.ours, case.copies, calls_for(case.bytes, case.flops, case.copies))
         two = timer(case.theirs, case.their_copies,
                     calls_for(case.their_bytes, case.flops, case.their_copies))
         others = dict(_beside(case, timer, peers)) if peers is not None else {}
-        times = [(one(), two(), *(other() for other in others.values())) for _ in range(rounds)]
+        times = [(timing(), two(), *(other() for other in others.values())) for _ in range(rounds)]
     except Exception as error:  # a kernel that fails is a result, and the others are still wanted
         first = (str(error).strip().splitlines() or [""])[0]
         return row(fault=f"{type(error).__name__}: {first}")
@@ -186,9 +186,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"),
                              "torch": torch.__version__, "triton": triton.__version__, "gpu": "no GPU"}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        about |= {"gpu": found.name, "memory_bytes": found.total_memory,
-                  "multiprocessors": found.multi_processor_count,
+        properties = torch.cuda.get_device_properties(device)
+        about |= {"gpu": properties.name, "memory_bytes": properties.total_memory,
+                  "multiprocessors": properties.multi_processor_count,
                   "cuda": torch.version.cuda, "hip": torch.version.hip}
     return about
 
@@ -220,14 +220,14 @@ class BenchReport:
 
     def said(self) -> list[str]:
         """Peers that are left out, and notes."""
-        left = self.peers.left_out.items() if self.peers is not None else ()
-        return [f"{name} left out: {why}" for name, why in left] + self.notes
+        left_out = self.peers.left_out.items() if self.peers is not None else ()
+        return [f"{name} left out: {why}" for name, why in left_out] + self.notes
 
     def keep(self) -> None:
         """Write both files."""
         if self.file is not None:
-            found = {**self.about, "notes": self.said(), "rows": [asdict(row) for row in self.rows]}
-            _write(self.file, json.dumps(found, indent=1) + "\n")
+            report = {**self.about, "notes": self.said(), "rows": [asdict(row) for row in self.rows]}
+            _write(self.file, json.dumps(report, indent=1) + "\n")
         if self.markdown is not None:
             table = "\n".join([HEADER, *map(line, self.rows)])
             notes = "".join(f"\n- {note}" for note in self.said())

@@ -85,7 +85,7 @@ def _tinygemm(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerW
     grids = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
     return PeerWeight(lambda: (packed.clone(), grids.clone()), dense, n * k // 2 + 4 * n * k // GROUP,
-                      lambda x, held: torch.ops.aten._weight_int4pack_mm(x, held[0], GROUP, held[1]))
+                      lambda x, weight: torch.ops.aten._weight_int4pack_mm(x, weight[0], GROUP, weight[1]))
 
 
 def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -99,7 +99,7 @@ def _compiled(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerW
     fast: Any = torch.compile(product, dynamic=False, fullgraph=True,
                               options={"coordinate_descent_tuning": True})
     return PeerWeight(lambda: (codes.clone(), scale.clone()), codes.to(dtype) * scale[:, None], n * k + 2 * n,
-                      lambda x, held: fast(x, *held))
+                      lambda x, weight: fast(x, *weight))
 
 
 def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -108,10 +108,10 @@ def _gemlite_int4(n: int, k: int, device: torch.device, dtype: torch.dtype) -> P
     codes, scale, dense = _random_int4(n, k, device, dtype)
 
     def make() -> Any:
-        grids = (one.view(-1, 1) for one in (scale, torch.full_like(scale, 8)))
+        grids = (tensor.view(-1, 1) for tensor in (scale, torch.full_like(scale, 8)))
         return A16Wn(device=str(device)).from_weights(codes, *grids, 4, GROUP, None)
 
-    return PeerWeight(make, dense, n * k // 2 + 4 * n * k // GROUP, lambda x, held: held(x))
+    return PeerWeight(make, dense, n * k // 2 + 4 * n * k // GROUP, lambda x, weight: weight(x))
 
 
 def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -120,7 +120,7 @@ def _gemlite_int8(n: int, k: int, device: torch.device, dtype: torch.dtype) -> P
     kind = getattr(helper, "A16W8_INT8", None) or helper.A16W8
     dense = torch.randn(n, k, dtype=dtype, device=device) * 0.02
     return PeerWeight(lambda: kind(device=str(device)).from_weights(dense, None), dense, n * k + 2 * n,
-                      lambda x, held: held(x))
+                      lambda x, weight: weight(x))
 
 
 def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> PeerWeight:
@@ -134,7 +134,7 @@ def _bitsandbytes(n: int, k: int, device: torch.device, dtype: torch.dtype) -> P
     packed, state = make()
     dense = functional.dequantize_4bit(packed, state).to(dtype).view(n, k)
     return PeerWeight(make, dense, n * k // 2 + 4 * n * k // 64,
-                      lambda x, held: bitsandbytes.matmul_4bit(x, held[0].t(), quant_state=held[1]))
+                      lambda x, weight: bitsandbytes.matmul_4bit(x, weight[0].t(), quant_state=weight[1]))
 
 
 PEERS = (PeerKernel("tinygemm", "w4a16 g128", (1, 4, 16, 64), "torch", _tinygemm),
@@ -169,14 +169,14 @@ class Peers:
 
     def of(self, case: BenchCase) -> Iterator[PeerRun]:
         """Those that stand beside ``case``, by its kernel, its Linear and its rows."""
-        found = re.fullmatch(r"(.+) m(\d+)", case.shape)
+        match = re.fullmatch(r"(.+) m(\d+)", case.shape)
         sizes = {name: (n, k) for name, n, k in self.shapes.linears}
-        if found is None or found[1] not in sizes:
+        if match is None or match[1] not in sizes:
             return
         for peer in self.every:
-            if case.kernel == peer.beside and int(found[2]) in peer.rows and peer.name not in self.left_out:
+            if case.kernel == peer.beside and int(match[2]) in peer.rows and peer.name not in self.left_out:
                 try:
-                    runner = self._runner(peer, found[1], *sizes[found[1]], int(found[2]))
+                    runner = self._runner(peer, match[1], *sizes[match[1]], int(match[2]))
                 except Exception as error:  # of a library we don't know is one peer less
                     self.fails(peer.name, case, error)
                 else:
@@ -188,7 +188,8 @@ class Peers:
         self.left_out[name] = f"{case.shape}: {(text.strip().splitlines() or [''])[0]}"
 
     def _runner(self, peer: PeerKernel, linear: str, n: int, k: int, m: int) -> PeerRun:
-        self._held = {key: held for key, held in self._held.items() if key[1] == linear}  # the others' memory
+        self._held = {key: weight for key, weight in self._held.items()
+                      if key[1] == linear}  # the others' memory
         key = (f"{peer.name} {peer.beside}", linear)
         if key not in self._held:
             weight = peer.weight(n, k, self.device, self.dtype)

@@ -64,11 +64,11 @@ def encode_grid(x: torch.Tensor, bits: int, at: int) -> tuple[torch.Tensor, torc
         the 32.
     """
     groups = x.unflatten(at, (-1, 32))
-    least, most = groups.amin(at), groups.amax(at)
+    least, highest = groups.amin(at), groups.amax(at)
     low = least.to(torch.bfloat16)
     below = torch.nextafter(low, torch.full_like(low, -math.inf))
     low = torch.where(low.float() > least, below, low)
-    scale = ((most - low.float()) / (2**bits - 1) * (1 + 2.0**-8)).to(torch.bfloat16)
+    scale = ((highest - low.float()) / (2**bits - 1) * (1 + 2.0**-8)).to(torch.bfloat16)
     steps = (groups - low.float().unsqueeze(at)) / scale.float().unsqueeze(at)
     codes = steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
     return codes.flatten(at - 1, at), scale, low

@@ -98,20 +98,20 @@ class TunedCase:
 
 def asked_by(case: BenchCase) -> tuple[tuned.ProductKey, int] | None:
     """What a case's kernel asks for, and its rows; ``None`` if it asks for nothing."""
-    with tuned.trial({}) as asked:
+    with tuned.trial({}) as queries:
         case.ours(0)
-    return asked.pop() if len(asked) == 1 else None
+    return queries.pop() if len(queries) == 1 else None
 
 
 def cuts(k: int) -> list[Parameters]:
     """Segments of K."""
-    return [{"segments": one} for one in SEGMENTS if one == 1 or one * SHORTEST <= k]
+    return [{"segments": segments} for segments in SEGMENTS if segments == 1 or segments * SHORTEST <= k]
 
 
 def programs(m: int) -> Iterator[Parameters]:
     """For m rows: rows of a program by warps, how far ahead it loads, whether it begins early."""
-    most = min(max(16, 1 << (m - 1).bit_length()), tuned.ALLOWED["bm"][-1])
-    yield from ({"bm": bm, "warps": warps} for bm in tuned.ALLOWED["bm"] if bm <= most for warps in WARPS)
+    limit = min(max(16, 1 << (m - 1).bit_length()), tuned.ALLOWED["bm"][-1])
+    yield from ({"bm": bm, "warps": warps} for bm in tuned.ALLOWED["bm"] if bm <= limit for warps in WARPS)
     yield from ({"stages": stages} for stages in STAGES)
     yield {"pdl": 1}
 
@@ -123,11 +123,11 @@ def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEn
     The first number of rows that is measured of a product decides its segments. Stops at the deadline.
     """
     for case in cases:
-        asked = asked_by(case)
-        if asked is None:
+        queries = asked_by(case)
+        if queries is None:
             yield f"{case.kernel} {case.shape}: asks for no parameters"
             continue
-        key, m = asked
+        key, m = queries
         if key in table and tuned.bucket(m) in table[key].rows:
             continue
         search = TunedCase(case, timer, spills, deadline)
@@ -136,11 +136,11 @@ def tune(cases: Iterable[BenchCase], table: dict[tuned.ProductKey, tuned.TunedEn
                 segments = search.best({}, cuts(key.k), exact=False).get("segments")
                 table[key] = tuned.TunedEntry(segments)
             base = tuned.parameters(tuned.TunedEntry(table[key].segments), m)
-            found = search.best(base, programs(m), exact=True)
+            best = search.best(base, programs(m), exact=True)
         except TimeoutError:
             return
-        table[key].rows[tuned.bucket(m)] = {name: found[name] for name in tuned.ALLOWED if name in found}
-        chosen = ", ".join(f"{name} {value}" for name, value in found.items()) or "nothing better"
+        table[key].rows[tuned.bucket(m)] = {name: best[name] for name in tuned.ALLOWED if name in best}
+        chosen = ", ".join(f"{name} {value}" for name, value in best.items()) or "nothing better"
         yield f"{case.kernel} {case.shape}: {chosen}, {search.gain:.2f} x"
 
 
@@ -157,10 +157,10 @@ def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
     kernels, seen = list(kernels), set[int]()
 
     def newest() -> int:
-        compiled = [one for kernel in kernels for caches in kernel.device_caches.values()
-                    for one in caches[0].values() if id(one) not in seen]
+        compiled = [compiled_kernel for kernel in kernels for caches in kernel.device_caches.values()
+                    for compiled_kernel in caches[0].values() if id(compiled_kernel) not in seen]
         seen.update(map(id, compiled))
-        return sum(getattr(one, "n_spills", 0) or 0 for one in compiled)
+        return sum(getattr(kernel, "n_spills", 0) or 0 for kernel in compiled)
 
     return newest
 
@@ -193,18 +193,18 @@ def main(arguments: list[str] | None = None) -> int:
               "from then on.", file=sys.stderr)
         return 2
     table = tuned.read(file, name) if file.is_file() and not chosen.again else {}
-    made = {key: about[key] for key in ("date", "torch", "triton")}
+    facts = {key: about[key] for key in ("date", "torch", "triton")}
     every = (case for case in by_rows(shapes, device, dtype) if chosen.only in f"{case.kernel} {case.shape}")
     spills = spills_of(kernel for kernel in vars(matmul).values() if hasattr(kernel, "device_caches"))
     try:
         for line in tune(every, table, timer, spills, time.monotonic() + 60 * chosen.minutes):
             print(line, flush=True)
-            tuned.write(file, name, made, table)
+            tuned.write(file, name, facts, table)
     except KeyboardInterrupt:
         print(f"\nStopped; what was measured is in {file}.", file=sys.stderr)
         return 130
     if table:  # of a product that was begun the segments may be known
-        tuned.write(file, name, made, table)
+        tuned.write(file, name, facts, table)
     print(f"{len(table)} products in {file}")
     return 0 if table else 1
 

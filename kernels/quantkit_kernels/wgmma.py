@@ -58,8 +58,8 @@ class PendingRegisters:
 
     def joined(self, other: PendingRegisters) -> PendingRegisters:
         """What may be pending where two ways meet."""
-        some, more = sorted((self.pending, other.pending), key=len)
-        both = tuple(a | b for a, b in zip(some, more)) + more[len(some):]
+        fewer, more = sorted((self.pending, other.pending), key=len)
+        both = tuple(a | b for a, b in zip(fewer, more)) + more[len(fewer):]
         return PendingRegisters(self.begun | other.begun, both)
 
     def touched(self, instruction: str) -> bool:
@@ -75,18 +75,18 @@ class PendingRegisters:
 def registers(instruction: str) -> tuple[set[int], set[int]]:
     """Those that an instruction writes, and those that it reads."""
     name, _, rest = GUARD.sub("", instruction, count=1).partition(" ")
-    operands = [one.strip() for one in rest.split(",")]
+    operands = [operand.strip() for operand in rest.split(",")]
     while operands and re.fullmatch(r"!?U?P(?:T|R|\d)", operands[0]):
         del operands[0]
     result = operands and not _READ_ONLY.match(name) and re.fullmatch(r"R(\d+)", operands[0])
     written = set(range(int(result[1]), int(result[1]) + _width(name))) if result else set()
     read: set[int] = set()
     stored = re.match(r"(?:ST|RED|ATOM|LDGSTS)", name)
-    for one in operands[1:] if result else operands:
-        for found in _REGISTER.finditer(one):
-            value = stored and "[" not in one
-            several = _width(name) if value else 2 if found[2] else 1
-            read.update(range(int(found[1]), int(found[1]) + several))
+    for operand in operands[1:] if result else operands:
+        for register in _REGISTER.finditer(operand):
+            value = stored and "[" not in operand
+            several = _width(name) if value else 2 if register[2] else 1
+            read.update(range(int(register[1]), int(register[1]) + several))
     return written, read
 
 
@@ -108,11 +108,11 @@ def hazards(code: list[str], labels: dict[str, int]) -> tuple[str, ...]:
         code: instructions with their guards, as nvdisasm prints them.
         labels: the instruction that each stands before.
     """
-    if not any(_MATRIX.search(one) for one in code):
+    if not any(_MATRIX.search(instruction) for instruction in code):
         return ()
     meetings: dict[str, list[int]] = {}  # a barrier → where the threads that wait for it go on
-    for one in code:
-        if (begin := re.search(r"\bBSSY\S* (B\d+)", one)) and (label := _LABEL.search(one)):
+    for instruction in code:
+        if (begin := re.search(r"\bBSSY\S* (B\d+)", instruction)) and (label := _LABEL.search(instruction)):
             meetings.setdefault(begin[1], []).append(labels[label[1]])
     before: dict[int, PendingRegisters] = {0: PendingRegisters()}
     waiting = [0]

@@ -26,8 +26,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     reader = ConfigReader(config, "config.json of a mixtral model")
     for key in ("attention_bias", "mlp_bias"):
         reader.only(key, (False,))
-    given = reader.raw("sliding_window")
-    window = None if given is None else reader.integer("sliding_window")
+    stored = reader.raw("sliding_window")
+    window = None if stored is None else reader.integer("sliding_window")
     count, chosen = expert_counts(reader, 8, 2)
     experts = Experts(count, chosen, reader.integer("intermediate_size"), True, (True,) * layer_count(reader),
                       "block_sparse_moe", ("w1", "w3", "w2"))

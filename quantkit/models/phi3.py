@@ -20,8 +20,8 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
         reader.only(key, (False,))
     for key in ("full_attn_mod", "interpolate_factor"):
         reader.only(key, (1,))
-    given = reader.raw("sliding_window")
-    window = None if given is None else reader.integer("sliding_window")
+    stored = reader.raw("sliding_window")
+    window = None if stored is None else reader.integer("sliding_window")
     rope = parse_longrope(reader, reader.integer("max_position_embeddings", POSITIONS), head_size(reader),
                           POSITIONS)
     return parse_dense(reader, "phi3", windows=uniform_windows(reader, window), qkv_bias=False, o_bias=False,

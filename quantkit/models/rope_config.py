@@ -141,8 +141,9 @@ def _factor(reader: ConfigReader, kind: str, max_positions: int) -> float:
 
 
 def _yarn_attention(reader: ConfigReader, factor: float) -> float:
-    given, mscale, all_dim = (reader.raw(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
+    attention_factor, mscale, all_dim = (reader.raw(k)
+                                         for k in ("attention_factor", "mscale", "mscale_all_dim"))
+    if attention_factor is not None:
         return reader.number("attention_factor")
 
     def magnitude(scale: float) -> float:

@@ -42,9 +42,9 @@ def cases(family: str) -> Iterator[AotCase]:
         yield _decode(128, coding, family, limited=True)
         yield _prefill(128, coding, family, limited=True)
         yield _weights(128, coding, family)
-    for one in (_decode, _prefill):
-        yield one(128, "int8", family, limited=True, placed=True)
-        yield one(256, "bf16", family, capped=True)
+    for cases_of in (_decode, _prefill):
+        yield cases_of(128, "int8", family, limited=True, placed=True)
+        yield cases_of(256, "bf16", family, capped=True)
     yield made("join d128", decode_attention.reduce_kernel,
                {**dict.fromkeys(("o_ptr", "m_ptr", "l_ptr"), "*fp32"),
                 **dict.fromkeys(("length_ptr", "rows_ptr"), "*i32"), "y_ptr": "*bf16",
@@ -58,7 +58,8 @@ def _common(d: int, coding: str, family: str, limited: bool, placed: bool,
     k, v = CODINGS[coding]
     has_residual = k.bits < 8 or v.bits < 8
     name = f"d{d} {coding}{' SWA' * (limited and not placed)}{' placed' * placed}{' cap' * capped}"
-    types = {f"{side}_ptr": "*bf16" if one.kind == PLAIN else "*i32" for side, one in (("k", k), ("v", v))}
+    types = {f"{side}_ptr": "*bf16" if layout.kind == PLAIN else "*i32"
+             for side, layout in (("k", k), ("v", v))}
     common = constants(k, v, HEADS, KV_HEADS, d, has_residual, limited, placed, capped, family != "cdna")
     return name, POINTERS | types | NUMBERS, common
 

@@ -107,21 +107,21 @@ def _lookup(kind: ProductFormat, family: str) -> AotCase:
 
 def _epilogue(kind: ProductFormat, full: bool, scale: bool) -> tuple[dict[str, str], dict[str, None]]:
     """Types of the arguments that are given, and the others."""
-    given = {}
+    pointers = {}
     if kind.decoder.levels:
-        given["t_ptr"] = "*fp32"
+        pointers["t_ptr"] = "*fp32"
     if scale and kind.scale is not None:
-        given["s_ptr"] = POINTERS[kind.scale]
+        pointers["s_ptr"] = POINTERS[kind.scale]
     if full:
-        given |= {"b_ptr": "*bf16", "r_ptr": "*bf16"}
-    return given, {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in given}
+        pointers |= {"b_ptr": "*bf16", "r_ptr": "*bf16"}
+    return pointers, {key: None for key in ("t_ptr", "s_ptr", "b_ptr", "r_ptr") if key not in pointers}
 
 
 def _segments(kind: ProductFormat, gated: str | None, full: bool, early: bool = False) -> AotCase:
-    given, absent = _epilogue(kind, full, not kind.group)
+    pointers, absent = _epilogue(kind, full, not kind.group)
     label = " rows" * (not kind.group) + " gated" * bool(gated) + " all" * full + " early" * early
     return made(f"add segments{label}", matmul.add_segments_kernel,
-                {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **given, "y_ptr": "*bf16",
+                {"part_ptr": "*i32" if kind.x == INT8 else "*fp32", **pointers, "y_ptr": "*bf16",
                  **dict.fromkeys(("m", "n", "r_row", "y_row"), "i32")},
                 {**absent, "NPAD": 4096, "SEGMENTS": 8, "GATED": gated, "BLOCK": matmul.BLOCK, "PDL": early,
                  "num_warps": 4, **({"launch_pdl": True} if early else {})},
@@ -135,8 +135,8 @@ def _product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | None
     words = x if kind.words == BF16 else kind.words
     with tuned.trial({"pdl": 1}) if early else nullcontext():
         plan, constants = matmul.arguments(kind.packed(n, k, family, gated is not None), m)
-    given, absent = _epilogue(kind, full and not plan.split, True)
-    if plan.split and given.pop("t_ptr", ""):
+    pointers, absent = _epilogue(kind, full and not plan.split, True)
+    if plan.split and pointers.pop("t_ptr", ""):
         absent["t_ptr"] = None
     each = threads(plan.options, family)
     turn = ROWS * kind.bk * plan.unroll
@@ -147,7 +147,7 @@ def _product(kind: ProductFormat, m: int, family: str, dtype: torch.dtype | None
         result = "*i32" if x == INT8 else "*fp32"
     integers = ("m", "n", "x_row", "r_row", "y_row", "magic")
     return made(f"{kind.name} m{m}{label}{shape}", matmul.matmul_kernel,
-                {"x_ptr": POINTERS[x], "w_ptr": POINTERS[words], **given, "y_ptr": result,
+                {"x_ptr": POINTERS[x], "w_ptr": POINTERS[words], **pointers, "y_ptr": result,
                  **dict.fromkeys(integers, "i32")},
                 {**absent, **constants, "GATED": None if plan.split else gated, **plan.options},
                 multiples=tuple(key for key in integers

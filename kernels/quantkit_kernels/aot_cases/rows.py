@@ -15,11 +15,11 @@ def cases(family: str) -> Iterator[AotCase]:
         constants = levels.constants(n, family in dependent.FAMILIES)
         for add in (False, True):
             for kind in ("", *kinds):
-                given = {"y_ptr": kinds.get(kind, "*bf16"), **({"t_ptr": "*fp32"} if kind else {}),
-                         **({"r_ptr": "*bf16", "h_ptr": "*bf16"} if add else {})}
-                absent = {key: None for key in ("r_ptr", "h_ptr", "t_ptr") if key not in given}
+                pointers = {"y_ptr": kinds.get(kind, "*bf16"), **({"t_ptr": "*fp32"} if kind else {}),
+                            **({"r_ptr": "*bf16", "h_ptr": "*bf16"} if add else {})}
+                absent = {key: None for key in ("r_ptr", "h_ptr", "t_ptr") if key not in pointers}
                 yield made(f"rms_norm{' add' * add}{kind and ' '}{kind} {n}", rms_norm.rms_norm_kernel,
-                           {"x_ptr": "*bf16", "w_ptr": "*bf16", "eps": "fp32", **given},
+                           {"x_ptr": "*bf16", "w_ptr": "*bf16", "eps": "fp32", **pointers},
                            {**absent, **constants}, wide_loads=1)
         for kind, pointer in kinds.items():
             yield made(f"quantize {kind} {n}", levels.quantize_kernel,

@@ -25,29 +25,29 @@ def cases(family: str) -> Iterator[AotCase]:
                    {"PARTS": cut.parts, "PART": cut.size, "num_warps": argmax.WARPS},
                    multiples=("step", "v"), wide_loads=1)
         for weighted in (False, True):
-            what = "top-p" if weighted else "top-k"
-            yield made(f"sampling {what}{label}", bounds.search_kernel,
+            rule = "top-p" if weighted else "top-k"
+            yield made(f"sampling {rule}{label}", bounds.search_kernel,
                        {"x_ptr": x, **_SETTINGS, **_SEARCH, "bound_ptr": "*fp32", "step": "i32", "v": "i32",
                         "rows": "i32", "done": "i32"},
                        {"WEIGHTED": weighted, "BOUND": weighted, "PART": cut.size,
                         "CHUNK": bounds.CHUNK, "num_warps": bounds.WARPS, **search},
                        multiples=("step", "v"))
             if dtype == torch.bfloat16:
-                yield made(f"sampling {what} settle", bounds.settle_kernel,
+                yield made(f"sampling {rule} settle", bounds.settle_kernel,
                            {**_SETTINGS, **_SEARCH, "v": "i32", "rows": "i32",
                             **dict.fromkeys(("before_ptr", "bound_ptr", "total_ptr"), "*fp32")},
                            {"WEIGHTED": weighted, "BOUND": weighted, "num_warps": 1, **search},
                            multiples=("v",))
-        left = {"BOUND": True, "FLOOR": True, "PART": cut.size, "num_warps": argmax.WARPS, **size}
+        options = {"BOUND": True, "FLOOR": True, "PART": cut.size, "num_warps": argmax.WARPS, **size}
         floats = ("value_ptr", "warm_ptr", "min_ptr", "bound_ptr", "tally_ptr")
         yield made(f"sampling tally{label}", sampling.tally_kernel,
                    {"x_ptr": x, **dict.fromkeys(floats, "*fp32"), "step": "i32", "v": "i32", "rows": "i32"},
-                   left, multiples=("step", "v"), wide_loads=1)
+                   options, multiples=("step", "v"), wide_loads=1)
         yield made(f"sampling draw{label}", sampling.draw_kernel,
                    {"x_ptr": x, **dict.fromkeys((*floats, "total_ptr"), "*fp32"), "id_ptr": "*i32",
                     "finite_ptr": "*i32", "good_ptr": "*i32", "seed_ptr": "*i64", "step_ptr": "*i64",
                     "out_ptr": "*i64", "step": "i32", "v": "i32", "rows": "i32"},
-                   {"SHARE": True, **left}, multiples=("step", "v"), wide_loads=1)
+                   {"SHARE": True, **options}, multiples=("step", "v"), wide_loads=1)
     yield made("argmax join", argmax.join_peaks_kernel,
                {"value_ptr": "*fp32", "id_ptr": "*i32", "finite_ptr": "*i32", "out_ptr": "*i64",
                 "good_ptr": "*i32"}, {**size, "num_warps": 1})

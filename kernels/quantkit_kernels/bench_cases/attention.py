@@ -33,16 +33,16 @@ def _decode(shapes: ModelShapes, batch: int, length: int, coding: str, device: t
     k, v = (torch.randn(batch, hkv, length, d, dtype=dtype, device=device) for _ in range(2))
     pages, tables, step, k, v = paged(k, v, CODINGS[coding])
     held_bytes = int(batch * hkv * length * slot_bytes(pages))
-    held = [pages] + [cloned(pages) for _ in range(copies(shapes, held_bytes) - 1)]
+    page_sets = [pages] + [cloned(pages) for _ in range(copies(shapes, held_bytes) - 1)]
     theirs = [(k, v)] + [(k.clone(), v.clone()) for _ in range(copies(shapes, size(k, v)) - 1)]
 
     def sdpa(at: int) -> torch.Tensor:
         return F.scaled_dot_product_attention(q[:, :, None], *theirs[at], enable_gqa=True)[:, :, 0]
 
     return BenchCase(_named("attention", coding), f"b{batch} {length}",
-                     lambda at: decode_attention(q, held[at], tables, step, 0, scale=d**-0.5), sdpa, "sdpa",
-                     held_bytes + 2 * size(q), size(k, v) + 2 * size(q), 4 * batch * h * length * d,
-                     len(held), len(theirs), 0.05)
+                     lambda at: decode_attention(q, page_sets[at], tables, step, 0, scale=d**-0.5), sdpa,
+                     "sdpa", held_bytes + 2 * size(q), size(k, v) + 2 * size(q), 4 * batch * h * length * d,
+                     len(page_sets), len(theirs), 0.05)
 
 
 def _prefill(shapes: ModelShapes, length: int, coding: str, device: torch.device,

@@ -80,6 +80,6 @@ def size(*tensors: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def copies(shapes: ModelShapes, one: int) -> int:
+def copies(shapes: ModelShapes, size: int) -> int:
     """Of something that has so many bytes."""
-    return max(1, -(-shapes.flush // one))
+    return max(1, -(-shapes.flush // size))

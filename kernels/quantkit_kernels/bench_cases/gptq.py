@@ -31,13 +31,13 @@ def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iter
         return levels
 
     def theirs(at: int) -> torch.Tensor:
-        left, found = work[0].clone(), torch.empty_like(work)
+        left, codes = work[0].clone(), torch.empty_like(work)
         for i, pivot in enumerate(pivots):
             level = (left[i] / scale[0, 0]).round_().add_(zero[0, 0]).clamp_(0, TOP)
             error = (left[i] - (level - zero[0, 0]) * scale[0, 0]).div_(pivot)
             left[i + 1:].addcmul_(upper[0, i, i + 1:, None], error[None], value=-1)
-            found[0, i] = level
-        return found
+            codes[0, i] = level
+        return codes
 
     moved = size(work, levels, errors, upper)
     # where a number lies within rounding of the middle of two levels, either is right

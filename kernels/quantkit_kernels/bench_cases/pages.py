@@ -52,8 +52,9 @@ def encoded(x: torch.Tensor, coding: SideLayout) -> Encoded:
     low = groups.amin(at, keepdim=True).to(torch.bfloat16)
     scale = ((groups.amax(at, keepdim=True) - low.float()) / 15).clamp(min=1e-30).to(torch.bfloat16)
     codes = ((groups - low.float()) / scale.float()).round().clamp(0, 15)
-    found = codes * scale.float() + low.float()
-    return (_packed(codes.flatten(at - 1, at)), scale.squeeze(at), low.squeeze(at), found.flatten(at - 1, at))
+    decoded = codes * scale.float() + low.float()
+    return (_packed(codes.flatten(at - 1, at)), scale.squeeze(at), low.squeeze(at),
+            decoded.flatten(at - 1, at))
 
 
 def _hadamard(x: torch.Tensor, centered: bool) -> Encoded:
@@ -64,8 +65,8 @@ def _hadamard(x: torch.Tensor, centered: bool) -> Encoded:
     book = u * (FIRST + THIRD * u * u)
     scale = x.square().mean(-1).sqrt().to(torch.bfloat16)
     codes = torch.bucketize(x / scale.float()[..., None], (book[1:] + book[:-1]) / 2)
-    found = book[codes] * scale.float()[..., None]
-    return _packed(codes), scale, mean, found if mean is None else found + mean.float()[:, None]
+    decoded = book[codes] * scale.float()[..., None]
+    return _packed(codes), scale, mean, decoded if mean is None else decoded + mean.float()[:, None]
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:
@@ -90,16 +91,16 @@ def paged(k: torch.Tensor, v: torch.Tensor, codings: tuple[SideLayout, SideLayou
     sides, read = [], []
     for x, coding in zip((k, v), codings):
         rows = F.pad(x, (0, 0, 0, each * PAGE - length)).reshape(count, PAGE, dim)
-        *parts, found = encoded(rows, coding)
-        found = found.view(batch, heads, -1, dim)[:, :, :length].to(x.dtype)
+        *parts, decoded = encoded(rows, coding)
+        decoded = decoded.view(batch, heads, -1, dim)[:, :, :length].to(x.dtype)
         residual = None
         if has_residual:
-            found[:, :, length // PAGE * PAGE:] = x[:, :, length // PAGE * PAGE:]
+            decoded[:, :, length // PAGE * PAGE:] = x[:, :, length // PAGE * PAGE:]
             residual = _placed(rows, order)
         codes, scale, shift = (None if part is None else _placed(part, order) for part in parts)
         assert codes is not None
         sides.append(Side(coding, codes, scale, shift, residual))
-        read.append(found)
+        read.append(decoded)
     # vectors of all slots wait here, those before the last page beside their codes: they aren't read
     before = torch.full((batch, 1, heads), length - new, dtype=torch.int32, device=device)
     tables = SequenceTables(table, before, before[:, 0, 0].clone(), table if has_residual else None,

@@ -24,8 +24,8 @@ def cases(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> Iter
 
 def _argmax(logits: torch.Tensor) -> BenchCase:
     def check() -> tuple[torch.Tensor, torch.Tensor]:
-        most = logits == logits.amax(-1, keepdim=True)
-        return argmax(logits)[0] + 1, torch.stack([row.nonzero()[0, 0] for row in most]) + 1  # none is 0
+        highest = logits == logits.amax(-1, keepdim=True)
+        return argmax(logits)[0] + 1, torch.stack([row.nonzero()[0, 0] for row in highest]) + 1  # none is 0
 
     return BenchCase("argmax", f"m{len(logits)}", lambda at: argmax(logits)[0],
                      lambda at: logits.argmax(-1), "argmax", size(logits), size(logits), 0, 1, 1, 0.0,
@@ -34,8 +34,8 @@ def _argmax(logits: torch.Tensor) -> BenchCase:
 
 def _choose(logits: torch.Tensor) -> BenchCase:
     rows, device = len(logits), logits.device
-    temperature, top_p, min_p = (torch.full((rows,), one, device=device)
-                                 for one in (TEMPERATURE, TOP_P, MIN_P))
+    temperature, top_p, min_p = (torch.full((rows,), setting, device=device)
+                                 for setting in (TEMPERATURE, TOP_P, MIN_P))
     top_k = torch.full((rows,), TOP_K, dtype=torch.int32, device=device)
     seed = torch.arange(rows, device=device)
 

@@ -23,34 +23,34 @@ def emit(module: ir.Module) -> None:
     e = Emitter(module, "argmax", [PTR, I64], I64)
     values, count = e.arguments
     wide = vec(F32, LANES)
-    whole = count & -LANES
-    most, odd = e.var(e.const(wide, float("-inf"))), e.var(e.const(vec(I32, LANES), 0))
+    full = count & -LANES
+    highest, odd = e.var(e.const(wide, float("-inf"))), e.var(e.const(vec(I32, LANES), 0))
 
-    with e.loop(0, whole, LANES) as i:
+    with e.loop(0, full, LANES) as i:
         value = e.load(values, wide, i * 4)
         # NaN is below nothing, so the comparison is false for it too
         odd.set(odd.get() | (e.abs(value) <= LARGEST).zext(vec(I32, LANES)) ^ 1)
-        most.set(e.max(value, most.get()))
-    top, wrong = e.var(e.highest(most.get())), e.var(e.const(I32, 0))
+        highest.set(e.max(value, highest.get()))
+    top, wrong = e.var(e.highest(highest.get())), e.var(e.const(I32, 0))
     for lane in range(LANES):
         wrong.set(wrong.get() | odd.get().lane(lane))
-    with e.loop(whole, count) as i:
+    with e.loop(full, count) as i:
         value = e.load(values, F32, i * 4)
         wrong.set(wrong.get() | (e.abs(value) <= LARGEST).zext(I32) ^ 1)
         top.set(e.max(value, top.get()))
-    found = e.var(e.const(I64, -1))
+    index = e.var(e.const(I64, -1))
     with e.when(wrong.get().equals(0)):
-        found.set(0)
+        index.set(0)
         # a second look stops where the first found it: near there, then at it
         with e.forever() as leave:
-            near = found.get() + LANES
+            near = index.get() + LANES
             leave(near > count)
-            leave(e.highest(e.load(values, wide, found.get() * 4)).equals(top.get()))
-            found.set(near)
+            leave(e.highest(e.load(values, wide, index.get() * 4)).equals(top.get()))
+            index.set(near)
         with e.forever() as leave:
-            leave(e.load(values, F32, found.get() * 4).equals(top.get()))
-            found.set(found.get() + 1)
-    e.ret(found.get())
+            leave(e.load(values, F32, index.get() * 4).equals(top.get()))
+            index.set(index.get() + 1)
+    e.ret(index.get())
 
 
 @functools.cache
@@ -63,5 +63,5 @@ def argmax(values: torch.Tensor, isa: Isa) -> int | None:
     values = values.contiguous()
     if not values.numel():
         raise ValueError("nothing has no largest number")
-    found = _function(isa)(values.data_ptr(), values.numel())
-    return None if found < 0 else found
+    index = _function(isa)(values.data_ptr(), values.numel())
+    return None if index < 0 else index

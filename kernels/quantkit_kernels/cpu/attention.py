@@ -83,9 +83,10 @@ class _Attend:
             begin = first + done.get()
             sees = self.held.length + e.load(a.rows, I64, begin * 24 + 8) + 1
             self.border = self.held.border(sees)
-            some = e.min(count - done.get(), e.const(I64, PAGE) - ((sees - a.residual_length) & (PAGE - 1)))
-            self._rows(begin, some, split)
-            done.set(done.get() + some)
+            count_now = e.min(count - done.get(), e.const(I64,
+                                                          PAGE) - ((sees - a.residual_length) & (PAGE - 1)))
+            self._rows(begin, count_now, split)
+            done.set(done.get() + count_now)
         e.ret()
 
     def _rows(self, first: Value, count: Value, split: Value) -> None:
@@ -144,17 +145,17 @@ class _Attend:
         return self.first + q // group, self.head * group + q % group
 
     def _query(self, q: Value) -> Value:
-        row, one = self._place(q)
-        return self.a.q + row * self.a.q_stride + one * (self.dim * 4)
+        row, place = self._place(q)
+        return self.a.q + row * self.a.q_stride + place * (self.dim * 4)
 
     def _out(self, q: Value) -> Value:
-        row, one = self._place(q)
-        return self.a.out + row * self.a.out_stride + one * (self.dim * 4)
+        row, place = self._place(q)
+        return self.a.out + row * self.a.out_stride + place * (self.dim * 4)
 
     def _partial(self, q: Value, split: Value) -> Value:
         a = self.a
-        row, one = self._place(q)
-        return a.partial + ((row * a.heads * a.group + one) * a.splits + split) * ((self.dim + 2) * 4)
+        row, place = self._place(q)
+        return a.partial + ((row * a.heads * a.group + place) * a.splits + split) * ((self.dim + 2) * 4)
 
     def _split(self, begin: Value, end: Value) -> None:
         """Scores, softmax and sums of the slots ``[begin, end)``; maxima and weights' sums beside."""
@@ -246,34 +247,35 @@ class _Attend:
     def _softmax(self, q: Value, begin: Value, end: Value) -> None:
         """Scores become ``exp(score - maximum)``, 0 where the query doesn't see; the sum of these is kept."""
         e, a = self.e, self.a
-        wide, whole = vec(F32, WIDE), vec(I32, WIDE)
+        wide, integers = vec(F32, WIDE), vec(I32, WIDE)
         row = self.first + q // a.group
         position = e.load(a.rows, I64, row * 24 + 16)
         last = self.held.length + e.load(a.rows, I64, row * 24 + 8)  # the query's own slot
-        here = position.trunc(I32).spread(WIDE)
+        query = position.trunc(I32).spread(WIDE)
         scores = self.scores + q * (SPLIT * 4)
-        steps = e.const(whole, list(range(WIDE)))
+        steps = e.const(integers, list(range(WIDE)))
         count = e.min(end, last + 1) - begin
 
         def seen(i: Value) -> Value:
-            place = e.load(self.places, whole, i * 4)
+            place = e.load(self.places, integers, i * 4)
             slot = (begin + i).trunc(I32).spread(WIDE) + steps
-            found = (slot <= last.trunc(I32).spread(WIDE)) & (here - place < a.window.trunc(I32).spread(WIDE))
-            near = here - place < a.limit.trunc(I32).spread(WIDE)
-            return found & (near | (place < a.sinks.trunc(I32).spread(WIDE)))
+            visible = (slot <= last.trunc(I32).spread(WIDE)) & (
+                query - place < a.window.trunc(I32).spread(WIDE))
+            near = query - place < a.limit.trunc(I32).spread(WIDE)
+            return visible & (near | (place < a.sinks.trunc(I32).spread(WIDE)))
 
-        most = e.var(e.const(wide, NOTHING))
+        maximum = e.var(e.const(wide, NOTHING))
         # without limits all of them are seen but those behind the query, which are in the last step
         free = e.var(e.const(I64, 0))
         with e.when(a.window.equals(UNBOUNDED)), e.when(a.limit.equals(UNBOUNDED)):
             free.set(e.max(count, e.const(I64, 0)) & -WIDE)
         with e.loop(0, free.get(), WIDE) as i:
-            most.set(e.max(most.get(), e.load(scores, wide, i * 4)))
+            maximum.set(e.max(maximum.get(), e.load(scores, wide, i * 4)))
         with e.loop(free.get(), count, WIDE) as i:
             score = e.select(seen(i), e.load(scores, wide, i * 4), e.const(wide, NOTHING))
             e.store(scores, score, i * 4)
-            most.set(e.max(most.get(), score))
-        top = e.highest(most.get())
+            maximum.set(e.max(maximum.get(), score))
+        top = e.highest(maximum.get())
         total = e.var(e.const(wide, 0.0))
         with e.loop(0, count, WIDE) as i:
             score = e.load(scores, wide, i * 4)
@@ -292,14 +294,14 @@ class _Attend:
         for low in range(0, self.dim, 64):
             ats = range(low, min(low + 64, self.dim), self.width)
             sums = self.sums + q * (self.dim * 4)
-            held = [e.var(e.load(sums, kind, at * 4)) for at in ats]
+            totals = [e.var(e.load(sums, kind, at * 4)) for at in ats]
             with e.loop(0, count) as key:
                 weight = e.load(weights, F32, key * 4).spread(self.width)
-                for one, at in zip(held, ats):
+                for total, at in zip(totals, ats):
                     value = e.load(self.tile + key * (self.dim * 4), kind, at * 4)
-                    one.set(e.fma(weight, value, one.get()))
-            for one, at in zip(held, ats):
-                e.store(sums, one.get(), at * 4)
+                    total.set(e.fma(weight, value, total.get()))
+            for total, at in zip(totals, ats):
+                e.store(sums, total.get(), at * 4)
 
 
 @dataclass(frozen=True)
@@ -325,24 +327,24 @@ class ReduceSplits:
         e.store(state, e.const(F32, NOTHING))
         e.store(state, e.const(F32, 0.0), 4)
         with e.loop(0, a.splits) as split:
-            one = partial + split * size
-            with e.when(e.load(one, F32) > NOTHING):
-                _merge(e, self.dim, out, state, one + 8, one)
+            partial_state = partial + split * size
+            with e.when(e.load(partial_state, F32) > NOTHING):
+                _merge(e, self.dim, out, state, partial_state + 8, partial_state)
         _divide(e, self.dim, out, state, out)
         e.ret()
 
 
-def _merge(e: Emitter, dim: int, running: Value, state: Value, sums: Value, most: Value) -> None:
+def _merge(e: Emitter, dim: int, running: Value, state: Value, sums: Value, maximum: Value) -> None:
     """Add a split: ``state`` and ``most`` point to a maximum and a sum of weights."""
-    old, new = e.load(state, F32), e.load(most, F32)
+    old, new = e.load(state, F32), e.load(maximum, F32)
     top = e.max(old, new)
     keep, take = exp(e, old - top), exp(e, new - top)
     e.store(state, top)
-    e.store(state, e.fma(e.load(most, F32, 4), take, e.load(state, F32, 4) * keep), 4)
+    e.store(state, e.fma(e.load(maximum, F32, 4), take, e.load(state, F32, 4) * keep), 4)
     width = lanes(dim)
     for at in range(0, dim, width):
-        held, added = (e.load(p, vec(F32, width), at * 4) for p in (running, sums))
-        e.store(running, e.fma(added, take.spread(width), held * keep.spread(width)), at * 4)
+        totals, added = (e.load(p, vec(F32, width), at * 4) for p in (running, sums))
+        e.store(running, e.fma(added, take.spread(width), totals * keep.spread(width)), at * 4)
 
 
 def _divide(e: Emitter, dim: int, running: Value, state: Value, out: Value) -> None:

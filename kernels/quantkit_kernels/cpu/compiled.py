@@ -78,17 +78,17 @@ def _key(name: str, isa: Isa) -> str:
     llvm = _llvm()
     parts = (name, isa.name, str(isa.lanes), _sources(), repr(llvm.llvm_version_info),
              llvm.get_default_triple(), llvm.get_host_cpu_name(),
-             ",".join(sorted(name for name, there in host_features().items() if there)))
+             ",".join(sorted(name for name, present in host_features().items() if present)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
 
 
 @functools.cache
 def _sources() -> str:
     """A digest of this package: another version compiles anew."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _read(key: str) -> bytes | None:
@@ -121,13 +121,13 @@ def _write(key: str, code: bytes) -> None:
         return
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, made = tempfile.mkstemp(dir=folder, suffix=".part")
+        handle, path = tempfile.mkstemp(dir=folder, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(_digest(key, code) + code)
-            Path(made).replace(folder / f"{key}.o")
+            Path(path).replace(folder / f"{key}.o")
         except OSError:
-            Path(made).unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
             raise
 
 

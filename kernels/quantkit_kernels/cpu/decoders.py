@@ -88,10 +88,10 @@ def nf4(table: tuple[float, ...]) -> WeightDecoder:
         for i in range(SUB // 8):
             pair = e.load(source, wide, i * count)
             for codes in (pair & 15, pair.bits(vec(I16, 2 * isa.lanes)).shr(4).bits(wide) & 15):
-                least, most = isa.lookup(e, low, codes), isa.lookup(e, high, codes)
+                least, high_bytes = isa.lookup(e, low, codes), isa.lookup(e, high, codes)
                 for half in halves:
                     order = [place for at in half for place in (at, at + count)]
-                    yield (least.shuffle(order, most).bits(vec(I16, 2 * isa.lanes)),)
+                    yield (least.shuffle(order, high_bytes).bits(vec(I16, 2 * isa.lanes)),)
 
     digest = hashlib.sha256(repr(words).encode()).hexdigest()[:8]  # a name says all that the code depends on
     return WeightDecoder(f"nf4_{digest}", "words", SUB // 2, unpack)
@@ -109,13 +109,13 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
 
     def unpack(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
         for pair in range(SUB // 2):
-            own = _ring_words(e, source + pair * 16 * bits, bits)
-            before = _turned(own, 1)
+            lane_words = _ring_words(e, source + pair * 16 * bits, bits)
+            before = _turned(lane_words, 1)
             if bits < 4:
-                before = before | _turned(own, 2) << 4 * bits
-            found: list[Value] = []
+                before = before | _turned(lane_words, 2) << 4 * bits
+            levels: list[Value] = []
             for step in range(4):
-                state = own.shr((3 - step) * bits)
+                state = lane_words.shr((3 - step) * bits)
                 if (step + 1) * bits < 16:
                     state = state | before << (step + 1) * bits
                 if window < 16:
@@ -124,8 +124,8 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
                 mixed = state * low ^ product.shr(16).trunc(words)
                 nibbles = (mixed & 0x0F0F) + (mixed.shr(4) & 0x0F0F)
                 value = (nibbles * 0x0101).shr(8) - middle
-                found += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
-            yield found
+                levels += [value.shuffle(range(at, at + 2 * isa.lanes)) for at in range(0, 32, 2 * isa.lanes)]
+            yield levels
 
     return WeightDecoder(f"trellis{bits}_{window}_{low}_{high}_{middle}", "words", SUB * bits // 8, unpack,
                          64)
@@ -139,13 +139,13 @@ def _ring_words(e: Emitter, source: Value, bits: int) -> Value:
     least = e.load(source, vec(I8, 32)).zext(words)
     if bits == 2:
         return least
-    most = e.load(source, vec(I8, 16), 32)
-    return least | (most & 15).shuffle(range(32), most.shr(4)).zext(words) << 8
+    high_bits = e.load(source, vec(I8, 16), 32)
+    return least | (high_bits & 15).shuffle(range(32), high_bits.shr(4)).zext(words) << 8
 
 
-def _turned(own: Value, places: int) -> Value:
+def _turned(words: Value, places: int) -> Value:
     """The words that lie so many places before, around the ring."""
-    return own.shuffle([(i - 2 * places) % 32 for i in range(32)])
+    return words.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 
 INT4 = WeightDecoder("int4", "bytes", SUB // 2, _int4)

@@ -51,11 +51,12 @@ def begin(module: ir.Module, name: str,
         What writes it, its arguments by name, the unit and the thread.
     """
     assert len(names) <= SLOTS
-    e, found = Emitter(module, name, [PTR, I64, I64]), SimpleNamespace()
+    e, arguments = Emitter(module, name, [PTR, I64, I64]), SimpleNamespace()
     record, unit, thread = e.arguments
-    for i, one in enumerate(names):
-        setattr(found, one.lstrip("*"), e.load(record, PTR if one.startswith("*") else I64, 8 * i))
-    return e, found, unit, thread
+    for i, argument in enumerate(names):
+        setattr(arguments, argument.lstrip("*"), e.load(record, PTR if argument.startswith("*") else I64,
+                                                        8 * i))
+    return e, arguments, unit, thread
 
 
 def emit_run(module: ir.Module) -> None:
@@ -93,15 +94,15 @@ def emit_work(module: ir.Module) -> None:
             otherwise()
             waits.set(waits.get() + 1)
             _breathe(e, shared, waits.get())
-        left = e.var(e.const(I64, 0))
+        waiting = e.var(e.const(I64, 0))
         with e.when(waits.get() > SPINS + PATIENCE):
             atomic(e, "xchg", parked, e.const(I64, 1))
             # a job that came before that mark was seen has nobody to wake this thread
             with e.either(atomic_load(e, shared + JOB).equals(done.get())) as otherwise:
-                left.set(1)
+                waiting.set(1)
                 otherwise()
                 atomic(e, "xchg", parked, e.const(I64, 0))
-        leave(left.get().equals(1))
+        leave(waiting.get().equals(1))
     e.ret(done.get())
 
 

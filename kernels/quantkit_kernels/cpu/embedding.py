@@ -81,19 +81,19 @@ class Embed:
             at = (block * groups + (k // group if group else 0)) * lanes + lane
             scale = None if packed.group is None else self._scale(e, packed, a.scales, at)
             for i in range(SUB // step):
-                found = e.load(room + lane * (step * width), kind, i * each)
+                levels = e.load(room + lane * (step * width), kind, i * each)
                 if decoder.family not in FLOATS:
                     wide = vec(I32, step)
                     # codes of the family ``bytes`` are unsigned: a zero point is taken away, or 8 by itself
-                    whole = found.zext(wide) if decoder.family == "bytes" else found.sext(wide)
+                    integers = levels.zext(wide) if decoder.family == "bytes" else levels.sext(wide)
                     if packed.zeros:
-                        whole = whole - e.load(a.zeros, I8, at).zext(I32).spread(step)
+                        integers = integers - e.load(a.zeros, I8, at).zext(I32).spread(step)
                     elif decoder.family == "bytes":
-                        whole = whole - 8
-                    found = whole.real()
+                        integers = integers - 8
+                    levels = integers.real()
                 if scale is not None:
-                    found = found * (scale.spread(step) if found.lanes > 1 else scale)
-                e.store(out + k * 4, self._times(found), i * step * 4)
+                    levels = levels * (scale.spread(step) if levels.lanes > 1 else scale)
+                e.store(out + k * 4, self._times(levels), i * step * 4)
 
     @staticmethod
     def _scale(e: Emitter, packed: Matmul, scales: Value, index: Value) -> Value:

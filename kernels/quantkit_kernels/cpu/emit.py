@@ -40,16 +40,16 @@ class Emitter:
 
     def var(self, init: Value) -> Var:
         """A variable that begins as ``init``."""
-        made = Var(self.b, init.type)
-        made.set(init)
-        return made
+        variable = Var(self.b, init.type)
+        variable.set(init)
+        return variable
 
     def room(self, size: int) -> Value:
         """So many bytes that belong to this call."""
         with self.b.goto_entry_block():
-            made = self.b.alloca(ir.ArrayType(I8, size))
-        made.align, made.type = 8, PTR
-        return Value(self.b, made)
+            memory = self.b.alloca(ir.ArrayType(I8, size))
+        memory.align, memory.type = 8, PTR
+        return Value(self.b, memory)
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A scalar in every lane."""
@@ -58,15 +58,15 @@ class Emitter:
     def load(self, pointer: Value, kind: Type, offset: Any = 0) -> Value:
         """Read, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
-        made = self.b.load(where.ir, typ=kind)
-        made.align = 8 if kind in (I64, PTR) else 4 if kind in (I32, F32) else 1
-        return Value(self.b, made)
+        instruction = self.b.load(where.ir, typ=kind)
+        instruction.align = 8 if kind in (I64, PTR) else 4 if kind in (I32, F32) else 1
+        return Value(self.b, instruction)
 
     def store(self, pointer: Value, value: Value, offset: Any = 0) -> None:
         """Write, at any alignment."""
         where = pointer + offset if not (isinstance(offset, int) and offset == 0) else pointer
-        made = self.b.store(value.ir, where.ir)
-        made.align = 8 if value.type in (I64, PTR) else 4 if value.type in (I32, F32) else 1
+        instruction = self.b.store(value.ir, where.ir)
+        instruction.align = 8 if value.type in (I64, PTR) else 4 if value.type in (I32, F32) else 1
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
@@ -133,8 +133,8 @@ class Emitter:
     def intrinsic(self, name: str, result: Type, *arguments: Value) -> Value:
         """Call a named function of LLVM's or of the process."""
         kind = ir.FunctionType(result, [a.type for a in arguments])
-        found = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        return Value(self.b, self.b.call(found, [a.ir for a in arguments]))
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        return Value(self.b, self.b.call(function, [a.ir for a in arguments]))
 
     def call(self, pointer: Value, *arguments: Value, result: Type | None = None) -> Value:
         """Call a function by its address."""
@@ -218,10 +218,10 @@ class Emitter:
 
     def highest_abs(self, values: Sequence[Value]) -> Value:
         """The largest magnitude in some vectors."""
-        most = self.abs(values[0])
+        largest = self.abs(values[0])
         for value in values[1:]:
-            most = self.max(most, self.abs(value))
-        return self.highest(most)
+            largest = self.max(largest, self.abs(value))
+        return self.highest(largest)
 
     def sums(self, vectors: Sequence[Value]) -> Value:
         """Each vector's sum, as the lanes of one; eight vectors, by pairs: fewer steps than one by one."""
@@ -230,10 +230,10 @@ class Emitter:
             count //= 2
             vectors = [v.shuffle(range(count)) + v.shuffle(range(count, 2 * count)) for v in vectors]
         if count < 8:
-            found = Value(self.b, ir.Constant(vec(F32, 8), ir.Undefined))
+            result = Value(self.b, ir.Constant(vec(F32, 8), ir.Undefined))
             for i, v in enumerate(vectors):
-                found = Value(self.b, self.b.insert_element(found.ir, self.sum(v).ir, I32(i)))
-            return found
+                result = Value(self.b, self.b.insert_element(result.ir, self.sum(v).ir, I32(i)))
+            return result
         # within halves of a register first: that is what x86 shuffles
         pairs = [_across(a, b, (0, 8, 1, 9, 4, 12, 5, 13), (2, 10, 3, 11, 6, 14, 7, 15))
                  for a, b in zip(vectors[::2], vectors[1::2])]

@@ -18,11 +18,11 @@ def exp(e: Emitter, x: Value) -> Value:
     """``exp(x)``, lane by lane; x is finite."""
     kind = x.type
     x = e.max(e.min(x, e.const(kind, HIGHEST)), e.const(kind, LOWEST))
-    whole = e.round(x * LOG2E)
-    rest = e.fma(whole, e.const(kind, -LN2_LOW), e.fma(whole, e.const(kind, -LN2_HIGH), x))
-    found = e.const(kind, POLYNOMIAL[0])
+    exponent = e.round(x * LOG2E)
+    rest = e.fma(exponent, e.const(kind, -LN2_LOW), e.fma(exponent, e.const(kind, -LN2_HIGH), x))
+    result = e.const(kind, POLYNOMIAL[0])
     for factor in POLYNOMIAL[1:]:
-        found = e.fma(found, rest, e.const(kind, factor))
-    found = e.fma(found, rest * rest, rest + 1.0)
+        result = e.fma(result, rest, e.const(kind, factor))
+    result = e.fma(result, rest * rest, rest + 1.0)
     words = vec(I32, x.lanes) if x.lanes > 1 else I32
-    return (found.bits(words) + (e.whole(whole) << 23)).bits(vec(F32, x.lanes) if x.lanes > 1 else F32)
+    return (result.bits(words) + (e.whole(exponent) << 23)).bits(vec(F32, x.lanes) if x.lanes > 1 else F32)

@@ -73,7 +73,8 @@ class Isa:
         """
         if self.name != "avx2":
             return self.bytes_dot(e, total, weight ^ -128, x)
-        size, signed = (e.intrinsic("llvm.x86.avx2.psign.b", weight.type, one, weight) for one in (weight, x))
+        size, signed = (e.intrinsic("llvm.x86.avx2.psign.b", weight.type, operand, weight)
+                        for operand in (weight, x))
         pairs = e.intrinsic("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * self.lanes), size, signed)
         return e.pinned(total + self._pairs(e, pairs, e.const(pairs.type, 1)))
 
@@ -82,8 +83,8 @@ class Isa:
         if self.name == "avx512-vnni":
             return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total,
                                a.bits(vec(I32, self.lanes)), b.bits(vec(I32, self.lanes)))
-        found = total + self._pairs(e, a, b)
-        return e.pinned(found) if self.name == "avx2" else found
+        sums = total + self._pairs(e, a, b)
+        return e.pinned(sums) if self.name == "avx2" else sums
 
     def _pairs(self, e: Emitter, a: Value, b: Value) -> Value:
         if self.name == "avx2":
@@ -94,15 +95,15 @@ class Isa:
     def lookup(self, e: Emitter, table: tuple[int, ...], index: Value) -> Value:
         """Bytes of a table of 16 by ``index`` uint8 ``[n]``, at most 15."""
         if self.name == "plain":
-            found = e.const(index.type, table[0])
+            result = e.const(index.type, table[0])
             for code in range(1, 16):
-                found = e.select(index.equals(code), e.const(index.type, table[code]), found)
-            return found
+                result = e.select(index.equals(code), e.const(index.type, table[code]), result)
+            return result
         width = 32 if self.name == "avx2" else 64
         name = {32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[width]
         kind = vec(I8, width)
-        held = e.const(kind, list(table) * (width // 16))
-        return e.intrinsic(name, kind, held, index)
+        entries = e.const(kind, list(table) * (width // 16))
+        return e.intrinsic(name, kind, entries, index)
 
 
 PLAIN = Isa("plain", 8)

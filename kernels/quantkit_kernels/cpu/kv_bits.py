@@ -31,8 +31,8 @@ def unpack(e: Emitter, where: Value, dim: int, bits: int) -> list[Value]:
     """int32 ``[16]`` for every 16 of ``dim`` codes that :func:`pack` left."""
     if bits == 3:
         high = unpack(e, where + dim // 4, dim, 1)
-        return [low | one << 2 for low, one in zip(unpack(e, where, dim, 2), high)]
-    found, wide = [], vec(I32, 16)
+        return [low | bit << 2 for low, bit in zip(unpack(e, where, dim, 2), high)]
+    codes, wide = [], vec(I32, 16)
     for at in range(0, dim, 16):
         start = at * bits // 8
         if bits == 4:  # eight codes in a word
@@ -42,13 +42,13 @@ def unpack(e: Emitter, where: Value, dim: int, bits: int) -> list[Value]:
             words = e.load(where, I32, start).spread(16)
         else:
             words = e.load(where, I16, start).zext(I32).spread(16)
-        found.append(words.shr(e.const(wide, [bits * i % 32 for i in range(16)])) & 2**bits - 1)
-    return found
+        codes.append(words.shr(e.const(wide, [bits * i % 32 for i in range(16)])) & 2**bits - 1)
+    return codes
 
 
-def within(e: Emitter, x: Value, most: float) -> Value:
+def within(e: Emitter, x: Value, limit: float) -> Value:
     """Clamped to ``[−most, most]``."""
-    return e.max(e.min(x, e.const(x.type, most)), e.const(x.type, -most))
+    return e.max(e.min(x, e.const(x.type, limit)), e.const(x.type, -limit))
 
 
 def bf16(e: Emitter, pointer: Value, offset: int) -> Value:
@@ -58,31 +58,31 @@ def bf16(e: Emitter, pointer: Value, offset: int) -> Value:
 
 def rounded_up(e: Emitter, x: Value) -> Value:
     """The smallest normal bfloat16 that isn't below x ≥ 0, as float32."""
-    whole, real = _kinds(x)
-    up = ((x.bits(whole) + 0xFFFF) & -65536).bits(real)
+    integer, real = _kinds(x)
+    up = ((x.bits(integer) + 0xFFFF) & -65536).bits(real)
     return e.max(e.min(up, e.const(real, MOST)), e.const(real, TINY))
 
 
 def signed_up(e: Emitter, x: Value) -> Value:
     """The smallest bfloat16 that isn't below x, as float32."""
-    whole, real = _kinds(x)
-    near = e.narrowed(x).zext(whole) << 16
-    found = near.bits(real)
-    step = e.select(found > 0.0, near + 0x10000,
-                    e.select(found < 0.0, near - 0x10000, e.const(whole, 0x10000)))
-    return e.select(found < x, step.bits(real), found)
+    integer, real = _kinds(x)
+    near = e.narrowed(x).zext(integer) << 16
+    rounded = near.bits(real)
+    step = e.select(rounded > 0.0, near + 0x10000,
+                    e.select(rounded < 0.0, near - 0x10000, e.const(integer, 0x10000)))
+    return e.select(rounded < x, step.bits(real), rounded)
 
 
 def e4m3(e: Emitter, x: Value) -> Value:
     """float32 → int8 lanes of e4m3 bits, half to even; at most 448."""
-    whole, real = _kinds(x)
+    integer, real = _kinds(x)
     size = e.min(e.abs(x), e.const(real, 448.0))
     # 2⁻⁶ and above: three bits of mantissa are kept, half to even; below, multiples of 2⁻⁹
-    words = size.bits(whole)
+    words = size.bits(integer)
     normal = (words + 0x7FFFF + (words.shr(20) & 1)).shr(20) - (120 << 3)
     tiny = e.whole(e.round(size * 512.0))
     code = e.select(size < 2.0**-6, tiny, normal)
-    return (code | (x.bits(whole).shr(24) & 128)).trunc(vec(I8, x.lanes))
+    return (code | (x.bits(integer).shr(24) & 128)).trunc(vec(I8, x.lanes))
 
 
 def _kinds(x: Value) -> tuple[object, object]:

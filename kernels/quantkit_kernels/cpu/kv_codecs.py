@@ -71,10 +71,10 @@ def _plain(name: str) -> PageCodec:
     def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
         width = lanes(dim)
         kind = vec(F32 if name == "f32" else I16, width)
-        found = [e.load(parts["values"], kind, at * size) for at in range(0, dim, width)]
+        values = [e.load(parts["values"], kind, at * size) for at in range(0, dim, width)]
         if name == "f32":
-            return found
-        return [e.widened(value) if name == "bf16" else e.half_widened(value) for value in found]
+            return values
+        return [e.widened(value) if name == "bf16" else e.half_widened(value) for value in values]
 
     return PageCodec(name, lambda dim: {"values": size * dim}, store, load)
 
@@ -108,13 +108,13 @@ def _store_fp8(e: Emitter, parts: Parts, values: list[Value]) -> None:
 def _load_fp8(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
     """Where float32 has its sign, the low bits of its exponent and the high ones of its mantissa, e4m3's bits
     mean 2⁻¹²⁰ of what they are, denormal ones too."""
-    width, found = lanes(dim), []
+    width, result = lanes(dim), []
     scale = bf16(e, parts["scale"], 0).spread(width)
     for at in range(0, dim, width):
         wide = e.load(parts["codes"], vec(I8, width), at).sext(vec(I32, width))
         real = (((wide << 20) & 0x07F00000) | (wide & -0x80000000)).bits(vec(F32, width))
-        found.append(real * 2.0**120 * scale)
-    return found
+        result.append(real * 2.0**120 * scale)
+    return result
 
 
 def _by_token(bits: int) -> PageCodec:
@@ -124,28 +124,28 @@ def _by_token(bits: int) -> PageCodec:
     def store(e: Emitter, parts: Parts, values: list[Value]) -> None:
         width, kind = values[0].lanes, values[0].type
         values = [e.max(e.min(v, e.const(kind, LARGEST)), e.const(kind, -LARGEST)) for v in values]
-        found = []
+        parts_of_groups = []
         for group in range(len(values) * width // GROUP):
-            own = values[group * GROUP // width:(group + 1) * GROUP // width]
-            most, least = own[0], own[0]
-            for value in own[1:]:
-                most, least = e.max(most, value), e.min(least, value)
+            vectors = values[group * GROUP // width:(group + 1) * GROUP // width]
+            highest, least = vectors[0], vectors[0]
+            for value in vectors[1:]:
+                highest, least = e.max(highest, value), e.min(least, value)
             low = -signed_up(e, e.highest(-least))
-            scale = rounded_up(e, (e.highest(most) - low) / top)
+            scale = rounded_up(e, (e.highest(highest) - low) / top)
             inverse = (e.const(F32, 1.0) / scale).spread(width)
-            found += [_nearest(e, (value - low.spread(width)) * inverse, top) for value in own]
+            parts_of_groups += [_nearest(e, (value - low.spread(width)) * inverse, top) for value in vectors]
             e.store(parts["scale"], scale.bits(I32).shr(16).trunc(I16), group * 2)
             e.store(parts["low"], low.bits(I32).shr(16).trunc(I16), group * 2)
-        kv_bits.pack(e, parts["codes"], found, bits)
+        kv_bits.pack(e, parts["codes"], parts_of_groups, bits)
 
     def load(e: Emitter, parts: Parts, dim: int, common: Sequence[Value]) -> list[Value]:
-        found = []
+        result = []
         for i, code in enumerate(kv_bits.unpack(e, parts["codes"], dim, bits)):
             if i * 16 % GROUP == 0:
                 scale, low = (bf16(e, parts[name], i * 16 // GROUP * 2).spread(16)
                               for name in ("scale", "low"))
-            found.append(code.real() * scale + low)
-        return found
+            result.append(code.real() * scale + low)
+        return result
 
     return PageCodec(f"token{bits}", lambda dim: {"codes": dim * bits // 8, "scale": dim // GROUP * 2,
                                                   "low": dim // GROUP * 2}, store, load)
@@ -159,14 +159,14 @@ def _by_channel(bits: int) -> PageCodec:
         kind = vec(F32, 16)
         with e.loop(0, PAGE // GROUP) as group, e.loop(0, dim, 16) as at:
             begin = slots + group * (GROUP * dim * 4) + at * 4
-            least, most = e.var(e.const(kind, LARGEST)), e.var(e.const(kind, -LARGEST))
+            least, highest = e.var(e.const(kind, LARGEST)), e.var(e.const(kind, -LARGEST))
             with e.loop(0, GROUP) as slot:
                 value = e.load(begin + slot * (dim * 4), kind)
                 value = e.max(e.min(value, e.const(kind, LARGEST)), e.const(kind, -LARGEST))
                 least.set(e.min(least.get(), value))
-                most.set(e.max(most.get(), value))
+                highest.set(e.max(highest.get(), value))
             low = -signed_up(e, -least.get())
-            scale = rounded_up(e, (most.get() - low) / top)
+            scale = rounded_up(e, (highest.get() - low) / top)
             for name, value in (("scale", scale), ("low", low)):
                 e.store(shared[name] + (group * dim + at) * 2,
                         value.bits(vec(I32, 16)).shr(16).trunc(vec(I16, 16)))
@@ -176,12 +176,12 @@ def _by_channel(bits: int) -> PageCodec:
                 for name in ("scale", "low") for at in range(0, dim, 16)]
 
     def store(e: Emitter, parts: Parts, values: list[Value], grid: Sequence[Value]) -> None:
-        kind, found = values[0].type, []
+        kind, rounded = values[0].type, []
         for i, value in enumerate(values):
             value = e.max(e.min(value, e.const(kind, LARGEST)), e.const(kind, -LARGEST))
             inverse = e.const(kind, 1.0) / grid[i]
-            found.append(_nearest(e, (value - grid[len(values) + i]) * inverse, top))
-        kv_bits.pack(e, parts["codes"], found, bits)
+            rounded.append(_nearest(e, (value - grid[len(values) + i]) * inverse, top))
+        kv_bits.pack(e, parts["codes"], rounded, bits)
 
     def load(e: Emitter, parts: Parts, dim: int, grid: Sequence[Value]) -> list[Value]:
         return [code.real() * grid[i] + grid[dim // 16 + i]
@@ -218,22 +218,22 @@ def _hadamard(bits: int, centered: bool) -> PageCodec:
         values = [v - m for v, m in zip(values, mean)] if mean else values
         size = e.sqrt(_total(e, [(v, v) for v in values]) / float(16 * len(values)))
         inverse = (e.const(F32, 1.0) / e.max(size, e.const(F32, SMALLEST))).spread(16)
-        found = []
+        codes = []
         for value in values:
             normal, code = value * inverse, e.const(vec(I32, 16), 0)
             for low, high in itertools.pairwise(book):
                 above = normal > e.const(kind, (low + high) / 2)
                 code = e.select(above, code + 1, code)
-            found.append(code)
-        chosen = [level(e, code) for code in found]
+            codes.append(code)
+        chosen = [level(e, code) for code in codes]
         scale = _total(e, list(zip(values, chosen))) / _total(e, [(c, c) for c in chosen])
-        kv_bits.pack(e, parts["codes"], found, bits)
+        kv_bits.pack(e, parts["codes"], codes, bits)
         e.store(parts["scale"], e.narrowed(scale).trunc(I16))
 
     def load(e: Emitter, parts: Parts, dim: int, mean: Sequence[Value]) -> list[Value]:
         scale = bf16(e, parts["scale"], 0).spread(16)
-        found = [level(e, code) * scale for code in kv_bits.unpack(e, parts["codes"], dim, bits)]
-        return [value + m for value, m in zip(found, mean)] if mean else found
+        levels = [level(e, code) * scale for code in kv_bits.unpack(e, parts["codes"], dim, bits)]
+        return [value + m for value, m in zip(levels, mean)] if mean else levels
 
     def sizes(dim: int) -> dict[str, int]:
         return {"codes": dim * bits // 8, "scale": 2}

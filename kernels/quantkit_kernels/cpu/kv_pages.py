@@ -69,13 +69,13 @@ class HeadPages:
     def __init__(self, e: Emitter, a: SimpleNamespace, codecs: PageCodecs, dim: int, sequence: Value,
                  head: Value) -> None:
         self._e, self._a, self._codecs, self._dim = e, a, codecs, dim
-        one, index = a.sequences + sequence * (8 * SEQUENCE), a.layer * a.heads + head
-        self._table = e.load(one, PTR) + index * e.load(one, I64, 8) * 4
-        self.length = e.load(e.load(one, PTR, 16) + index * 4, I32).sext(I64)
+        record, index = a.sequences + sequence * (8 * SEQUENCE), a.layer * a.heads + head
+        self._table = e.load(record, PTR) + index * e.load(record, I64, 8) * 4
+        self.length = e.load(e.load(record, PTR, 16) + index * 4, I32).sext(I64)
         if codecs.residual:
-            self._residual = e.load(one, PTR, 24) + index * e.load(one, I64, 32) * 4
+            self._residual = e.load(record, PTR, 24) + index * e.load(record, I64, 32) * 4
             self._start = self.border(self.length)
-        self.count = e.load(one, I64, 56)
+        self.count = e.load(record, I64, 56)
 
     def border(self, length: Value) -> Value:
         """Of so many slots those in ``[first, border)`` are read as codes."""

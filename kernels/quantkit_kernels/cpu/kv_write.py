@@ -58,25 +58,25 @@ class RopeStore:
         eps = a.eps.trunc(I32).bits(F32)
         turned = {side: self.codecs.side(side).hadamard for side in "kv"}
         room = e.room(hadamard.room_bytes(self.dim)) if any(turned.values()) else None
-        with e.loop(0, a.group) as one:
-            q = a.q + row * a.q_stride + (head * a.group + one) * (self.dim * 4)
+        with e.loop(0, a.group) as number:
+            q = a.q + row * a.q_stride + (head * a.group + number) * (self.dim * 4)
             self._turn(e, q, angle, a.q_norm, eps, self.dim**-0.5)
             if turned["k"]:
                 _mixed(e, a, q, room, self.dim)
         k, v = (p + row * a.kv_stride + head * (self.dim * 4) for p in (a.k, a.v))
         self._turn(e, k, angle, a.k_norm, eps, None)
-        held = HeadPages(e, a, self.codecs, self.dim, sequence, head)
-        at, residual = held.length + place, self.codecs.residual
-        slot = held.residual(at) if residual else held.slot(at)
+        pages = HeadPages(e, a, self.codecs, self.dim, sequence, head)
+        at, residual = pages.length + place, self.codecs.residual
+        slot = pages.residual(at) if residual else pages.slot(at)
         width = lanes(self.dim)
         for side, source in (("k", k), ("v", v)):
             if turned[side]:
                 _mixed(e, a, source, room, self.dim, FARTHEST)
             values = [e.load(source, vec(F32, width), at * 4) for at in range(0, self.dim, width)]
             if residual:
-                self.codecs.vectors.store(e, held.vector(side, slot), values)
+                self.codecs.vectors.store(e, pages.vector(side, slot), values)
             else:
-                self.codecs.side(side).store(e, held.parts(side, slot), values)
+                self.codecs.side(side).store(e, pages.parts(side, slot), values)
         places = a.residual_positions if residual else a.positions
         with e.when(e.present(places)):
             e.store(places, position.trunc(I32), slot * 4)
@@ -117,18 +117,18 @@ class EncodePages:
         """Write the kernel into a module."""
         e, a, unit, thread = begin(module, self.name, CLOSE_ARGUMENTS)
         block, pair = unit % a.blocks, unit // a.blocks
-        held = HeadPages(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
-        at = held.start + block * PAGE
+        pages = HeadPages(e, a, self.codecs, self.dim, pair // a.heads, pair % a.heads)
+        at = pages.start + block * PAGE
         scratch, width = a.scratch + thread * a.scratch_private, lanes(self.dim)
-        with e.when(at < held.border(held.length + held.count)):
-            source, target = held.residual(at), held.slot(at)
+        with e.when(at < pages.border(pages.length + pages.count)):
+            source, target = pages.residual(at), pages.slot(at)
             for side in "kv":
                 codec = self.codecs.side(side)
                 with e.loop(0, PAGE) as slot:
                     for i, value in enumerate(self.codecs.vectors.load(
-                            e, held.vector(side, source + slot), self.dim, [])):
+                            e, pages.vector(side, source + slot), self.dim, [])):
                         e.store(scratch + slot * (self.dim * 4), value, i * width * 4)
-                shared = held.shared(side, target)
+                shared = pages.shared(side, target)
                 if codec.gather is not None:
                     codec.gather(e, shared, scratch, self.dim)
                 with e.loop(0, PAGE // GROUP) as group:
@@ -136,7 +136,7 @@ class EncodePages:
                     with e.loop(group * GROUP, group * GROUP + GROUP) as slot:
                         values = [e.load(scratch + slot * (self.dim * 4), vec(F32, width), i * 4)
                                   for i in range(0, self.dim, width)]
-                        parts = held.parts(side, target + slot)
+                        parts = pages.parts(side, target + slot)
                         codec.store(e, parts, values, *([common] if common else []))
             with e.when(e.present(a.positions)), e.loop(0, PAGE) as slot:
                 place = e.load(a.residual_positions, I32, (source + slot) * 4)
@@ -159,8 +159,8 @@ class KeepQueries:
         """Write the kernel into a module."""
         e, a, unit, _ = begin(module, self.name, KEEP_ARGUMENTS)
         sequence, place, position = (e.load(a.rows, I64, unit * 24 + 8 * i) for i in range(3))
-        one = a.sequences + sequence * (8 * SEQUENCE)
-        ring, size, count = e.load(one, PTR, 40), e.load(one, I64, 48), e.load(one, I64, 56)
+        record = a.sequences + sequence * (8 * SEQUENCE)
+        ring, size, count = e.load(record, PTR, 40), e.load(record, I64, 48), e.load(record, I64, 56)
         # a later row of the step would write to the same place
         with e.when(e.present(ring)), e.when(place + size >= count):
             row = self.dim * 4
@@ -204,6 +204,6 @@ def _mixed(e: Emitter, a: SimpleNamespace, x: Value, room: Value | None, dim: in
         value = e.load(x + at * 4, wide)
         value = value if farthest is None else kv_bits.within(e, value, farthest)
         e.store(room + at * 4, signed(value, at, not back))
-    found = hadamard.emit(e, room, a.mix, dim)
+    rotated = hadamard.emit(e, room, a.mix, dim)
     with e.loop(0, dim, hadamard.LANES) as at:
-        e.store(x + at * 4, signed(e.load(found + at * 4, wide), at, back))
+        e.store(x + at * 4, signed(e.load(rotated + at * 4, wide), at, back))

@@ -139,18 +139,18 @@ class _Writer:
         top = unit // across * a.rows_a_unit
         bottom = e.min(top + a.rows_a_unit, a.rows)
         alone = 4 if self.family in FLOATS and lanes == 8 else self.together
-        held = max(blocks, self.together)
+        count = max(blocks, self.together)
         with e.either(bottom - top < rows) as otherwise:
             with e.loop(begin, end, alone) as block, e.loop(top, bottom) as row:
                 self._multiply(block, row, alone, 1)
             otherwise()
-            with e.loop(begin, end, held) as block:
-                self._unpack(block, held)
-                whole = (bottom - top) // rows * rows + top
-                with e.loop(0, held, blocks) as first:
-                    with e.loop(top, whole, rows) as row:
+            with e.loop(begin, end, count) as block:
+                self._unpack(block, count)
+                full = (bottom - top) // rows * rows + top
+                with e.loop(0, count, blocks) as first:
+                    with e.loop(top, full, rows) as row:
                         self._multiply(block, row, blocks, rows, first)
-                    with e.loop(whole, bottom) as row:
+                    with e.loop(full, bottom) as row:
                         self._multiply(block, row, blocks, 1, first)
         e.ret()
 
@@ -166,7 +166,7 @@ class _Writer:
 
     def _steps(self, sources: Sequence[Value]) -> Iterator[list[Value]]:
         """What lies there, unpacked as it is needed: there are few registers."""
-        for parts in zip(*(self.decoder.unpack(self.e, self.isa, one) for one in sources)):
+        for parts in zip(*(self.decoder.unpack(self.e, self.isa, source) for source in sources)):
             yield [value for part in parts for value in part]
 
     def _unpack(self, block: Value, count: int) -> None:
@@ -188,8 +188,8 @@ class _Writer:
         if scratch is not None:
             first, block = scratch, block + scratch
         x = [a.x + (row + m) * a.x_stride for m in range(rows)]
-        whole = self.family == "int8"
-        start = e.const(vec(I32, self.lanes), 0) if whole else e.const(self.reals, 0.0)
+        integers = self.family == "int8"
+        start = e.const(vec(I32, self.lanes), 0) if integers else e.const(self.reals, 0.0)
         totals = [[e.var(start) for _ in range(rows)] for _ in range(blocks)]
 
         steps = SUB // STEP[self.family]
@@ -227,17 +227,17 @@ class _Writer:
                 for i in range(steps):
                     take(i, loaded(sources, i), [self._factor(row_x, s, i) for row_x in x], sums)
             else:  # some steps at a time: over more of them the compiler runs out of registers
-                held = [[e.var(value) for value in line] for line in sums]
+                variables = [[e.var(value) for value in line] for line in sums]
                 with e.loop(0, steps * 4, 4 * TOGETHER) as at:
-                    now = [[one.get() for one in line] for line in held]
+                    now = [[variable.get() for variable in line] for line in variables]
                     for i in range(TOGETHER):
                         take(i, loaded([source + at * self.lanes for source in sources], i),
                              [self._factor(row_x + at, s, i) for row_x in x], now)
                     for b in range(blocks):
                         for m in range(rows):
-                            held[b][m].set(now[b][m])
-                sums = [[one.get() for one in line] for line in held]
-            if whole or self.decoder.parts:
+                            variables[b][m].set(now[b][m])
+                sums = [[variable.get() for variable in line] for line in variables]
+            if integers or self.decoder.parts:
                 for b in range(blocks):
                     for m in range(rows):
                         totals[b][m].set(totals[b][m].get() + sums[b][m])
@@ -259,8 +259,8 @@ class _Writer:
                     with e.loop(0, per) as step:
                         subgroup(group * per + step, scales, zeros)
         else:
-            one = e.const(I64, 1)
-            zeros = [self._zeros(block + b, e.const(I64, 0), one)
+            unit = e.const(I64, 1)
+            zeros = [self._zeros(block + b, e.const(I64, 0), unit)
                      for b in range(blocks)] if self.spec.zeros else None
             with e.loop(0, a.subgroups) as s:
                 subgroup(s, None, zeros)
@@ -282,8 +282,8 @@ class _Writer:
     def _factor(self, x: Value, s: Value, step: int) -> Value:
         """The step's values of a row of activations, in every lane."""
         kind: Type = F32 if self.family in FLOATS else I32
-        one = self.e.load(x, kind, s * (SUB * WIDTH[self.family]) + step * 4).spread(self.lanes)
-        return one if self.family in FLOATS else one.bits(self._kind)
+        activation = self.e.load(x, kind, s * (SUB * WIDTH[self.family]) + step * 4).spread(self.lanes)
+        return activation if self.family in FLOATS else activation.bits(self._kind)
 
     def _add(self, total: Value, weight: Value, x: Value) -> Value:
         isa = self.isa
@@ -331,9 +331,9 @@ class _Writer:
             total = total * scale
         column = block * (self.lanes * 4)
         where = a.out + row * a.out_stride + column
-        held = e.var(total)
+        variable = e.var(total)
         with e.when(e.present(a.bias)):
-            held.set(held.get() + e.load(a.bias + column, self.reals))
+            variable.set(variable.get() + e.load(a.bias + column, self.reals))
         with e.when(a.add.differs(0)):
-            held.set(e.load(where, self.reals) + held.get())
-        e.store(where, held.get())
+            variable.set(e.load(where, self.reals) + variable.get())
+        e.store(where, variable.get())

@@ -74,13 +74,13 @@ def trellis(codes: torch.Tensor, bits: int) -> torch.Tensor:
         words = sum((steps[step] << (3 - step) * bits for step in range(4)), torch.zeros_like(steps[0]))
         pairs = words.unflatten(1, (-1, 2)).transpose(0, 1).flatten(1)  # [pairs, 32]
         if bits == 4:
-            made = pairs.to(torch.int16).view(torch.uint8)
+            packed = pairs.to(torch.int16).view(torch.uint8)
         elif bits == 2:
-            made = pairs.to(torch.uint8)
+            packed = pairs.to(torch.uint8)
         else:
-            most = pairs >> 8
-            made = torch.cat((pairs & 255, most[:, :16] | most[:, 16:] << 4), 1).to(torch.uint8)
-        part.copy_(made.flatten())
+            high = pairs >> 8
+            packed = torch.cat((pairs & 255, high[:, :16] | high[:, 16:] << 4), 1).to(torch.uint8)
+        part.copy_(packed.flatten())
     return out
 
 
@@ -103,12 +103,12 @@ def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
         if missing:
             part = torch.nn.functional.pad(part, (0, missing), value=value)
         blocks = _rows(part, lanes, value).unflatten(-1, (-1, SUB)).transpose(1, 2)
-        made = order(blocks).contiguous().view(torch.uint8).flatten()
+        packed = order(blocks).contiguous().view(torch.uint8).flatten()
         if out is None:
-            out = torch.empty(made.numel() // (blocks.shape[0] * lanes) * (-(-rows // STRIPE) * STRIPE),
+            out = torch.empty(packed.numel() // (blocks.shape[0] * lanes) * (-(-rows // STRIPE) * STRIPE),
                               dtype=torch.uint8)
-        out[end:end + made.numel()] = made
-        end += made.numel()
+        out[end:end + packed.numel()] = packed
+        end += packed.numel()
         read()
     return torch.empty(0, dtype=torch.uint8) if out is None else out
 

@@ -61,8 +61,8 @@ class Pool:
                 self._work_together()
             except BaseException:  # Ctrl-C, somewhere in Python: the others have begun and wait for this one
                 if shared[driver.JOB // 8] != shared[driver.FINISHED // 8]:
-                    for one in self._wake:
-                        one.release()
+                    for event in self._wake:
+                        event.release()
                     self._run(self._where, 0)
                 raise
 
@@ -79,8 +79,8 @@ class Pool:
         with self._lock:
             if self._pid == os.getpid():
                 self._closing.set()
-                for one in self._wake:
-                    one.release()
+                for event in self._wake:
+                    event.release()
                 for thread in self._members:
                     thread.join()
             self._pid = 0
@@ -108,8 +108,8 @@ class Pool:
                 member.start()
         except RuntimeError:  # no more threads: those that began end
             closing.set()
-            for one in self._wake:
-                one.release()
+            for event in self._wake:
+                event.release()
             raise
         if self._pid == 0:
             atexit.register(self.close)
@@ -126,8 +126,8 @@ def _member(work: Callable[[int, int, int], int], room: npt.NDArray[np.int64], w
 
 
 def _unlock(pool: weakref.ref[Pool]) -> None:
-    if (own := pool()) is not None:
-        own._lock = threading.Lock()
+    if (threads := pool()) is not None:
+        threads._lock = threading.Lock()
 
 
 def cores() -> int:
@@ -135,18 +135,18 @@ def cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
-    whole = set()
+    physical = set()
     for cpu in allowed:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            whole.add(siblings.read_text())
+            physical.add(siblings.read_text())
         except OSError:
-            whole.add(str(cpu))
-    found = len(whole)
+            physical.add(str(cpu))
+    count = len(physical)
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        found = min(found, max(1, int(quota) // int(period)))
-    return found
+        count = min(count, max(1, int(quota) // int(period)))
+    return count
 
 
 def _yield_address() -> int:

@@ -96,12 +96,12 @@ class Program:
         start = -room.ctypes.data % ALIGNMENT // 8
         end = start + len(self._kernels) * width
         self.records: npt.NDArray[np.int64] = room[start:end].reshape(-1, width)
-        found = self._addresses(report)
+        addresses = self._addresses(report)
         self._columns: list[dict[str, int]] = []
-        for i, one in enumerate(self._kernels):
-            self.records[i, KERNEL // 8], self.records[i, FLAGS // 8] = found[one.name], self._flags[i]
+        for i, kernel in enumerate(self._kernels):
+            self.records[i, KERNEL // 8], self.records[i, FLAGS // 8] = addresses[kernel.name], self._flags[i]
             self._columns.append({"units": UNITS // 8} | {
-                name: ARGUMENTS // 8 + j for j, name in enumerate(_arguments(one))})
+                name: ARGUMENTS // 8 + j for j, name in enumerate(_arguments(kernel))})
             self.set(i, **self._initial[i])
         self._initial = []
         together = 0
@@ -110,17 +110,18 @@ class Program:
             assert together < RING, "too many operations without a barrier"
 
     def _addresses(self, report: Report | None) -> dict[str, int]:
-        kernels = {one.name: one for one in self._kernels}
+        kernels = {kernel.name: kernel for kernel in self._kernels}
         new = [name for name in kernels if not on_disk(name, self._isa)]
-        found: dict[str, int] = {}
-        for name, one in kernels.items():
+        addresses: dict[str, int] = {}
+        for name, kernel in kernels.items():
             if report is not None and name in new:
                 report(new.index(name), len(new), name)
-            emit = one.emit(self._isa) if isinstance(one, matmul.Matmul | embedding.Embed) else one.emit
-            found[name] = address(name, self._isa, emit)
+            emit = kernel.emit(self._isa) if isinstance(kernel, matmul.Matmul
+                                                        | embedding.Embed) else kernel.emit
+            addresses[name] = address(name, self._isa, emit)
         if report is not None and new:
             report(len(new), len(new), "compiled")
-        return found
+        return addresses
 
     def set(self, index: int, **values: Any) -> None:
         """Change arguments of an operation."""
@@ -138,7 +139,7 @@ class Program:
         """Whether every thread does all of an operation's units for itself; nobody then waits for it."""
         self._put(index, FLAGS // 8, EACH | NO_BARRIER if each else self._flags[index])
 
-    def change(self, key: Hashable, how: Callable[[], None]) -> None:
+    def change(self, key: Hashable, write: Callable[[], None]) -> None:
         """Change arguments as ``how`` does, by calls of :meth:`set` and :meth:`alone`.
 
         For a key it is called once; after that the same numbers are written at once, which takes microseconds
@@ -154,7 +155,7 @@ class Program:
             return
         self._log = {}
         try:
-            how()
+            write()
             if len(self._changes) >= KNOWN:
                 self._changes.clear()
             self._changes[key] = (np.fromiter(self._log.keys(), np.int64),

@@ -49,13 +49,13 @@ def halves(x: Floats) -> Floats:
 def exp(x: Floats) -> Floats:
     """The kernels' exponential."""
     x = np.maximum(np.minimum(x, F(HIGHEST)), F(LOWEST))
-    whole = np.rint(x * F(LOG2E))
-    rest = fma(whole, F(-LN2_LOW), fma(whole, F(-LN2_HIGH), x))
-    found: Floats = np.full_like(x, F(POLYNOMIAL[0]))
+    exponent = np.rint(x * F(LOG2E))
+    rest = fma(exponent, F(-LN2_LOW), fma(exponent, F(-LN2_HIGH), x))
+    result: Floats = np.full_like(x, F(POLYNOMIAL[0]))
     for factor in POLYNOMIAL[1:]:
-        found = fma(found, rest, F(factor))
-    found = fma(found, rest * rest, rest + F(1))
-    return (found.view(np.int32) + (whole.astype(np.int32) << 23)).view(F)
+        result = fma(result, rest, F(factor))
+    result = fma(result, rest * rest, rest + F(1))
+    return (result.view(np.int32) + (exponent.astype(np.int32) << 23)).view(F)
 
 
 def embedding(ids: Ids, table: npt.NDArray[np.int16] | npt.NDArray[np.floating[Any]]) -> Floats:
@@ -159,12 +159,12 @@ def integer_matmul(x: Floats, levels: Whole, scale: Floats, family: str, group: 
     total = np.zeros((len(x), len(levels)), F)
     for s in range(x.shape[1] // SUB):
         part = slice(s * SUB, (s + 1) * SUB)
-        found = (codes[:, part].astype(np.int64) @ levels[:, part].T.astype(np.int64)).astype(np.int32)
+        products = (codes[:, part].astype(np.int64) @ levels[:, part].T.astype(np.int64)).astype(np.int32)
         step = steps[:, s, None]
         if group:
-            total = fma(found.astype(F) * step, scale[None, :, s * SUB // group], total)
+            total = fma(products.astype(F) * step, scale[None, :, s * SUB // group], total)
         else:
-            total = fma(found.astype(F), step, total)
+            total = fma(products.astype(F), step, total)
     return total if group else total * scale[:, 0]
 
 
@@ -202,7 +202,7 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
         ``[T, D]``.
     """
     dim, width = q.shape[1], lanes(q.shape[1])
-    most = np.full(len(q), NOTHING, F)
+    maximum = np.full(len(q), NOTHING, F)
     weight, total = np.zeros(len(q), F), np.zeros_like(q)
     for begin in range(0, len(k), SPLIT):
         keys, values, visible = k[begin:begin + SPLIT], v[begin:begin + SPLIT], seen[:, begin:begin + SPLIT]
@@ -216,15 +216,15 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
         sums = np.zeros((len(q), WIDE), F)
         for at in range(0, padded.shape[1], WIDE):
             sums = sums + padded[:, at:at + WIDE]
-        own = np.zeros_like(q)
+        total_of_split = np.zeros_like(q)
         for i in range(len(keys)):
-            own = fma(chances[:, i, None], values[i], own)
-        there = top > NOTHING
-        new = np.maximum(most, top)
-        keep, take = exp(most - new), exp(top - new)
-        weight = np.where(there, fma(halves(sums), take, weight * keep), weight)
-        total = np.where(there[:, None], fma(own, take[:, None], total * keep[:, None]), total)
-        most = np.where(there, new, most)
+            total_of_split = fma(chances[:, i, None], values[i], total_of_split)
+        occupied = top > NOTHING
+        new = np.maximum(maximum, top)
+        keep, take = exp(maximum - new), exp(top - new)
+        weight = np.where(occupied, fma(halves(sums), take, weight * keep), weight)
+        total = np.where(occupied[:, None], fma(total_of_split, take[:, None], total * keep[:, None]), total)
+        maximum = np.where(occupied, new, maximum)
     return total * (F(1) / weight)[:, None]
 
 

@@ -73,15 +73,15 @@ class RowKernel:
         wide = vec(F32, LANES)
 
         def value(at: Value) -> Value:
-            made = e.load(x, wide, at)
+            result = e.load(x, wide, at)
             if factor is not None:
-                made = made * factor.spread(LANES) * e.load(a.weight, wide, at)
+                result = result * factor.spread(LANES) * e.load(a.weight, wide, at)
             if self.source == "silu":
-                made = made / (exp(e, -made) + 1.0) * e.load(second, wide, at)
+                result = result / (exp(e, -result) + 1.0) * e.load(second, wide, at)
             if self.source == "gelu":
-                inner = (made * made * GELU_CUBE + 1.0) * made * GELU
-                made = made / (exp(e, -inner) + 1.0) * e.load(second, wide, at)
-            return made
+                inner = (result * result * GELU_CUBE + 1.0) * result * GELU
+                result = result / (exp(e, -inner) + 1.0) * e.load(second, wide, at)
+            return result
 
         if self.rotation:
             room = a.room + thread * a.room_private
@@ -136,12 +136,12 @@ def _leave_row(e: Emitter, family: Family, values: Callable[[Value], list[Value]
                out: Value, scales: Value, sums: Value) -> None:
     """Store a row that shares one scale. Its values are worked out twice: first for the largest."""
     zero = e.const(vec(F32, LANES), 0.0)
-    most, wrong, total = e.var(zero), e.var(zero), e.var(e.const(vec(I32, LANES), 0))
+    largest, wrong, total = e.var(zero), e.var(zero), e.var(e.const(vec(I32, LANES), 0))
     with e.loop(0, subgroups) as s:
         for value in values(s):
-            most.set(e.max(most.get(), e.abs(value)))
+            largest.set(e.max(largest.get(), e.abs(value)))
             wrong.set(wrong.get() + value * 0.0)
-    scale = e.max(e.highest(most.get()), e.const(F32, SMALLEST)) / float(LEVELS[family])
+    scale = e.max(e.highest(largest.get()), e.const(F32, SMALLEST)) / float(LEVELS[family])
     with e.loop(0, subgroups) as s:
         for half, value in enumerate(values(s)):
             exact = value / scale.spread(LANES)
@@ -172,8 +172,8 @@ def _leave(e: Emitter, family: Family, values: list[Value], out: Value, scales: 
             e.store(out + index * (SUB * 4), value, half * LANES * 4)
         return
     levels, width = LEVELS[family], 1 if family == "bytes" else 2
-    most = e.max(e.abs(values[0]), e.abs(values[1]))
-    top = e.max(e.highest(most), e.const(F32, SMALLEST))
+    largest = e.max(e.abs(values[0]), e.abs(values[1]))
+    top = e.max(e.highest(largest), e.const(F32, SMALLEST))
     inverse = (e.const(F32, float(levels)) / top).spread(LANES)
     total = e.const(vec(I32, LANES), 0)
     for half, value in enumerate(values):

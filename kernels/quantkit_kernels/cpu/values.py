@@ -43,8 +43,8 @@ class Value:
             other = other.get()
         return other.ir if isinstance(other, Value) else constant(self.builder, self.type, other).ir
 
-    def _two(self, other: Any, whole: str, real: str) -> Value:
-        name = real if self._float else whole
+    def _two(self, other: Any, integer: str, real: str) -> Value:
+        name = real if self._float else integer
         return Value(self.builder, getattr(self.builder, name)(self.ir, self._other(other)))
 
     def __add__(self, other: Any) -> Value:

@@ -112,32 +112,33 @@ class ColumnSearch:
         with e.loop(0, a.columns, BLOCK) as start:
             stop = e.min(start + BLOCK, a.columns)
             with e.loop(start, stop) as i:
-                own, held, step = work + i * size, found + i * size, steps + (i - start) * size
+                targets, results, step = work + i * size, found + i * size, steps + (i - start) * size
                 pivot = e.load(a.matrix, F32, (i * a.columns + i) * 4).spread(LANES)
                 for at in range(0, size, LANES * 4):
-                    one = e.load(own, wide, at)
+                    target_value = e.load(targets, wide, at)
                     if self.visit:
-                        one = one / (pivot * e.load(scale, wide, at)) + e.load(held, wide, at)
+                        target_value = target_value / (pivot * e.load(scale, wide, at)) + e.load(results, wide, at)
                     else:
-                        one = one / e.load(scale, wide, at)
-                    e.store(target, one, at)
+                        target_value = target_value / e.load(scale, wide, at)
+                    e.store(target, target_value, at)
                 if self.visit:
                     ring.search(target, weight, marks, new)
-                    with e.when(self._worse(e, target, weight, new, held)):
+                    with e.when(self._worse(e, target, weight, new, results)):
                         for at in range(0, size, LANES * 4):
-                            e.store(new, e.load(held, wide, at), at)
+                            e.store(new, e.load(results, wide, at), at)
                         for at in range(0, RING, 16):
                             e.store(marks, e.load(symbols + i * RING, vec(I8, 16), at), at)
                     for at in range(0, RING, 16):
                         e.store(symbols + i * RING, e.load(marks, vec(I8, 16), at), at)
                     for at in range(0, size, LANES * 4):
                         value = e.load(new, wide, at)
-                        e.store(step, (value - e.load(held, wide, at)) * e.load(scale, wide, at), at)
-                        e.store(held, value, at)
+                        e.store(step, (value - e.load(results, wide, at)) * e.load(scale, wide, at), at)
+                        e.store(results, value, at)
                 else:
-                    ring.search(target, weight, symbols + i * RING, held)
+                    ring.search(target, weight, symbols + i * RING, results)
                     for at in range(0, size, LANES * 4):
-                        error = e.load(own, wide, at) - e.load(held, wide, at) * e.load(scale, wide, at)
+                        error = e.load(targets, wide, at) - e.load(results, wide, at) * e.load(scale, wide,
+                                                                                               at)
                         e.store(step, error / pivot, at)
                 with e.loop(i + 1, stop) as j:
                     factor = -e.load(a.matrix, F32, (i * a.columns + j) * 4).spread(LANES)
@@ -145,13 +146,13 @@ class ColumnSearch:
                         e.store(work + j * size, e.fma(factor, e.load(step, wide, at),
                                                        e.load(work + j * size, wide, at)), at)
             with e.loop(stop, a.columns) as j:
-                left = [e.var(e.load(work + j * size, wide, at)) for at in range(0, size, LANES * 4)]
+                remaining = [e.var(e.load(work + j * size, wide, at)) for at in range(0, size, LANES * 4)]
                 with e.loop(start, stop) as i:
                     factor = -e.load(a.matrix, F32, (i * a.columns + j) * 4).spread(LANES)
-                    for part, total in enumerate(left):
+                    for part, total in enumerate(remaining):
                         step = e.load(steps + (i - start) * size, wide, part * LANES * 4)
                         total.set(e.fma(factor, step, total.get()))
-                for part, total in enumerate(left):
+                for part, total in enumerate(remaining):
                     e.store(work + j * size, total.get(), part * LANES * 4)
         e.ret()
 
@@ -173,10 +174,10 @@ class _Ring:
         self.e, self.bits, self.ends, self.choices = e, spec.bits, spec.ends, 1 << spec.bits
         self.values, self.room = values, room
 
-    def search(self, target: Value, weight: Value, symbols: Value, found: Value) -> None:
+    def search(self, target: Value, weight: Value, symbols: Value, best_state: Value) -> None:
         """Store the ring that is nearest to ``target``, and its values."""
         self.target, self.weight = target, weight
-        self._close(self._cut(), symbols, found)
+        self._close(self._cut(), symbols, best_state)
 
     def _cut(self) -> Value:
         """What the best way without a beginning passes where the ring is cut."""
@@ -198,7 +199,7 @@ class _Ring:
             where.set(state.shr(self.bits))
         return where.get()
 
-    def _close(self, cut: Value, symbols: Value, found: Value) -> None:
+    def _close(self, cut: Value, symbols: Value, best_state: Value) -> None:
         """Store the best way from ``cut`` to ``cut``."""
         e, wide = self.e, vec(F32, LANES)
         with e.loop(0, self.ends, LANES) as u:
@@ -211,7 +212,7 @@ class _Ring:
             step = e.const(I64, RING - 1) - back
             state = self._before(step, step, where.get())
             e.store(symbols, (state & self.choices - 1).trunc(I8), step)
-            e.store(found, e.load(self.values, F32, state * 4), step * 4)
+            e.store(best_state, e.load(self.values, F32, state * 4), step * 4)
             where.set(state.shr(self.bits))
 
     def _errors(self, step: Value) -> Value:
@@ -227,7 +228,7 @@ class _Ring:
     def _step(self, step: Value, place: Value) -> None:
         """The least errors after a step, from those before."""
         e, wide = self.e, vec(F32, LANES)
-        factor, offset = (one.spread(LANES) for one in self._factors(place))
+        factor, offset = (number.spread(LANES) for number in self._factors(place))
         before, after = self._errors(step), self._errors(step + 1)
         span = max(1, LANES // self.choices)  # errors before it that a vector of states needs
         with e.loop(0, self.ends, LANES) as u:
@@ -238,8 +239,8 @@ class _Ring:
                 if span == 1:
                     base = e.load(earlier, F32).spread(LANES)
                 else:
-                    some = e.load(earlier, vec(F32, span))
-                    base = some.shuffle([i // self.choices for i in range(LANES)])
+                    costs = e.load(earlier, vec(F32, span))
+                    base = costs.shuffle([i // self.choices for i in range(LANES)])
                 error = e.fma(e.load(self.values, wide, state * 4), factor, offset)
                 total = e.fma(error, error, base)
                 least = total if least is None else e.min(total, least)
@@ -251,12 +252,12 @@ class _Ring:
         e = self.e
         factor, offset = self._factors(place)
         before = self._errors(step)
-        best, found = e.var(e.const(F32, 3e38)), e.var(end)
+        best, best_state = e.var(e.const(F32, 3e38)), e.var(end)
         for j in range(self.choices):
             state = end + j * self.ends
             error = e.fma(e.load(self.values, F32, state * 4), factor, offset)
             total = e.fma(error, error, e.load(before, F32, state.shr(self.bits) * 4))
             with e.when(total < best.get()):
                 best.set(total)
-                found.set(state)
-        return found.get()
+                best_state.set(state)
+        return best_state.get()

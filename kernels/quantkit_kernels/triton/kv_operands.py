@@ -154,26 +154,26 @@ def scores(q: tl.tensor, ptr: tl.tensor, scale: tl.tensor, shift: tl.tensor, pag
 
 
 @triton.jit
-def _by_word(ptr: tl.tensor, page: tl.tensor, held: tl.tensor, W: tl.constexpr, D: tl.constexpr,
+def _by_word(ptr: tl.tensor, page: tl.tensor, valid: tl.tensor, W: tl.constexpr, D: tl.constexpr,
              DP: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
     """Grids of each 32 dimensions of a token, ``[64, D / 32]`` bfloat16 → pairs ``[32, W]`` of two slots; 0
     where they aren't held, which may be NaN."""
     N: tl.constexpr = DP // 32
     if N == 1:
         x = tl.load(ptr + page * 32 + tl.arange(0, 32))
-        even, odd = tl.split(held.to(tl.int32).reshape(32, 2))
+        even, odd = tl.split(valid.to(tl.int32).reshape(32, 2))
         out = ((x & 0xFFFF) * even | (x & -65536) * odd)[:, None]
     elif D == DP:
         # where they aren't held isn't loaded: a selection afterwards would be one for each word of codes
         rs, rn = tl.arange(0, 64)[:, None], tl.arange(0, N // 2)[None, :]
-        x = tl.load(ptr + page * 32 * N + rs * (N // 2) + rn, mask=held[:, None], other=0)
+        x = tl.load(ptr + page * 32 * N + rs * (N // 2) + rn, mask=valid[:, None], other=0)
         a, b = tl.split(x.reshape(32, 2, N // 2).trans(0, 2, 1))
         low, high = mix(a, b, ASM)
         out = tl.join(low, high).reshape(32, N)
     else:  # an odd number of groups
         rs, rn = tl.arange(0, 64)[:, None], tl.arange(0, N)[None, :]
         to16 = ptr.to(tl.pointer_type(tl.int16), bitcast=True) + page * (64 * (D // 32))
-        x = tl.load(to16 + rs * (D // 32) + rn, mask=held[:, None] & (rn < D // 32), other=0).to(tl.int32)
+        x = tl.load(to16 + rs * (D // 32) + rn, mask=valid[:, None] & (rn < D // 32), other=0).to(tl.int32)
         a, b = tl.split(x.reshape(32, 2, N).trans(0, 2, 1))
         out = (a & 0xFFFF) | (b << 16)
     return tl.broadcast_to(out[:, :, None], (32, N, W // N)).reshape(32, W)
@@ -193,14 +193,14 @@ def _two_slots(ptr: tl.tensor, EACH: tl.constexpr, COUNT: tl.constexpr, W: tl.co
 
 @triton.jit
 def add_values(acc: tl.tensor, p: tl.tensor, ptr: tl.tensor, scale: tl.tensor, shift: tl.tensor,
-               page: tl.tensor, held: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr,
+               page: tl.tensor, valid: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr,
                D: tl.constexpr, DP: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
     """``acc + p v``: p float32 ``[M, 64]``, 0 where slots aren't held, ``[64]``; acc float32 ``[M, DP]``."""
     if KIND == "plain":
         rs, rd = tl.arange(0, 64)[:, None], tl.arange(0, DP)[None, :]
         # what was never written may be NaN, and NaN times 0 is NaN
         v = tl.load(ptr + page * (64 * D) + rs * D + rd,
-                    mask=held[:, None] if D == DP else held[:, None] & (rd < D), other=0.0)
+                    mask=valid[:, None] if D == DP else valid[:, None] & (rd < D), other=0.0)
     else:
         W: tl.constexpr = words(BITS, DP)
         EACH: tl.constexpr = D * BITS // 32
@@ -216,14 +216,14 @@ def add_values(acc: tl.tensor, p: tl.tensor, ptr: tl.tensor, scale: tl.tensor, s
             y1 = y0 >> 8
         pairs = tl.join(pairs_of(x0, y0, KIND, BITS), pairs_of(x1, y1, KIND, BITS))  # [32, W, J, half]
         if KIND == "token":
-            s, low = _by_word(scale, page, held, W, D, DP, ASM), _by_word(shift, page, held, W, D, DP, ASM)
+            s, low = _by_word(scale, page, valid, W, D, DP, ASM), _by_word(shift, page, valid, W, D, DP, ASM)
             a, b = on_grid(pairs, s[:, :, None, None], low[:, :, None, None], BITS, DT, ASM)
         else:
             a, b = numbers(pairs, KIND, BITS, DT, ASM)
             s = scales(scale, page)
             if KIND == "hadamard":
                 s *= level_size(BITS, DT, ASM)
-            p = p * tl.where(held, s * lift(KIND, DT), 0.0)[None, :]
+            p = p * tl.where(valid, s * lift(KIND, DT), 0.0)[None, :]
         v = tl.join(a, b).trans(0, 4, 3, 2, 1).reshape(64, DP)
     return tl.dot(p.to(DT), v, acc, input_precision="ieee")
 
@@ -236,13 +236,13 @@ def vector_scores(q: tl.tensor, ptr: tl.tensor, page: tl.tensor, D: tl.constexpr
 
 
 @triton.jit
-def add_vectors(acc: tl.tensor, p: tl.tensor, ptr: tl.tensor, page: tl.tensor, held: tl.tensor,
+def add_vectors(acc: tl.tensor, p: tl.tensor, ptr: tl.tensor, page: tl.tensor, valid: tl.tensor,
                 KIND: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                 DT: tl.constexpr) -> tl.tensor:
     """:func:`add_values` of vectors that wait, in the order and size that acc has for that coding."""
     rs, rd = tl.arange(0, 64)[:, None], tl.arange(0, DP)[None, :]
     v = tl.load(ptr + page * (64 * D) + rs * D + rd,
-                mask=held[:, None] if D == DP else held[:, None] & (rd < D), other=0.0)
+                mask=valid[:, None] if D == DP else valid[:, None] & (rd < D), other=0.0)
     if KIND != "plain":
         J: tl.constexpr = fields(BITS)
         v = v.reshape(64, DP // (2 * J), 2 * J).trans(0, 2, 1).reshape(64, DP)

@@ -95,9 +95,9 @@ def quantize(x: torch.Tensor, kind: torch.dtype) -> QuantizedActivations:
     Raises:
         ValueError: another kind than :class:`QuantizedActivations` has, or another shape.
     """
-    found = empty(x, kind)
+    result = empty(x, kind)
     if x.shape[0]:
         x = x if x.stride(1) == 1 else x.contiguous()
-        quantize_kernel[(x.shape[0],)](x, found.values, found.scale, x.stride(0),
+        quantize_kernel[(x.shape[0],)](x, result.values, result.scale, x.stride(0),
                                        **constants(x.shape[1], starts(x.device)))
-    return found
+    return result

@@ -92,8 +92,8 @@ def matmul_kernel(x_ptr: tl.tensor, t_ptr: tl.tensor, w_ptr: tl.tensor, s_ptr: t
     if APART:
         acc += total
     if SPLIT:
-        here = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
-        tl.store(y_ptr + here, acc, mask=(rm < m)[None, :])
+        offsets = (tl.program_id(2).to(tl.int64) * m + rm[None, :]) * NPAD + rn[:, None]
+        tl.store(y_ptr + offsets, acc, mask=(rm < m)[None, :])
     else:
         finish(acc, tl.program_id(0) * 128, rm, t_ptr, None if GROUP else s_ptr, b_ptr, r_ptr, y_ptr, m, n,
                r_row, y_row, GATED)
@@ -113,8 +113,8 @@ def add_segments_kernel(part_ptr: tl.tensor, t_ptr: tl.tensor, s_ptr: tl.tensor,
     rm = tl.program_id(1) + tl.arange(0, 1)
     total = tl.zeros([BLOCK, 1], part_ptr.dtype.element_ty)
     for i in tl.static_range(SEGMENTS):
-        here = (i * m.to(tl.int64) + rm[None, :]) * NPAD + rn[:, None]
-        total += tl.load(part_ptr + here, mask=(rn < NPAD)[:, None], other=0)
+        offsets = (i * m.to(tl.int64) + rm[None, :]) * NPAD + rn[:, None]
+        total += tl.load(part_ptr + offsets, mask=(rn < NPAD)[:, None], other=0)
     finish(total, first, rm, t_ptr, s_ptr, b_ptr, r_ptr, y_ptr, m, n, r_row, y_row, GATED)
 
 
@@ -149,8 +149,8 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     unroll = 1 if bk == 128 or family == "cdna" else 4 if grouped else 2
     per = -(-tiles // (wanted * unroll)) * unroll
     segments = -(-tiles // per)
-    most = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
-    bm = measured.get("bm", next((size for size in (16, 32, 64) if m <= size and size < most), most))
+    limit = 32 if family == "ampere" else 64 if bk == 32 or (grouped and segments > 1) else 128
+    bm = measured.get("bm", next((size for size in (16, 32, 64) if m <= size and size < limit), limit))
     split = segments > 1 and m <= SPLIT_ROWS and blocks * -(-m // bm) < PROGRAMS // 2
     warps = measured.get("warps", 4 if bm <= 32 or bk == 32 else 8)
     if family == "cdna":  # a warp has 64 lanes; the instruction is the same for any number of rows

@@ -53,14 +53,14 @@ def tables(dtype: torch.dtype) -> tuple[int, ...]:
     """
     value = torch.tensor(IN_ORDER.value).to(dtype)
     value = torch.where(value == 0, -value, value)  # its partner is negative
-    bits = [one & 0xFFFF for one in value.view(torch.int16).tolist()]
+    bits = [code & 0xFFFF for code in value.view(torch.int16).tolist()]
     words = []
     for shift in (0, 8):
-        below, above = ([one >> shift & 255 for one in half] for half in (bits[:8], bits[8:]))
-        wrong = [(one ^ other) & 128 for one, other in zip(below, above)]
+        below, above = ([code >> shift & 255 for code in half] for half in (bits[:8], bits[8:]))
+        wrong = [(code ^ other) & 128 for code, other in zip(below, above)]
         # signs of the second table are 0, so the first needn't allow for them
-        first = [one ^ flip for one, flip in zip(below, wrong)]
-        second = [one ^ 255 if sign & 128 else one for one, sign in zip(above, first)]
+        first = [code ^ flip for code, flip in zip(below, wrong)]
+        second = [code ^ 255 if sign & 128 else code for code, sign in zip(above, first)]
         parts = [first, second, [flip >> 1 for flip in wrong]]
         words += [int.from_bytes(bytes(part[at:at + 4]), "little") for part in parts for at in (0, 4)]
     return tuple(word - (word >> 31 << 32) for word in words)

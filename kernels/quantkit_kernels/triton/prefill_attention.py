@@ -84,7 +84,7 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
     q = tl.load(q_ptr + dims[None, :], mask=rows[:, None] & (dims < D)[None, :], other=0.0)
     queries = query + rm // GP
     acc = tl.full([M, DP], 0.0, tl.float32)
-    most = tl.full([M], float("-inf"), tl.float32)
+    maximum = tl.full([M], float("-inf"), tl.float32)
     total = tl.full([M], 0.0, tl.float32)
     # sinks, and what is in the window
     begin, after = tl.maximum(a, fixed), tl.maximum(c, fixed)
@@ -93,7 +93,7 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
         i = tl.where(j < early, begin + j, after + j - early)
         page = tl.load(table_ptr + row * width + i - fixed).to(tl.int64)
         at = i * 64 + rt
-        held = at < longest
+        valid = at < longest
         s = scores(q, k_ptr, k_scale_ptr, k_shift_ptr, page, KK, KB, KC, D, DP, ASM)
         s = scaled(s, factor, cap, CAPPED)
         seen = at[None, :] < borders[:, None]
@@ -102,8 +102,8 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
                 at = tl.load(at_ptr + page * 64 + rt)
             seen &= visible(at[None, :], queries[:, None], window, limit, sinks)
         s = tl.where(seen, s, float("-inf"))
-        p, shrink, most, total = update(s, most, total)
-        acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, held, VK, VB, D,
+        p, shrink, maximum, total = update(s, maximum, total)
+        acc = add_values(acc * shrink[:, None], p, v_ptr, v_scale_ptr, v_shift_ptr, page, valid, VK, VB, D,
                          DP, dtype, ASM)
     if HAS_RESIDUAL:
         plain = tl.load(q_ptr + rd[None, :], mask=rows[:, None] & (rd < D)[None, :], other=0.0)
@@ -113,7 +113,7 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
             i, page = residual_page(residual_table_ptr + row * residual_width, j, early, low, residual, fixed,
                                     start)
             at = i * 64 + rt
-            held = at < longest
+            valid = at < longest
             s = scaled(vector_scores(plain, k_residual_ptr, page, D, DP), factor, cap, CAPPED)
             seen = (at < first)[None, :] | (at[None, :] >= borders[:, None])
             seen &= at[None, :] < lengths[:, None]
@@ -122,8 +122,8 @@ def tile_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, k_scale_ptr: tl.tensor, k_sh
                     at = tl.load(residual_at_ptr + page * 64 + rt)
                 seen &= visible(at[None, :], queries[:, None], window, limit, sinks)
             s = tl.where(seen, s, float("-inf"))
-            p, shrink, most, total = update(s, most, total)
-            acc = add_vectors(acc * shrink[:, None], p, v_residual_ptr, page, held, VK, VB, D, DP, dtype)
+            p, shrink, maximum, total = update(s, maximum, total)
+            acc = add_vectors(acc * shrink[:, None], p, v_residual_ptr, page, valid, VK, VB, D, DP, dtype)
     acc = natural(acc, VK, VB, dtype) / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=rows[:, None] & (rd < D)[None, :])
 
@@ -154,11 +154,11 @@ def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tup
         counts: tokens of each.
         group: query heads that share a key head.
     """
-    found, begin = [], 0
+    tiles, begin = [], 0
     for row, count in zip(rows, counts, strict=True):
-        found += [(begin + at, min(tokens(group), count - at), row) for at in range(0, count, tokens(group))]
+        tiles += [(begin + at, min(tokens(group), count - at), row) for at in range(0, count, tokens(group))]
         begin += count
-    return found
+    return tiles
 
 
 def prefill_attention(q: torch.Tensor, pages: LayerPages, tables: SequenceTables, step: StepTokens,

@@ -76,8 +76,8 @@ def rms_norm_levels(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: tor
         ValueError: shapes don't fit, or there are no levels of that kind.
     """
     _check(x, weight, residual)
-    found = empty(x, kind)
-    return found, _launch(x, weight, eps, residual, found.values, found.scale)
+    result = empty(x, kind)
+    return result, _launch(x, weight, eps, residual, result.values, result.scale)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:

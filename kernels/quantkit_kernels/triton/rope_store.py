@@ -32,15 +32,15 @@ def _hadamard(x: tl.tensor, signs_ptr: tl.tensor, mix_ptr: tl.tensor, DTYPE: tl.
 
 @triton.jit
 def _rotated(x_ptr: tl.tensor, norm_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
-             here: tl.tensor, position: tl.tensor, stored: tl.tensor, eps: tl.tensor, D: tl.constexpr,
+             offsets: tl.tensor, position: tl.tensor, stored: tl.tensor, eps: tl.tensor, D: tl.constexpr,
              DP: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr) -> tl.tensor:
     """A head of tokens that begin at ``here [rows]``, float32 ``[rows, DP]`` rounded to x's dtype."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     rd = tl.arange(0, DP)
     other = tl.where(rd < R // 2, rd + R // 2, tl.where(rd < R, rd - R // 2, rd))
     seen = stored[:, None] & (rd < D)[None, :]
-    x = tl.load(x_ptr + here[:, None] + rd[None, :], mask=seen, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + here[:, None] + other[None, :], mask=seen, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets[:, None] + rd[None, :], mask=seen, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + offsets[:, None] + other[None, :], mask=seen, other=0.0).to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x, y = x * factor, y * factor
@@ -79,9 +79,9 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
     """
     head = tl.program_id(1)
     rt = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = rt < n
-    row = tl.load(rows_ptr + rt * 2, mask=there, other=-1).to(tl.int64)
-    place = tl.load(rows_ptr + rt * 2 + 1, mask=there, other=0)
+    in_step = rt < n
+    row = tl.load(rows_ptr + rt * 2, mask=in_step, other=-1).to(tl.int64)
+    place = tl.load(rows_ptr + rt * 2 + 1, mask=in_step, other=0)
     stored = row >= 0
     position = (tl.load(seen_ptr + row, mask=stored, other=0) + place).to(tl.int64)
     token = rt.to(tl.int64)
@@ -92,14 +92,15 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
         if TURN:
             x = _hadamard(x, signs_ptr, mix_ptr, q_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
         tl.store(out_ptr + ((token * H + head) * D)[:, None] + rd[None, :], x.to(out_ptr.dtype.element_ty),
-                 mask=there[:, None] & (rd < D)[None, :])
+                 mask=in_step[:, None] & (rd < D)[None, :])
     else:
-        own = (row * LAYERS + layer) * HKV + (head - H) % HKV
-        at = tl.load(length_ptr + own, mask=stored, other=0) + place
+        side_index = (row * LAYERS + layer) * HKV + (head - H) % HKV
+        at = tl.load(length_ptr + side_index, mask=stored, other=0) + place
         index = at
         if HAS_RESIDUAL:
-            index = tl.where(at < first, at, at - tl.load(start_ptr + own, mask=stored, other=0) + first)
-        page = tl.load(table_ptr + own * width + index // 64, mask=stored, other=0).to(tl.int64)
+            index = tl.where(at < first, at, at - tl.load(start_ptr + side_index, mask=stored,
+                                                          other=0) + first)
+        page = tl.load(table_ptr + side_index * width + index // 64, mask=stored, other=0).to(tl.int64)
         slot = page * 64 + at % 64
         if head < H + HKV:
             x = _rotated(k_ptr, k_norm_ptr, cos_ptr, sin_ptr, token * k_step + (head - H) * D, position,
@@ -110,8 +111,8 @@ def rope_store_kernel(q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, q_no
             if PLACED:
                 tl.store(at_ptr + slot, position.to(tl.int32), mask=stored)
         else:
-            here = (token * v_step + (head - H - HKV) * D)[:, None] + rd[None, :]
-            x = tl.load(v_ptr + here, mask=stored[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
+            offsets = (token * v_step + (head - H - HKV) * D)[:, None] + rd[None, :]
+            x = tl.load(v_ptr + offsets, mask=stored[:, None] & (rd < D)[None, :], other=0.0).to(tl.float32)
             if VTURN:
                 x = _hadamard(x, signs_ptr, mix_ptr, v_ptr.dtype.element_ty, D, COUNT, PADDED, LOG, ROOT)
             store_vectors(x, vc_ptr, vs_ptr, vl_ptr, slot, stored, D, VKIND, VBITS)
@@ -203,9 +204,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor,
         raise ValueError("q, k, v, cos, sin and the step's rows don't fit together")
     check_tables(pages, tables, hkv)
     codings = pages.k.coding, pages.v.coding
-    if not pages.has_residual and any(one.kind == CHANNEL or one.centered for one in codings):
+    if not pages.has_residual and any(coding.kind == CHANNEL or coding.centered for coding in codings):
         raise ValueError("64 vectors that are encoded together must wait for each other")
-    if any(one.kind == HADAMARD for one in codings):
+    if any(coding.kind == HADAMARD for coding in codings):
         small = d // (d & -d)
         if rotation is None or rotation[0].shape != (d,) or rotation[1].shape != (small, small):
             raise ValueError(f"hadamard vectors need a rotation: signs [{d}] and a matrix [{small}, {small}]")

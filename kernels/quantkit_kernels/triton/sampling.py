@@ -65,17 +65,17 @@ def draw_kernel(x_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, finit
     if warm > 0:
         bound, floor = _limits(bound_ptr, min_ptr, row, BOUND, FLOOR)
         rp = tl.arange(0, PAD)
-        here, there = tally_ptr + row * PARTS + rp, rp < PARTS
+        tally_at, in_row = tally_ptr + row * PARTS + rp, rp < PARTS
         each = tl.where(bound >= floor, tl.exp(bound), 0.0)
-        equal = tl.load(here + 2 * rows * PARTS, mask=there, other=0.0)
+        equal = tl.load(tally_at + 2 * rows * PARTS, mask=in_row, other=0.0)
         earlier = tl.cumsum(equal, 0) - equal
-        most = tl.full([], INFINITY, tl.float32)
+        limit = tl.full([], INFINITY, tl.float32)
         if SHARE:
-            above = tl.sum(tl.load(here, mask=there, other=0.0))
+            above = tl.sum(tl.load(tally_at, mask=in_row, other=0.0))
             # of r tokens on the bound the last is kept if what comes before is less than the share
-            most = tl.maximum(tl.ceil((tl.load(total_ptr + row) - above) / tl.exp(bound)), 1.0)
-        kept = tl.minimum(tl.maximum(most - earlier, 0.0), equal)
-        weight = tl.load(here + rows * PARTS, mask=there, other=0.0) + kept * each
+            limit = tl.maximum(tl.ceil((tl.load(total_ptr + row) - above) / tl.exp(bound)), 1.0)
+        kept = tl.minimum(tl.maximum(limit - earlier, 0.0), equal)
+        weight = tl.load(tally_at + rows * PARTS, mask=in_row, other=0.0) + kept * each
         reach = tl.cumsum(weight, 0)
         aim = tl.rand(tl.load(seed_ptr + row), tl.load(step_ptr + row)) * tl.sum(weight)
         part = _first(reach > aim, weight > 0, rp, PAD)
@@ -86,8 +86,8 @@ def draw_kernel(x_ptr: tl.tensor, value_ptr: tl.tensor, id_ptr: tl.tensor, finit
         score = scored(x, peak, warm)
         tie = tl.where((score == bound) & (ids < v), 1.0, 0.0)
         rank = tl.sum(tl.where(rp == part, earlier, 0.0)) + tl.cumsum(tie, 0) - tie
-        left = (score >= floor) & ((score > bound) | ((tie > 0) & (rank < most)))
-        weight = tl.where(left, tl.exp(score), 0.0)
+        survives = (score >= floor) & ((score > bound) | ((tie > 0) & (rank < limit)))
+        weight = tl.where(survives, tl.exp(score), 0.0)
         at = part * PART + _first(tl.cumsum(weight, 0) > aim, weight > 0, rv, PART)
         # where logits aren't finite nothing may be left
         chosen = tl.where(tl.sum(weight) > 0, at, chosen)
@@ -131,20 +131,21 @@ def choose(logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, 
         ValueError: another shape or dtype.
     """
     shape = logits.shape[:1]
-    if any(one is not None and one.shape != shape for one in (temperature, seed, step, top_k, top_p, min_p)):
+    if any(setting is not None and setting.shape != shape
+           for setting in (temperature, seed, step, top_k, top_p, min_p)):
         raise ValueError(f"of every setting there must be one for each of {shape[0]} rows")
     logits, out, good = checked(logits, out)
     (b, v), apart = logits.shape, logits.stride(0)
     if not b:
         return out, good
     c = cut(v)
-    found = peaks(logits, c)
-    bound, total = bounds(logits, c, found[0], temperature, top_k, top_p)
+    maxima = peaks(logits, c)
+    bound, total = bounds(logits, c, maxima[0], temperature, top_k, top_p)
     tally = torch.empty(3, b, c.parts, dtype=torch.float32, device=logits.device)
     about = {"BOUND": bound is not None, "FLOOR": min_p is not None, "PARTS": c.parts, "PAD": c.pad,
              "PART": c.size, "num_warps": WARPS}
-    bound, total, least = (found[0] if one is None else one for one in (bound, total, min_p))
-    tally_kernel[(b, c.parts)](logits, found[0], temperature, least, bound, tally, apart, v, b, **about)
-    draw_kernel[(b,)](logits, *found, temperature, least, bound, total, tally, seed, step, out, good, apart,
+    bound, total, least = (maxima[0] if setting is None else setting for setting in (bound, total, min_p))
+    tally_kernel[(b, c.parts)](logits, maxima[0], temperature, least, bound, tally, apart, v, b, **about)
+    draw_kernel[(b,)](logits, *maxima, temperature, least, bound, total, tally, seed, step, out, good, apart,
                       v, b, SHARE=top_p is not None, **about)
     return out, good

@@ -70,11 +70,11 @@ def scaled(s: tl.tensor, factor: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr
 
 
 @triton.jit
-def update(s: tl.tensor, most: tl.tensor, total: tl.tensor) -> tl.tensor:
+def update(s: tl.tensor, maximum: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Another page's scores ``[M, 64]``, −∞ where they aren't seen: weights, what sums so far shrink by, and
     the new maximum and total. A row that sees nothing of a page stays as it is, to the bit."""
-    higher = tl.maximum(most, tl.max(s, 1))
+    higher = tl.maximum(maximum, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(most - base)
+    shrink = tl.exp2(maximum - base)
     return p, shrink, higher, total * shrink + tl.sum(p, 1)

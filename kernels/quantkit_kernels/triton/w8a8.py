@@ -65,7 +65,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor, family: str | None = None, mo
         native = codes.is_cuda and family in ("hopper", "blackwell")
         if (mode or ("e4m3" if native else "float16")) == "float16":
             return fp8.pack(codes, scale, family, gated, HALF)
-    whole = whole_tiles(codes.view(torch.int8), BK, gated)
+    tiles = whole_tiles(codes.view(torch.int8), BK, gated)
     decoder = INT8 if codes.dtype == torch.int8 else NATIVE
-    return TritonWeight(arrange(whole, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
+    return TritonWeight(arrange(tiles, BK).view(codes.dtype), rows(scale.float(), gated), n, k, BK, 0,
                         "int8" if decoder is INT8 else "e4m3", family, decoder, gated)

@@ -96,7 +96,7 @@ def parameters(entry: TunedEntry, m: int) -> dict[str, int]:
 
 def bucket(m: int) -> int:
     """The number of rows whose measurement counts for m."""
-    return next((one for one in BUCKETS if m <= one), BUCKETS[-1])
+    return next((bucket for bucket in BUCKETS if m <= bucket), BUCKETS[-1])
 
 
 def kernel_name(decode: Any, mode: str) -> str:
@@ -108,10 +108,10 @@ def kernel_name(decode: Any, mode: str) -> str:
 def trial(parameters: dict[str, int]) -> Iterator[set[tuple[ProductKey, int]]]:
     """Until it ends every lookup answers ``parameters``; gives the set of what was asked for, and of how many
     rows."""
-    one = _Trial(parameters)
-    _trials.append(one)
+    tried = _Trial(parameters)
+    _trials.append(tried)
     try:
-        yield one.asked
+        yield tried.asked
     finally:
         _trials.pop()
 
@@ -134,13 +134,13 @@ def read(file: Path, device: str) -> dict[ProductKey, TunedEntry]:
     try:
         if (size := file.stat().st_size) > LARGEST:
             raise ValueError(f"it has {size:,} bytes, {LARGEST:,} are allowed")
-        found = json.loads(file.read_text(encoding="utf-8"))
-        _exactly(found, {"device", "made", "products"}, "the file")
-        if found["device"] != device:
-            raise ValueError(f"it is of {found['device']!r}, this is {device!r}")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        _exactly(content, {"device", "made", "products"}, "the file")
+        if content["device"] != device:
+            raise ValueError(f"it is of {content['device']!r}, this is {device!r}")
         table: dict[ProductKey, TunedEntry] = {}
-        for one in found["products"]:
-            key, entry = _product(one)
+        for product in content["products"]:
+            key, entry = _product(product)
             if key in table:
                 raise ValueError(f"{key} is there twice")
             table[key] = entry
@@ -149,30 +149,30 @@ def read(file: Path, device: str) -> dict[ProductKey, TunedEntry]:
         raise ValueError(f"{file}: {error}") from error
 
 
-def write(file: Path, device: str, made: Mapping[str, Any], table: Mapping[ProductKey, TunedEntry]) -> None:
+def write(file: Path, device: str, facts: Mapping[str, Any], table: Mapping[ProductKey, TunedEntry]) -> None:
     """In one step: a reader sees the old file or the new one."""
     products = [{"kernel": key.kernel, "n": key.n, "k": key.k, "group": key.group, "segments": entry.segments,
                  "rows": {str(m): entry.rows[m] for m in sorted(entry.rows)}} for key, entry in table.items()]
-    lines = ",\n  ".join(json.dumps(one) for one in products)
-    text = (f'{{"device": {json.dumps(device)},\n "made": {json.dumps(dict(made))},\n'
+    lines = ",\n  ".join(json.dumps(product) for product in products)
+    text = (f'{{"device": {json.dumps(device)},\n "made": {json.dumps(dict(facts))},\n'
             f' "products": [\n  {lines}\n ]}}\n')
     part = file.with_name(file.name + ".partial")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
 
 
-def _product(found: Any) -> tuple[ProductKey, TunedEntry]:
-    _exactly(found, {"kernel", "n", "k", "group", "segments", "rows"}, "a product")
-    if not isinstance(found["kernel"], str):
-        raise ValueError(f"the kernel is {found['kernel']!r}, it must be a name")
+def _product(content: Any) -> tuple[ProductKey, TunedEntry]:
+    _exactly(content, {"kernel", "n", "k", "group", "segments", "rows"}, "a product")
+    if not isinstance(content["kernel"], str):
+        raise ValueError(f"the kernel is {content['kernel']!r}, it must be a name")
     for name, least in (("n", 1), ("k", 1), ("group", 0)):
-        _whole(found[name], range(least, 2**31), name)
-    if found["segments"] is not None:
-        _whole(found["segments"], range(1, MOST_SEGMENTS + 1), "segments")
-    if not isinstance(found["rows"], dict):
+        _whole(content[name], range(least, 2**31), name)
+    if content["segments"] is not None:
+        _whole(content["segments"], range(1, MOST_SEGMENTS + 1), "segments")
+    if not isinstance(content["rows"], dict):
         raise ValueError("rows must be an object")
     rows = {}
-    for name, chosen in found["rows"].items():
+    for name, chosen in content["rows"].items():
         if name not in map(str, BUCKETS):
             raise ValueError(f"{name!r} rows: there are {', '.join(map(str, BUCKETS))}")
         if not isinstance(chosen, dict) or not chosen.keys() <= ALLOWED.keys():
@@ -180,12 +180,13 @@ def _product(found: Any) -> tuple[ProductKey, TunedEntry]:
         for parameter, value in chosen.items():
             _whole(value, ALLOWED[parameter], parameter)
         rows[int(name)] = chosen
-    return ProductKey(found["kernel"], found["n"], found["k"], found["group"]), TunedEntry(found["segments"],
-                                                                                           rows)
+    return ProductKey(content["kernel"], content["n"], content["k"],
+                      content["group"]), TunedEntry(content["segments"],
+                                                                                                   rows)
 
 
-def _exactly(found: Any, names: set[str], what: str) -> None:
-    if not isinstance(found, dict) or set(found) != names:
+def _exactly(value: Any, names: set[str], what: str) -> None:
+    if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"{what} must have {', '.join(sorted(names))}, and nothing else")
 
 

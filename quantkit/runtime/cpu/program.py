@@ -272,14 +272,14 @@ class CpuProgram:
     def _place(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> None:
         """Write into the program which tokens belong to which sequence, and where their keys and values
         go."""
-        cache, given = batch.cache, ids.numpy()
+        cache, token_ids = batch.cache, ids.numpy()
         tokens, rows, tiles, sequences = self._views
         row = tile = longest = 0
         for number, chunk in enumerate(chunks):
             start, count, sequence = chunk.start, chunk.count, batch.sequences[chunk.sequence]
             cache.reserve(sequence, count)
             seen, sequences[number] = sequence.layers[-1].seen, (*sequence.addresses, count)
-            tokens[row:row + count] = given[chunk.sequence, start:start + count]
+            tokens[row:row + count] = token_ids[chunk.sequence, start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:

@@ -121,13 +121,13 @@ class _Running:
                                       dtype=torch.int32), device)
         tiles = gpu.sent(torch.tensor(tiles_of(rows, counts, self._program.group), dtype=torch.int32), device)
         flat = torch.cat([ids[chunk.sequence, chunk.start:chunk.start + chunk.count] for chunk in chunks])
-        kept: list[torch.Tensor] = []
+        query_rows: list[torch.Tensor] = []
         tracks = any(state.query_window is not None for state in part.sequences)
         x = self._program.run(flat, StepTokens(whose, longest), self.tables.tables, self.pages, self._cache,
-                              tiles, kept if tracks else None)
+                              tiles, query_rows if tracks else None)
         for state, count in zip(part.sequences, counts):
             self._cache.settle(state, count)
-        for layer, q in enumerate(kept):
+        for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
             if layer_cache.policy.tracks_queries(batch.phase):
                 for sequence, queries in zip(part.sequences, q.split(counts)):
