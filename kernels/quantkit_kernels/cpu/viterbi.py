@@ -117,7 +117,8 @@ class ColumnSearch:
                 for at in range(0, size, LANES * 4):
                     target_value = e.load(targets, wide, at)
                     if self.visit:
-                        target_value = target_value / (pivot * e.load(scale, wide, at)) + e.load(results, wide, at)
+                        target_value = target_value / (pivot * e.load(scale, wide, at)) + e.load(results,
+                                                                                                 wide, at)
                     else:
                         target_value = target_value / e.load(scale, wide, at)
                     e.store(target, target_value, at)
