@@ -76,10 +76,10 @@ def _text(data: Mapping[str, Any]) -> bytes:
 
 def _check_names(tensors: Sequence[StoredTensor], rows: Sequence[LayerRow],
                  side_files: Mapping[str, bytes]) -> None:
-    for what, names in (("tensor", [t.name for t in tensors]), ("layer", [r.name for r in rows])):
+    for kind, names in (("tensor", [t.name for t in tensors]), ("layer", [r.name for r in rows])):
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise CheckpointError(f"{what} {twice[0]} is in two units", why="each belongs to one")
+            raise CheckpointError(f"{kind} {twice[0]} is in two units", why="each belongs to one")
     for name in side_files:
         if not is_plain_name(name) or name in OWN_FILES or name.endswith(".safetensors"):
             raise CheckpointError(f"the source's file {name!r} can't be copied",

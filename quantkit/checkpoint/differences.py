@@ -46,8 +46,8 @@ def differences(then: Any, now: Any, field: str = "") -> list[Difference]:
     if isinstance(then, list) and isinstance(now, list):
         then, now = _keyed(then, now)
     if isinstance(then, dict) and isinstance(now, dict):
-        return [one for key in dict.fromkeys([*now, *then])
-                for one in differences(then.get(key), now.get(key), _inside(field, str(key)))]
+        return [difference for key in dict.fromkeys([*now, *then])
+                for difference in differences(then.get(key), now.get(key), _inside(field, str(key)))]
     return [] if then == now else [Difference(field, then, now)]
 
 
@@ -62,20 +62,20 @@ def told(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         then: the identity of the run that was begun.
         now: of the one that would take over.
     """
-    found = differences(then, now)
-    chosen = {one.field for one in found}
-    causes = [one for one in found if not one.field.startswith("calibration.coverage")
-              and one.field != "plugins.quantkit" and f"recipe.{one.field}" not in chosen]
-    found = causes or found
-    found.sort(key=lambda one: _rank(one.field))
-    more = [f"and {len(found) - SHOWN + 1} more"] if len(found) > SHOWN else []
-    return [*map(str, found[:SHOWN - len(more)]), *more]
+    changes = differences(then, now)
+    chosen = {change.field for change in changes}
+    causes = [change for change in changes if not change.field.startswith("calibration.coverage")
+              and change.field != "plugins.quantkit" and f"recipe.{change.field}" not in chosen]
+    changes = causes or changes
+    changes.sort(key=lambda change: _rank(change.field))
+    more = [f"and {len(changes) - SHOWN + 1} more"] if len(changes) > SHOWN else []
+    return [*map(str, changes[:SHOWN - len(more)]), *more]
 
 
 def pinned(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What ``pip`` would have to install so that the run that was begun can be ended."""
-    versions, present = ({**(one.get("plugins") or {}), "quantkit": one.get("quantkit_version")}
-                         for one in (then, now))
+    versions, present = ({**(record.get("plugins") or {}), "quantkit": record.get("quantkit_version")}
+                         for record in (then, now))
     return [f"{name}=={version}" for name, version in versions.items()
             if version and name in present and present[name] != version]
 
@@ -88,7 +88,7 @@ def _keyed(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any]:
     """Two lists as tables: by a field that names their entries, or by place if there are as many."""
     for key in _KEYS:
         tables: list[dict[str, Any]] = [
-            {f"[{one[key]}]": one for one in side if isinstance(one, dict) and key in one}
+            {f"[{entry[key]}]": entry for entry in side if isinstance(entry, dict) and key in entry}
             for side in (then, now)]
         if [len(table) for table in tables] == [len(then), len(now)]:
             orders = [[name for name in table if name in tables[0] and name in tables[1]] for table in tables]
@@ -96,7 +96,7 @@ def _keyed(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any]:
                 table["[order]"] = " ".join(order)
             return tables[0], tables[1]
     if len(then) == len(now):
-        placed = [{f"[{place}]": one for place, one in enumerate(side)} for side in (then, now)]
+        placed = [{f"[{place}]": entry for place, entry in enumerate(side)} for side in (then, now)]
         return placed[0], placed[1]
     return then, now
 

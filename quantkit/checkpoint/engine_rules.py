@@ -65,13 +65,13 @@ class CheckpointFacts:
 
     def weights(self) -> dict[str, tuple[LayerRow, int]]:
         """What an engine multiplies by: name → a quantized layer of it, and the rows of all fused in it."""
-        found: dict[str, tuple[LayerRow, int]] = {}
+        modules: dict[str, tuple[LayerRow, int]] = {}
         groups = self.fused()
         for row in self.packed:
             together = groups.get(self.shares[row.name], [row])
             name = self.shares[row.name] if len(together) > 1 else row.name
-            found.setdefault(name, (row, sum(one.shape[0] for one in together)))
-        return found
+            modules.setdefault(name, (row, sum(part.shape[0] for part in together)))
+        return modules
 
 
 Rule = Callable[[CheckpointFacts], Iterator[VerifyCheck]]
@@ -120,9 +120,9 @@ def same_scheme(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 def rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """Integers a byte each are multiplied by rounded inputs only; weights alone lie packed."""
-    whole = subject.quantization.get("format")
+    format_of_model = subject.quantization.get("format")
     for name, group in (subject.quantization.get("config_groups") or {}).items():
-        form = group.get("format") or whole
+        form = group.get("format") or format_of_model
         if form in ("int-quantized", "naive-quantized") and not group.get("input_activations") and (
                 (group.get("weights") or {}).get("type", "int") == "int"):
             yield VerifyCheck("layout", "failed", f"{name}: {form} without input_activations has no kernel; "
@@ -170,9 +170,9 @@ def _vllm_cpu(row: LayerRow, out: int) -> str | None:
         return f"{row.spec.bits} bits: its CPU kernel multiplies 4-bit weights only"
     if (size := _size(row)) != -1 and size % 2:
         return f"group size {size} is odd"
-    for what, features in (("in", row.shape[1]), ("out", out)):
+    for side, features in (("in", row.shape[1]), ("out", out)):
         if features % 32:
-            return f"{what}_features {features} is not a multiple of 32"
+            return f"{side}_features {features} is not a multiple of 32"
     return None
 
 
@@ -256,9 +256,9 @@ def dequantized_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     """transformers initializes every embedding before it reads one, and stumbles over one without weight."""
     if (row := subject.embedding) is None:
         return
-    one = all((other.spec, other.format) == (row.spec, row.format) for other in subject.packed)
+    uniform = all((other.spec, other.format) == (row.spec, row.format) for other in subject.packed)
     yield VerifyCheck("embedding", "failed", f"{row.name} is quantized, which " + (
-        f"loads {DEQUANTIZED}" if one else
+        f"loads {DEQUANTIZED}" if uniform else
         "loads only dequantized, and that only where all layers are of one scheme"))
 
 

@@ -63,9 +63,9 @@ def check_engine(engine: str, checkpoint: DescribedCheckpoint,
     Raises:
         UsageError: no such engine or device.
     """
-    for what, name, known in (("engine", engine, ENGINES), ("device", device, DEVICES)):
+    for kind, name, known in (("engine", engine, ENGINES), ("device", device, DEVICES)):
         if name not in known:
-            raise UsageError(f"no {what} is called {name!r}", why=did_you_mean(name, known))
+            raise UsageError(f"no {kind} is called {name!r}", why=did_you_mean(name, known))
     return check_layers(engine, checkpoint.config(), checkpoint.layers, device)
 
 

@@ -141,9 +141,9 @@ class LayerRow(Frozen):
 
     @model_validator(mode="after")
     def _whole(self) -> LayerRow:
-        given = [key for key in ("method", "format", "spec") if getattr(self, key) is not None]
-        if given and len(given) < 3:
-            raise ValueError(f"a layer with {' and '.join(given)} alone is neither quantized nor kept")
+        keys = [key for key in ("method", "format", "spec") if getattr(self, key) is not None]
+        if keys and len(keys) < 3:
+            raise ValueError(f"a layer with {' and '.join(keys)} alone is neither quantized nor kept")
         return self
 
     @classmethod
@@ -168,15 +168,15 @@ def bits_per_weight(rows: Sequence[LayerRow]) -> float:
 
 def reached_experts(rows: Sequence[LayerRow]) -> str | None:
     """How many calibration tokens the experts got; ``None`` if there are none that are calibrated."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for row in rows:
         before, inside, after = row.name.partition(EXPERT)
         if inside and row.tokens is not None:
             name = f"{before}.{after.partition('.')[0]}"
-            found[name] = min(row.tokens, found.get(name, row.tokens))
-    if not found:
+            sizes[name] = min(row.tokens, sizes.get(name, row.tokens))
+    if not sizes:
         return None
-    counts = sorted(found.values())
+    counts = sorted(sizes.values())
     few = sum(count < FEW_TOKENS for count in counts)
     return (f"{counts[0]:,} to {counts[-1]:,} tokens each (median {median_low(counts):,})"
             + (f"; {few:,} of {len(counts):,} got fewer than {FEW_TOKENS}" if few else ""))

@@ -143,13 +143,13 @@ def _pattern(name: str) -> str:
 
 def _with_fused(kept: Sequence[str]) -> list[str]:
     """Names of kept layers, and of what engines fuse them into: some look for that name only."""
-    there, found = set(kept), list(kept)
-    for parts, whole in _FUSED.items():
+    names, result = set(kept), list(kept)
+    for parts, fused in _FUSED.items():
         for name in kept:
             place, _, last = name.rpartition(".")
-            if last == parts[0] and all(f"{place}.{part}" in there for part in parts):
-                found.append(f"{place}.{whole}")
-    return found
+            if last == parts[0] and all(f"{place}.{part}" in names for part in parts):
+                result.append(f"{place}.{fused}")
+    return result
 
 
 def _bnb_key(row: LayerScheme) -> tuple[Any, ...]:

@@ -107,8 +107,8 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """``config.json``, ``quantization_config`` included. Raises CheckpointError if that is malformed."""
         config = read_config(self.path) if self._config is None else dict(self._config)
-        found = config.get("quantization_config")
-        if found and not (isinstance(found, dict) and isinstance(found.get("quant_method"), str)):
+        stored = config.get("quantization_config")
+        if stored and not (isinstance(stored, dict) and isinstance(stored.get("quant_method"), str)):
             raise CheckpointError(f"{self.path / CONFIG} is damaged", next=AGAIN,
                                   why="its quantization_config is no table with a quant_method")
         return config
@@ -136,9 +136,9 @@ class Checkpoint:
 
     def side_files(self) -> Mapping[str, bytes]:
         """Tokenizer, generation config and whatever else was copied, by plain name."""
-        own = {CONFIG, CARD, INDEX, GPTQ_CONFIG}
+        side_files = {CONFIG, CARD, INDEX, GPTQ_CONFIG}
         return {name: (self.path / name).read_bytes() for name in self.manifest.files
-                if name not in own and not name.endswith(".safetensors")}
+                if name not in side_files and not name.endswith(".safetensors")}
 
     def check_structure(self) -> None:
         """Weights come from listed files only, and every layer's tensors exist with the dtype and
@@ -169,9 +169,9 @@ class Checkpoint:
         for suffix, (dtype, shape) in layout.items():
             info = self.infos.get(f"{row.name}.{suffix}")
             if info is None or info.dtype != dtype or tuple(info.shape) != shape:
-                found = f"{info.dtype} {list(info.shape)}" if info else "missing"
+                actual = f"{info.dtype} {list(info.shape)}" if info else "missing"
                 raise CheckpointError(
-                    f"tensor {row.name}.{suffix} of {self.path} is {found}", next=AGAIN,
+                    f"tensor {row.name}.{suffix} of {self.path} is {actual}", next=AGAIN,
                     why=f"{row.format} {row.spec.label()} of a layer {list(row.shape)} "
                         f"has {dtype} {list(shape)} there")
         return layout

@@ -60,11 +60,11 @@ class LazyTensor:
 
     def tensor(self) -> torch.Tensor:
         """Read it. Raises CheckpointError if it isn't what was announced."""
-        found = self.read()
-        if (found.dtype, tuple(found.shape)) != (self.dtype, self.shape):
-            raise CheckpointError(f"tensor {self.info.name} is {found.dtype} {list(found.shape)}",
+        tensor = self.read()
+        if (tensor.dtype, tuple(tensor.shape)) != (self.dtype, self.shape):
+            raise CheckpointError(f"tensor {self.info.name} is {tensor.dtype} {list(tensor.shape)}",
                                   why=f"its source announced {self.dtype} {list(self.shape)}")
-        return found
+        return tensor
 
 
 def tensor_chunks(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> Iterator[bytes | memoryview]:
@@ -128,13 +128,13 @@ def shard_chunks(tensors: Sequence[StoredTensor]) -> Iterator[bytes]:
     for tensor in ordered:
         with tensor.file.open("rb") as handle:
             handle.seek(tensor.offset)
-            left = tensor.nbytes
-            while left:
-                piece = handle.read(min(CHUNK, left))
+            remaining = tensor.nbytes
+            while remaining:
+                piece = handle.read(min(CHUNK, remaining))
                 if not piece:
                     raise CheckpointError(f"{tensor.file} ends inside tensor {tensor.name}",
                                           next=f"rm {tensor.file.with_suffix('.json')}, then run again")
-                left -= len(piece)
+                remaining -= len(piece)
                 yield piece
 
 

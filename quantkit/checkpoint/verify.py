@@ -71,15 +71,15 @@ def _checks(folder: Path) -> Iterator[VerifyCheck]:
         yield VerifyCheck(MANIFEST, "failed", _said(error))
         return
     yield VerifyCheck(MANIFEST, "ok", f"{len(manifest.layers)} layers, {len(manifest.files)} files")
-    whole = True
+    complete = True
     for name in sorted(manifest.files):
         check = _file(folder, name, manifest)
-        whole &= check.status == "ok"
+        complete &= check.status == "ok"
         yield check
     unknown = sorted({p.name for p in folder.iterdir()} - manifest.files.keys() - {MANIFEST})
     if unknown:
         yield VerifyCheck("unknown files", "note", ", ".join(unknown))
-    if not whole:
+    if not complete:
         yield VerifyCheck("layers", "note", "not looked at: a file is damaged")
         return
     yield from _content(folder, manifest)
@@ -110,8 +110,8 @@ def _content(folder: Path, manifest: Manifest) -> Iterator[VerifyCheck]:
     except QuantkitError as error:
         yield VerifyCheck("structure", "failed", _said(error))
         return
-    found = read_config(folder).get("quantization_config")
-    if found == quantization_config(manifest.layers, manifest.quantkit_version):
+    stored = read_config(folder).get("quantization_config")
+    if stored == quantization_config(manifest.layers, manifest.quantkit_version):
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "ok", "they agree")
     else:
         yield VerifyCheck(f"{CONFIG} and {MANIFEST}", "failed",

@@ -33,16 +33,16 @@ class WorkStore:
     def get(self, key: str) -> dict[str, torch.Tensor]:
         """Copies of what was put, which the files may be removed under. Raises CheckpointError if it isn't
         there."""
-        return {name: one.clone() for name, one in self._writer.get(self._prefix + key)[0].items()}
+        return {name: tensor.clone() for name, tensor in self._writer.get(self._prefix + key)[0].items()}
 
     def put_batches(self, key: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
                     batches: Iterable[torch.Tensor]) -> None:
         """Store tensors of these shapes and one dtype, each made when it is written, so that it is alone in
         memory; durable when it returns. Raises CheckpointError if the disk fails, and what
         ``batches`` raises."""
-        made = iter(batches)
+        iterator = iter(batches)
         self._writer.put(self._prefix + key, {
-            _batch(i): LazyTensor(TensorInfo(_batch(i), shape, dtype), lambda: next(made))
+            _batch(i): LazyTensor(TensorInfo(_batch(i), shape, dtype), lambda: next(iterator))
             for i, shape in enumerate(shapes)}, [])
 
     def batch(self, key: str, index: int) -> torch.Tensor:

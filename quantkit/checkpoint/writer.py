@@ -109,13 +109,13 @@ class CheckpointWriter:
         part, record = self._paths(unit)
         try:
             known = _record(record)
-            whole = hash_file(part) == (known["sha256"], known["bytes"])
+            intact = hash_file(part) == (known["sha256"], known["bytes"])
             _rows(known)
         except (OSError, QuantkitError, KeyError, TypeError, ValueError):
             return False
-        if whole:
+        if intact:
             self._units.add(unit)
-        return whole
+        return intact
 
     def get(self, unit: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """Tensors and rows of a unit. Raises CheckpointError if it isn't on disk."""
@@ -131,8 +131,8 @@ class CheckpointWriter:
             raise CheckpointError(f"unit {unit!r} is not in {self.partial}")
         part, _ = self._paths(unit)
         with disk_errors(f"{part} can't be read", "the other units are kept"), safe_open(part, "pt") as file:
-            found: torch.Tensor = file.get_tensor(name)
-            return found
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
 
     def put(self, unit: str, tensors: Mapping[str, torch.Tensor | LazyTensor],
             rows: Sequence[Mapping[str, Any]]) -> None:
@@ -306,16 +306,16 @@ class CheckpointWriter:
                                   next="choose another --out, or move that folder away")
 
     def _compare(self) -> None:
-        found = _read_state(self.partial)
-        if found and {key: value for key, value in found.items() if key != _PUBLISHED} == self._state:
+        state = _read_state(self.partial)
+        if state and {key: value for key, value in state.items() if key != _PUBLISHED} == self._state:
             return
         drop = "choose another --out"
         if all(_is_ours(path.name) for path in self.partial.iterdir()):
             drop += f", or drop that run: rm -r {shlex.quote(str(self.partial))}"
-        if found is None:
+        if state is None:
             raise CheckpointError(f"{self.partial} belongs to another run", next=drop,
                                   why=f"nobody can read in its {STATE} which")
-        old, new = ({"layout": one.get("layout"), **one["identity"]} for one in (found, self._state))
+        old, new = ({"layout": state.get("layout"), **state["identity"]} for state in (state, self._state))
         versions = pinned(old, new)
         raise CheckpointError(
             f"{self.partial} belongs to another run",
@@ -332,7 +332,7 @@ def refuse_existing(out: str | Path, source: str | None = None) -> None:
     if not os.path.lexists(path):
         return
     with suppress(OSError):
-        if {one.name for one in partial.iterdir()} == {_LOCK} or _is_published(path, partial):
+        if {entry.name for entry in partial.iterdir()} == {_LOCK} or _is_published(path, partial):
             return
     raise _exists(path, source)
 
@@ -361,10 +361,10 @@ def _read_state(partial: Path) -> dict[str, Any] | None:
     """Which run a folder is of; ``None`` if nobody can read that there."""
     try:
         with (partial / STATE).open("rb") as file:
-            found = parse_object(file.read(MAX_BYTES), STATE, error=CheckpointError)
+            state = parse_object(file.read(MAX_BYTES), STATE, error=CheckpointError)
     except (FileNotFoundError, QuantkitError):  # another OSError is the disk's, not another run's
         return None
-    return found if isinstance(found.get("identity"), dict) else None
+    return state if isinstance(state.get("identity"), dict) else None
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def _exists(path: Path, source: str | None = None) -> CheckpointError:
     next = "choose another --out"
     with suppress(OSError, RuntimeError):
         used = [Path.cwd(), *filter(None, [local_path(source or "")])]
-        if (path / MANIFEST).is_file() and not any(one.resolve().is_relative_to(path) for one in used):
+        if (path / MANIFEST).is_file() and not any(file.resolve().is_relative_to(path) for file in used):
             next += f", or remove it: rm -r {shlex.quote(str(path))}"
     return CheckpointError(f"{path} already exists", why="nothing is ever written over", next=next)
 

@@ -54,19 +54,19 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
     Returns:
         Logits ``[n, vocab]``, each after one of the tokens.
     """
-    every, found, start = cache.policy.decode_interval, [], 0
+    every, steps, start = cache.policy.decode_interval, [], 0
     while start < len(ids):
         room = MOST if every is None else min(MOST, every - (done + start) % every)
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
-        found.append(loaded.model(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
+        steps.append(loaded.model(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
         start += room
-    return torch.cat(found)
+    return torch.cat(steps)
 
 
 def likeliest(loaded: LoadedModel, logits: torch.Tensor) -> int:
     """Greedy decoding's token for ``logits [vocab]``. Raises QuantkitError if they aren't finite."""
-    found = greedy(finite(loaded, logits))
-    return int(logits.argmax()) if found is None else found
+    tokens = greedy(finite(loaded, logits))
+    return int(logits.argmax()) if tokens is None else tokens
 
 
 def finite(loaded: LoadedModel, logits: torch.Tensor) -> torch.Tensor:

@@ -39,9 +39,9 @@ class TeacherForcedModel:
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         row = cache.add(len(ids))
         prefill(self.loaded, cache, row, ids[:self._prompt])
-        found = force(self.loaded, cache, row, ids[self._prompt:])
+        logits = force(self.loaded, cache, row, ids[self._prompt:])
         self.kv_bytes, self.kv_bytes_per_token = cache.allocated_bytes, cache.bytes_per_token
-        return found
+        return logits
 
 
 def split_settings(text: str) -> Sequence[str]:

@@ -86,11 +86,11 @@ class LmEvalAdapter:
         Raises:
             UsageError: the model has none.
         """
-        found = self.loaded.tokenizer.eos_id
-        if found is None:
+        token = self.loaded.tokenizer.eos_id
+        if token is None:
             raise UsageError(f"{self.loaded.uri} has no end-of-sequence token",
                              why="its tokenizer_config.json names no eos_token")
-        return found
+        return token
 
     @property
     def prefix_token_id(self) -> int:
@@ -143,8 +143,8 @@ class LmEvalAdapter:
             if ids[:1] == (self.prefix_token_id,):
                 return ScoringRequest(ids[:1], ids[1:])
             return ScoringRequest((self.prefix_token_id,), ids)
-        whole, head = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
-        return ScoringRequest(tuple(head) or (self.prefix_token_id,), tuple(whole[len(head):]))
+        joined, head = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
+        return ScoringRequest(tuple(head) or (self.prefix_token_id,), tuple(joined[len(head):]))
 
     # -- the three kinds of requests; each is an lm-eval Instance, whose ``args`` are what matters
 
@@ -156,27 +156,27 @@ class LmEvalAdapter:
             QuantkitError: the model's output is not finite.
         """
         pairs = []
-        for one in requests:
-            context, continuation = one.args
+        for request in requests:
+            context, continuation = request.args
             pair = self.encode_pair(context, continuation)
             if not pair.continuation:
                 raise UsageError(f"the continuation {continuation!r} has no token of its own",
                                  why=f"after {context[-40:]!r} the tokenizer joins it to the last token",
                                  next="let the task's texts meet at a space")
             pairs.append(pair)
-        found = self.scorer.score(pairs, _Counter(self._progress, len(pairs), self.label))
-        return [(one.logprob, one.greedy) for one in found]
+        scores = self.scorer.score(pairs, _Counter(self._progress, len(pairs), self.label))
+        return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of every whole text, cut into pieces as long as the model's context."""
         pieces, owners = [], []
-        for owner, one in enumerate(requests):
-            for piece in rolling(self.tok_encode(one.args[0]), self.prefix_token_id, self.max_length):
+        for owner, request in enumerate(requests):
+            for piece in rolling(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length):
                 pieces.append(piece)
                 owners.append(owner)
         totals = [0.0] * len(requests)
-        found = self.scorer.score(pieces, _Counter(self._progress, len(pieces), self.label))
-        for owner, likelihood in zip(owners, found, strict=True):
+        scores = self.scorer.score(pieces, _Counter(self._progress, len(pieces), self.label))
+        for owner, likelihood in zip(owners, scores, strict=True):
             totals[owner] += likelihood.logprob
         return totals
 
@@ -187,8 +187,8 @@ class LmEvalAdapter:
             UsageError: a setting is unknown, or leaves no room for the context.
         """
         prompts, settings, cut = [], [], 0
-        for number, one in enumerate(requests):
-            context, options = one.args
+        for number, request in enumerate(requests):
+            context, options = request.args
             sampling = sampling_of(options, seed=number)
             room = self.max_length - sampling.max_tokens
             if room < 1:
@@ -205,12 +205,12 @@ class LmEvalAdapter:
         done, texts = _Counter(self._progress, len(prompts), self.label), [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
         for start in range(0, len(order), self.batch):
-            some = order[start:start + self.batch]
-            found = generate(self.loaded, [prompts[index] for index in some],
-                             [settings[index] for index in some], kv=self.kv)
-            for index, completion in zip(some, found, strict=True):
+            indices = order[start:start + self.batch]
+            results = generate(self.loaded, [prompts[index] for index in indices],
+                               [settings[index] for index in indices], kv=self.kv)
+            for index, completion in zip(indices, results, strict=True):
                 texts[index] = completion.text
-            done(len(some))
+            done(len(indices))
         return texts
 
 
@@ -248,15 +248,15 @@ def sampling_of(options: Mapping[str, Any], seed: int = 0) -> Sampling:
     Raises:
         UsageError: an option is unknown or out of range.
     """
-    left = dict(options)
-    until = left.pop("until", [])
+    unused = dict(options)
+    until = unused.pop("until", [])
     stop = tuple(text for text in ([until] if isinstance(until, str) else until or []) if text)
-    lengths = [left.pop(name) for name in _LENGTHS if name in left]
-    sample = left.pop("do_sample", None)
-    rest = {name: left.pop(name) for name in _SAMPLING if name in left}
+    lengths = [unused.pop(name) for name in _LENGTHS if name in unused]
+    sample = unused.pop("do_sample", None)
+    rest = {name: unused.pop(name) for name in _SAMPLING if name in unused}
     if sample is False or not rest.get("temperature"):
         rest = {name: value for name, value in rest.items() if name == "repetition_penalty"}
-    if left:
-        raise UsageError(f"generation_kwargs has {min(left)!r}, which quantkit doesn't know",
-                         why=did_you_mean(min(left), ["until", "do_sample", *_LENGTHS, *_SAMPLING]))
+    if unused:
+        raise UsageError(f"generation_kwargs has {min(unused)!r}, which quantkit doesn't know",
+                         why=did_you_mean(min(unused), ["until", "do_sample", *_LENGTHS, *_SAMPLING]))
     return Sampling(max_tokens=int(lengths[0]) if lengths else MAX_NEW_TOKENS, stop=stop, seed=seed, **rest)

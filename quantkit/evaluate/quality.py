@@ -92,13 +92,13 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
             progress(ProgressEvent(done, total, _label(runner)))
             logits = _logits(runner, window, number)
             reference = logits if reference is None else reference
-            for own, mean in zip(scores, _score(metrics, reference, logits, targets)):
-                own.append(mean)
+            for window_scores, mean in zip(scores, _score(metrics, reference, logits, targets)):
+                window_scores.append(mean)
             if exact is not None:
                 far += _score([distance], truth, logits, targets)
             done += 1
     progress(ProgressEvent(done, done, "scored"))
-    return [{metric.name: metric.summarize(own) for metric, own in zip(metrics, scores)}
+    return [{metric.name: metric.summarize(window_scores) for metric, window_scores in zip(metrics, scores)}
             | ({EXACT: distance.summarize(far)} if far else {}) for scores, far in zip(means, distances)]
 
 

@@ -53,9 +53,9 @@ class ModelResult:
         data: dict[str, Any] = {"model": self.model, "method": self.method,
                                 "bits_per_weight": self.bits_per_weight, "file_bytes": self.file_bytes,
                                 "peak_bytes": self.peak_bytes, **dict.fromkeys(MEASURED)}
-        data |= {name: _finite(found.value) for name, found in self.metrics.items()}
-        data["intervals"] = {name: [_finite(found.low), _finite(found.high)]
-                             for name, found in self.metrics.items()}
+        data |= {name: _finite(value.value) for name, value in self.metrics.items()}
+        data["intervals"] = {name: [_finite(value.low), _finite(value.high)]
+                             for name, value in self.metrics.items()}
         return data | {"kv": self.kv, "kv_bytes_per_token": self.kv_bytes_per_token,
                        "kv_bytes": self.kv_bytes, "load_s": self.load_s, "kernels": self.kernels,
                        "manifest_sha256": self.manifest_sha256, "answer": self.answer}

@@ -69,7 +69,7 @@ class EvalSettings:
         if self.prompt is not None and self.prompt > self.window - 2:
             raise UsageError(f"a prompt of {self.prompt} tokens leaves nothing to predict",
                              why=f"a window has {self.window}", next="give a smaller --prompt")
-        if len({str(one) for one in self.kv}) != len(self.kv):
+        if len({str(spec) for spec in self.kv}) != len(self.kv):
             raise UsageError("a KV setting is given twice", next="name each setting once")
 
     @property
@@ -158,13 +158,13 @@ def _tasks(variants: Sequence[tuple[LoadedModel, KVSpec]], rows: Sequence[ModelR
     """Scores into the rows' metrics, as ``task/metric``; what was run, for the protocol."""
     from quantkit.evaluate.tasks import run_tasks
 
-    said = ""
+    message = ""
     for (model, kv), row in zip(variants, rows):
         scores = run_tasks(model, tasks, kv=kv, progress=progress)
         row.metrics |= {f"{score.task}/{score.metric}": score.interval for score in scores}
         items = {score.task: score.items for score in scores}
-        said = ", ".join(f"{name} ({count} items)" for name, count in items.items())
-    return said
+        message = ", ".join(f"{name} ({count} items)" for name, count in items.items())
+    return message
 
 
 def _tokens(models: Sequence[LoadedModel], settings: EvalSettings, text: EvalText) -> torch.Tensor:

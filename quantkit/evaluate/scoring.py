@@ -104,12 +104,12 @@ class Scorer:
             UsageError: a request's part is empty, or its continuation longer than the model's context.
             QuantkitError: the model's output is not finite.
         """
-        found: list[ScoredContinuation | None] = [None] * len(requests)
+        results: list[ScoredContinuation | None] = [None] * len(requests)
         if self.kv == KVSpec():
-            self._score_plain(self._fitted(requests), found, done)
+            self._score_plain(self._fitted(requests), results, done)
         else:
-            self._score_cached(self._fitted(requests), found, done)
-        return [one for one in found if one is not None]
+            self._score_cached(self._fitted(requests), results, done)
+        return [result for result in results if result is not None]
 
     def _fitted(self, requests: Sequence[ScoringRequest]) -> list[ScoringRequest]:
         """Cut from the left so that all but the last token fit: the last is only predicted."""
@@ -131,11 +131,11 @@ class Scorer:
 
     # -- without a cache
 
-    def _score_plain(self, requests: Sequence[ScoringRequest], found: list[ScoredContinuation | None],
+    def _score_plain(self, requests: Sequence[ScoringRequest], results: list[ScoredContinuation | None],
                      done: Callable[[int], None]) -> None:
         groups: dict[Tokens, list[int]] = {}
-        for index, one in enumerate(requests):
-            groups.setdefault(one.context + one.continuation[:-1], []).append(index)
+        for index, request in enumerate(requests):
+            groups.setdefault(request.context + request.continuation[:-1], []).append(index)
         # longest first: what is too much for the memory shows at once, and rows of a pass are alike
         order, start = sorted(groups, key=lambda ids: (-len(ids), ids)), 0
         while start < len(order):
@@ -151,7 +151,7 @@ class Scorer:
                 places += [(row, place) for place in range(len(ids) - need, len(ids))]
             hidden = self._hidden(inputs)
             at = torch.tensor(places, device=hidden.device)
-            self._finish(hidden[at[:, 0], at[:, 1]], wanted, found)
+            self._finish(hidden[at[:, 0], at[:, 1]], wanted, results)
             done(len(wanted))
             start += rows
 
@@ -168,10 +168,10 @@ class Scorer:
         return ids, at
 
     def _finish(self, rows: torch.Tensor, wanted: Sequence[_Wanted],
-                found: list[ScoredContinuation | None]) -> None:
+                results: list[ScoredContinuation | None]) -> None:
         """Read targets from what the head makes of ``rows [n, hidden]``, some of them at a time."""
-        at = torch.tensor([one.row + i for one in wanted for i in range(len(one.targets))])
-        targets = torch.tensor([token for one in wanted for token in one.targets])
+        at = torch.tensor([span.row + i for span in wanted for i in range(len(span.targets))])
+        targets = torch.tensor([token for span in wanted for token in span.targets])
         scores, likeliest = torch.empty(len(at), dtype=torch.float64), torch.empty(len(at), dtype=torch.bool)
         for start in range(0, len(rows), HEAD_ROWS):
             logprobs, best = self._logprobs(self.loaded.model.logits(rows[start:start + HEAD_ROWS]))
@@ -180,9 +180,9 @@ class Scorer:
             scores[inside] = logprobs[row, token].double().cpu()
             likeliest[inside] = best[row].cpu() == token
         first = 0
-        for one in wanted:
-            part = slice(first, first + len(one.targets))
-            found[one.request] = ScoredContinuation(float(scores[part].sum()), bool(likeliest[part].all()))
+        for span in wanted:
+            part = slice(first, first + len(span.targets))
+            results[span.request] = ScoredContinuation(float(scores[part].sum()), bool(likeliest[part].all()))
             first = part.stop
 
     def _logprobs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,45 +195,46 @@ class Scorer:
 
     # -- through a cache
 
-    def _score_cached(self, requests: Sequence[ScoringRequest], found: list[ScoredContinuation | None],
+    def _score_cached(self, requests: Sequence[ScoringRequest], results: list[ScoredContinuation | None],
                       done: Callable[[int], None]) -> None:
         """A context is read once, then copied for each of its continuations."""
         contexts: dict[Tokens, dict[Tokens, list[int]]] = {}
-        for index, one in enumerate(requests):
-            contexts.setdefault(one.context, {}).setdefault(one.continuation[:-1], []).append(index)
+        for index, request in enumerate(requests):
+            contexts.setdefault(request.context, {}).setdefault(request.continuation[:-1], []).append(index)
         cache = KVCache(self.loaded.config, self.kv, self.loaded.dtype, self.loaded.model.device)
         for context in sorted(contexts, key=lambda ids: (-len(ids), ids)):
             row = cache.add(len(context) + max(map(len, contexts[context])))
             first = prefill(self.loaded, cache, row, context)
             forced = sorted(contexts[context])
             for start in range(0, len(forced), DECODE_ROWS):
-                some = [_Forced(ids, first) for ids in forced[start:start + DECODE_ROWS]]
-                self._decode(cache, row, some)
-                for fed in some:
+                batch = [_Forced(ids, first) for ids in forced[start:start + DECODE_ROWS]]
+                self._decode(cache, row, batch)
+                for fed in batch:
                     logprobs, best = self._logprobs(fed.last)
                     for index in contexts[context][fed.ids]:
                         token = requests[index].continuation[-1]
-                        found[index] = ScoredContinuation(fed.logprob + float(logprobs[0, token]),
-                                                          fed.greedy and int(best) == token)
-                done(sum(len(contexts[context][fed.ids]) for fed in some))
+                        results[index] = ScoredContinuation(fed.logprob + float(logprobs[0, token]),
+                                                            fed.greedy and int(best) == token)
+                done(sum(len(contexts[context][fed.ids]) for fed in batch))
             cache.free([row])
 
     def _decode(self, cache: KVCache, row: int, forced: Sequence[_Forced]) -> None:
         """Feed each of these after what ``row`` holds, all of them side by side."""
         begin = cache.seen(row)
-        for one in forced:
-            one.row = cache.fork(row) if one.ids else -1
+        for sequence in forced:
+            sequence.row = cache.fork(row) if sequence.ids else -1
         # between two actions of the policy tokens may go together: every query sees what it would alone
         stride = math.gcd(FORCED, cache.policy.decode_interval or FORCED)
-        for start in range(0, max(len(one.ids) for one in forced), stride):
-            live = [one for one in forced if len(one.ids) > start]
-            chunks = [one.ids[start:start + stride] for one in live]
+        for start in range(0, max(len(sequence.ids) for sequence in forced), stride):
+            live = [sequence for sequence in forced if len(sequence.ids) > start]
+            chunks = [sequence.ids[start:start + stride] for sequence in live]
             ids, positions = self._padded(chunks, [begin + start] * len(live))
-            logits = self.loaded.model(ids, positions, Batch(cache, [one.row for one in live], "decode"))
-            for one, chunk, own in zip(live, chunks, logits, strict=True):
-                logprobs, best = self._logprobs(torch.cat((one.last, own[:len(chunk) - 1])))
-                targets = torch.tensor(chunk, device=own.device)
-                one.logprob += float(logprobs.gather(1, targets[:, None]).double().sum())
-                one.greedy &= bool((best == targets).all())
-                one.last = own[len(chunk) - 1:len(chunk)].clone()
-        cache.free([one.row for one in forced if one.ids])
+            logits = self.loaded.model(ids, positions,
+                                       Batch(cache, [sequence.row for sequence in live], "decode"))
+            for sequence, chunk, rows in zip(live, chunks, logits, strict=True):
+                logprobs, best = self._logprobs(torch.cat((sequence.last, rows[:len(chunk) - 1])))
+                targets = torch.tensor(chunk, device=rows.device)
+                sequence.logprob += float(logprobs.gather(1, targets[:, None]).double().sum())
+                sequence.greedy &= bool((best == targets).all())
+                sequence.last = rows[len(chunk) - 1:len(chunk)].clone()
+        cache.free([sequence.row for sequence in forced if sequence.ids])

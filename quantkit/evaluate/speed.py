@@ -84,10 +84,10 @@ def _cause(done: subprocess.CompletedProcess[str]) -> str:
 def _answer(stdout: str) -> dict[str, Any] | None:
     lines = stdout.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        answer = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return answer if isinstance(answer, dict) else None
 
 
 def _environment() -> dict[str, str]:

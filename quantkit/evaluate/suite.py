@@ -29,13 +29,13 @@ def load_suite(name: str) -> EvalSuite:
     Raises:
         UsageError: none or several are called so, or its file is malformed.
     """
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for _, folder in current().dirs("eval_dirs"):
         for path in sorted(folder.glob("*.yaml")):
-            found.setdefault(path.stem, []).append(path)
-    if name not in found:
-        raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, found),
-                         next=f"quantkit eval … --suite {next(iter(sorted(found)), 'quick')}")
-    if len(found[name]) > 1:
-        raise UsageError(f"two suites are called {name!r}", why=", ".join(map(str, found[name])))
-    return read_yaml(found[name][0], UsageError).build(EvalSuite)
+            files.setdefault(path.stem, []).append(path)
+    if name not in files:
+        raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),
+                         next=f"quantkit eval … --suite {next(iter(sorted(files)), 'quick')}")
+    if len(files[name]) > 1:
+        raise UsageError(f"two suites are called {name!r}", why=", ".join(map(str, files[name])))
+    return read_yaml(files[name][0], UsageError).build(EvalSuite)

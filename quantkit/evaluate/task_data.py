@@ -61,16 +61,18 @@ def load_prompts(task: TaskFile, label: str, data: Path | None, limit: int
     groups = _grouped(rows, field)
     examples = _grouped(shots, field) if field else {}
     taken = _first(groups, limit)
-    found = []
-    for group, some in taken.items():
-        own = examples.get(group, []) if field else shots
-        if len(own) < task.num_fewshot:
+    items = []
+    for group, documents in taken.items():
+        shots_of_group = examples.get(group, []) if field else shots
+        if len(shots_of_group) < task.num_fewshot:
             raise UsageError(f"task {task.task} shows {task.num_fewshot} examples"
-                             + (f" of {field} {group!r}" if field else ""), why=f"there are {len(own)}",
+                             + (f" of {field} {group!r}" if field else ""),
+                             why=f"there are {len(shots_of_group)}",
                              next=f"set num_fewshot in {label}, or add rows")
-        found.append(RenderedRows(group, tuple(render(row, at) for at, row in some),
-                                  tuple(render(row, at) for at, row in own) if task.num_fewshot else ()))
-    return found
+        items.append(RenderedRows(group, tuple(render(row, at) for at, row in documents),
+                                  tuple(render(row, at) for at, row in shots_of_group)
+                                  if task.num_fewshot else ()))
+    return items
 
 
 def data_folder(data: Path | None) -> Path | None:
@@ -133,13 +135,13 @@ def _first(groups: Mapping[str, list[tuple[str, Row]]],
            limit: int | None) -> dict[str, list[tuple[str, Row]]]:
     """So many rows, as evenly from all groups as can be."""
     total = sum(map(len, groups.values()))
-    left = total if limit is None else min(limit, total)
+    remaining = total if limit is None else min(limit, total)
     counts = dict.fromkeys(groups, 0)
-    while left:
+    while remaining:
         for group, rows in groups.items():
-            if left and counts[group] < len(rows):
+            if remaining and counts[group] < len(rows):
                 counts[group] += 1
-                left -= 1
+                remaining -= 1
     return {group: rows[:counts[group]] for group, rows in groups.items() if counts[group]}
 
 
@@ -162,11 +164,11 @@ class _Renderer:
         """Raises UsageError: the row doesn't fit."""
         text = self._text.value(row, at)
         target = self._target if isinstance(self._target, int) else self._target.value(row, at)
-        made: Row = {"description": str(self._description.value(row, at))}
+        rendered: Row = {"description": str(self._description.value(row, at))}
         if self._choices is None:
-            return made | {"text": str(text), "target": str(target)}
+            return rendered | {"text": str(text), "target": str(target)}
         choices = self._choices.items(row, at) if isinstance(self._choices, TaskTemplate) else self._choices
-        if not choices or not all(isinstance(one, str) and one for one in choices):
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise self._misfit(at, "doc_to_choice", f"gives {choices!r:.200}, not a list of texts")
         text, target = _index(text), _index(target)
         if isinstance(text, int):  # a context a choice, and one continuation for all: text is the answer
@@ -178,7 +180,7 @@ class _Renderer:
             target = answer
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise self._misfit(at, key, f"gives {answer!r:.200}, which is none of {len(choices)} choices")
-        return made | {"text": text, "target": target, "choices": list(choices)}
+        return rendered | {"text": text, "target": target, "choices": list(choices)}
 
     def _misfit(self, at: str, key: str, why: str) -> UsageError:
         return UsageError(f"{at} doesn't fit the task", why=f"{key} {why[:300]}",

@@ -2,7 +2,8 @@
 
 What is here is the part of lm-eval's format that holds no code: no ``!function``, no ``include``, no
 dataset that would be downloaded. A file that quantkit takes, lm-eval takes too (``--include_path``),
-from the folder with the data. https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md
+from the folder with the data.
+https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/task_guide.md
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class FilterStep(Frozen):
 
     @model_validator(mode="after")
     def _belongs(self) -> FilterStep:
-        given = self.model_fields_set & {"regex_pattern", "group_select", "fallback"}
-        if given and self.function != "regex":
-            raise ValueError(f"{min(given)} belongs to function regex")
+        filter_keys = self.model_fields_set & {"regex_pattern", "group_select", "fallback"}
+        if filter_keys and self.function != "regex":
+            raise ValueError(f"{min(filter_keys)} belongs to function regex")
         return self
 
 
@@ -237,15 +238,15 @@ def _files() -> list[tuple[str, Path]]:
 
 
 def _only(name: str, files: Sequence[tuple[str, Path]]) -> tuple[str, Path, TaskFile]:
-    found = [(owner, path) for owner, path in files if path.stem == name]
-    if not found:
+    matches = [(owner, path) for owner, path in files if path.stem == name]
+    if not matches:
         raise UsageError(f"no task is called {name!r}", why=did_you_mean(name, {p.stem for _, p in files}),
                          next="name one of these, or a YAML file: --tasks ./mine.yaml")
-    if len(found) > 1:
+    if len(matches) > 1:
         raise UsageError(f"two tasks are called {name!r}",
-                         why=" and ".join(f"{path} (of {owner})" for owner, path in found),
-                         next=f"name the file itself: --tasks {found[0][1]}")
-    owner, path = found[0]
+                         why=" and ".join(f"{path} (of {owner})" for owner, path in matches),
+                         next=f"name the file itself: --tasks {matches[0][1]}")
+    owner, path = matches[0]
     task = read_task(path)
     if task.task != name:
         raise UsageError(f"{path} calls itself {task.task!r}", next=f"write 'task: {name}'",

@@ -23,16 +23,16 @@ class BoundedPattern:
 
     def findall(self, text: str) -> list[str | tuple[str, ...]]:
         """Every match, or its groups. Raises UsageError: it takes too long."""
-        found: list[Any] = _call("find_all", {"pattern": self._pattern, "text": text}, self._pattern)
-        return [tuple(one) if isinstance(one, list) else one for one in found]
+        matches: list[Any] = _call("find_all", {"pattern": self._pattern, "text": text}, self._pattern)
+        return [tuple(match) if isinstance(match, list) else match for match in matches]
 
 
 def remove_all(patterns: Sequence[str], text: str) -> str:
     """``text`` without what each pattern matches. Raises UsageError: it takes too long."""
     if not patterns:
         return text
-    found: str = _call("remove_all", {"patterns": list(patterns), "text": text}, ", ".join(patterns))
-    return found
+    cleaned: str = _call("remove_all", {"patterns": list(patterns), "text": text}, ", ".join(patterns))
+    return cleaned
 
 
 def regex_filter() -> Callable[..., Any]:

@@ -52,13 +52,13 @@ class TaskTemplate:
 
     def items(self, row: Mapping[str, Any], at: str) -> list[Any] | None:
         """A list: the field itself, or the list that the rendered text spells; ``None`` if it isn't one."""
-        found = self.value(row, at)
-        if isinstance(found, str):
-            if len(found) > MAX_LIST:
+        value = self.value(row, at)
+        if isinstance(value, str):
+            if len(value) > MAX_LIST:
                 return None
             try:
-                found = ast.literal_eval(found.strip())  # literals only: nothing is run
+                value = ast.literal_eval(value.strip())  # literals only: nothing is run
             except _NO_LITERAL:
                 return None
-        return list(found) if isinstance(found, list | tuple) else None
+        return list(value) if isinstance(value, list | tuple) else None
 

@@ -59,14 +59,14 @@ def prepare_tasks(names: Sequence[str], *, data: Path | None = None,
         UsageError: a task is unknown, given twice or malformed, or its data is missing or doesn't fit.
         QuantkitError: lm-eval is not installed.
     """
-    found = [find_task(name) for name in names]
-    titles = [task.task for task, _ in found]
+    tasks = [find_task(name) for name in names]
+    titles = [task.task for task, _ in tasks]
     if twice := {title for title in titles if titles.count(title) > 1}:
         raise UsageError(f"task {min(twice)} is given twice", next="name each task once")
-    prompts = [load_prompts(task, str(path), data, limit) for task, path in found]
+    prompts = [load_prompts(task, str(path), data, limit) for task, path in tasks]
     with _quiet():
         return [ReadyTask(task, tuple(_make(task, part) for part in parts), sum(len(p.rows) for p in parts))
-                for (task, _), parts in zip(found, prompts, strict=True)]
+                for (task, _), parts in zip(tasks, prompts, strict=True)]
 
 
 def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *, data: Path | None = None,
@@ -89,14 +89,14 @@ def run_tasks(loaded: LoadedModel, names: Sequence[str] | Sequence[ReadyTask], *
         UsageError: as :func:`prepare_tasks`; or a prompt that this model's tokenizer can't score.
         QuantkitError: lm-eval is not installed, or the model's output is not finite.
     """
-    ready = [one for one in names if isinstance(one, ReadyTask)]
-    ready += prepare_tasks([one for one in names if isinstance(one, str)], data=data, limit=limit)
+    ready = [task for task in names if isinstance(task, ReadyTask)]
+    ready += prepare_tasks([task for task in names if isinstance(task, str)], data=data, limit=limit)
     model = lm_eval_model(loaded, kv=kv, batch=batch, progress=progress)
-    found = []
+    results = []
     for task in ready:
         model.label = f"{task.file.task}, {loaded.label} kv {model.kv}".removesuffix(" kv none")
-        found += _run(task, model)
-    return found
+        results += _run(task, model)
+    return results
 
 
 def _make(task: TaskFile, prompts: RenderedRows) -> Any:
@@ -112,8 +112,8 @@ def _make(task: TaskFile, prompts: RenderedRows) -> Any:
         "test_split": _EVAL, "doc_to_text": "text", "doc_to_target": "target",
         "description": "{{description}}", "num_fewshot": task.num_fewshot,
         "target_delimiter": task.target_delimiter, "fewshot_delimiter": task.fewshot_delimiter,
-        "metric_list": [one.model_dump(exclude_unset=True, exclude={"regexes_to_ignore"})
-                        for one in task.metric_list]}
+        "metric_list": [metric.model_dump(exclude_unset=True, exclude={"regexes_to_ignore"})
+                        for metric in task.metric_list]}
     if task.doc_to_choice is not None:
         config["doc_to_choice"] = "choices"
     if task.num_fewshot:
@@ -121,12 +121,13 @@ def _make(task: TaskFile, prompts: RenderedRows) -> Any:
     if task.generation_kwargs is not None:
         config["generation_kwargs"] = dict(task.generation_kwargs)
     if task.filter_list is not None:
-        config["filter_list"] = [{"name": one.name, "filter": [_step(step) for step in one.filter]}
-                                 for one in task.filter_list]
-    made = ConfigurableTask(config=config)
-    made.set_fewshot_seed(SEED)
-    made.build_all_requests()
-    return made
+        config["filter_list"] = [{"name": filter_config.name,
+                                  "filter": [_step(step) for step in filter_config.filter]}
+                                 for filter_config in task.filter_list]
+    harness_task = ConfigurableTask(config=config)
+    harness_task.set_fewshot_seed(SEED)
+    harness_task.build_all_requests()
+    return harness_task
 
 
 def _step(step: FilterStep) -> dict[str, Any]:
@@ -151,53 +152,54 @@ def _giver(splits: dict[str, _Rows]) -> Callable[..., dict[str, _Rows]]:
 
 
 def _run(task: ReadyTask, model: Any) -> list[TaskScore]:
-    instances = [one for part in task.parts for one in part.instances]
-    for one in instances:  # of an earlier run with another model
-        one.resps, one.filtered_resps = [], {}
+    instances = [instance for part in task.parts for instance in part.instances]
+    for instance in instances:  # of an earlier run with another model
+        instance.resps, instance.filtered_resps = [], {}
     answers = getattr(model, instances[0].request_type)(instances)
-    for one, answer in zip(instances, answers, strict=True):
-        one.resps.append(answer)
+    for instance, answer in zip(instances, answers, strict=True):
+        instance.resps.append(answer)
     values: dict[tuple[str, str], list[Any]] = {}
     choices: dict[tuple[str, str], list[int]] = {}
     for part in task.parts:
         with _quiet():
             part.apply_filters()
-        for row, own in _by_row(part):
-            for name in own[0].filtered_resps:
-                row, results = _ignoring(task.file, row, [one.filtered_resps[name] for one in own])
+        for row, instances in _by_row(part):
+            for name in instances[0].filtered_resps:
+                row, results = _ignoring(task.file, row,
+                                         [instance.filtered_resps[name] for instance in instances])
                 for metric, value in part.process_results(row, results).items():
                     values.setdefault((metric, name), []).append(value)
                     if task.file.output_type == "multiple_choice":
                         choices.setdefault((metric, name), []).append(chosen(metric, row["choices"], results))
     filters = {name for _, name in values}
     return [TaskScore(task.file.task, metric if len(filters) == 1 else f"{metric},{name}",
-                      score(metric, found), task.items,
+                      score(metric, scores), task.items,
                       tuple(choices[metric, name]) if (metric, name) in choices else None)
-            for (metric, name), found in values.items()]
+            for (metric, name), scores in values.items()]
 
 
 def _ignoring(task: TaskFile, row: Row, results: list[Any]) -> tuple[Row, list[Any]]:
     """A row and its answers without what ``regexes_to_ignore`` match; lm-eval's own search has no bound."""
-    ignored = [one for entry in task.metric_list for one in entry.regexes_to_ignore or ()]
+    ignored = [pattern for entry in task.metric_list for pattern in entry.regexes_to_ignore or ()]
     if not ignored or task.output_type != "generate_until":
         return row, results
     return row | {"target": remove_all(ignored, str(row["target"]))}, [
-        remove_all(ignored, one) if isinstance(one, str) else one for one in results]
+        remove_all(ignored, answer) if isinstance(answer, str) else answer for answer in results]
 
 
 def _by_row(part: Any) -> Iterator[tuple[Row, list[Any]]]:
     """Every row with its requests, in their order."""
     requests: dict[int, list[Any]] = {}
-    for one in part.instances:
-        requests.setdefault(one.doc_id, []).append(one)
+    for instance in part.instances:
+        requests.setdefault(instance.doc_id, []).append(instance)
     for number, row in part.doc_iterator():
-        yield row, sorted(requests[number], key=lambda one: one.idx)
+        yield row, sorted(requests[number], key=lambda instance: instance.idx)
 
 
 def chosen(metric: str, choices: Sequence[str], results: Sequence[tuple[float, bool]]) -> int:
     """The option that a metric takes: the likeliest, by log-likelihood a character or byte if it says so."""
-    sizes = {"acc_norm": [len(one) for one in choices],
-             "acc_bytes": [len(one.encode()) for one in choices]}.get(metric, [1] * len(choices))
+    sizes = {"acc_norm": [len(choice) for choice in choices],
+             "acc_bytes": [len(choice.encode()) for choice in choices]}.get(metric, [1] * len(choices))
     return int(np.argmax(np.asarray([logprob for logprob, _ in results]) / np.asarray(sizes, dtype=float)))
 
 

@@ -100,8 +100,8 @@ def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
     """How many Linears each kernel runs, by phase."""
     from quantkit.ops.dispatch import Phase
     phases: tuple[Phase, ...] = ("prefill", "decode")
-    return {phase: dict(Counter(one.weight.kernel_name(loaded.dtype, loaded.model.device, phase)
-                                for one in loaded.model.linears().values()))
+    return {phase: dict(Counter(linear.weight.kernel_name(loaded.dtype, loaded.model.device, phase)
+                                for linear in loaded.model.linears().values()))
             for phase in phases}
 
 

@@ -40,7 +40,7 @@ def grids(result: LongResult) -> Iterator[TextGrid]:
                        ("perplexity; KL and top-1 against the full cache (intervals: in the JSON)",))
     if result.drifts:
         yield _buckets("generated: tokens since the prompt's end",
-                       [(one.kv, one.buckets) for one in result.drifts],
+                       [(drift.kv, drift.buckets) for drift in result.drifts],
                        ("the full cache writes greedily, every setting is fed the same text token by token",))
         yield _first(result)
 
@@ -48,8 +48,8 @@ def grids(result: LongResult) -> Iterator[TextGrid]:
 def _solved(result: LongResult) -> TextGrid:
     rows = []
     for task in result.tasks:
-        own = result.of(result.variants[0], task)
-        rows.append((task, *(_score([one for one in own if one.length == length])
+        replies = result.of(result.variants[0], task)
+        rows.append((task, *(_score([reply for reply in replies if reply.length == length])
                              for length in result.protocol.lengths)))
     heads = ("task", *map(str, result.protocol.lengths))
     return TextGrid("what the full cache answers", heads, tuple(rows),
@@ -58,23 +58,23 @@ def _solved(result: LongResult) -> TextGrid:
 
 def _memory(result: LongResult) -> TextGrid:
     lengths = [length for length in result.protocol.lengths if length in result.variants[0].bytes]
-    speeds = {one.kv: number(one.decode_tok_s) for one in result.drifts}
+    speeds = {drift.kv: number(drift.decode_tok_s) for drift in result.drifts}
     heads = ["setting", "KV/token", *(f"KV {length}" for length in lengths)]
-    rows = [[one.label, kilobytes(one.bytes_per_token),
-             *(megabytes(one.bytes.get(length)) for length in lengths)] for one in result.variants]
-    read = any(one.text_bytes is not None for one in result.variants)
+    rows = [[variant.label, kilobytes(variant.bytes_per_token),
+             *(megabytes(variant.bytes.get(length)) for length in lengths)] for variant in result.variants]
+    read = any(variant.text_bytes is not None for variant in result.variants)
     if read:
         heads.append("KV text")
-        for row, one in zip(rows, result.variants):
-            row.append(megabytes(one.text_bytes))
+        for row, variant in zip(rows, result.variants):
+            row.append(megabytes(variant.text_bytes))
     if speeds:
         heads.append("decode tok/s")
-        for row, one in zip(rows, result.variants):
-            row.append(speeds.get(one.kv, "–"))
+        for row, variant in zip(rows, result.variants):
+            row.append(speeds.get(variant.kv, "–"))
     notes = ["bytes of the pages held when a prompt of so many tokens was read"] if lengths else []
     if read:
         notes.append(f"KV text: allocated at the end of {max(result.protocol.lengths)} tokens by position")
-    if any(one.when for one in result.variants):
+    if any(variant.when for variant in result.variants):
         notes.append("known: the question is in the prompt at whose end the policy acts; later: it comes "
                      "when the policy has acted (query-agnostic)")
     return TextGrid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
@@ -85,15 +85,17 @@ def _task(result: LongResult, task: str) -> TextGrid:
     solved, lengths = result.solved(), result.protocol.lengths
     rows: list[tuple[str, ...]] = []
     for variant in result.variants:
-        own = result.of(variant, task)
-        rows.append((variant.label, *(_score([one for one in own if one.length == at]) for at in lengths)))
-        kinds = sorted({(one.depth, one.hops) for one in own}, key=lambda kind: (kind[0] or 0.0, kind[1]))
+        replies = result.of(variant, task)
+        rows.append((variant.label, *(_score([reply for reply in replies if reply.length == at])
+                                      for at in lengths)))
+        kinds = sorted({(reply.depth, reply.hops) for reply in replies},
+                       key=lambda kind: (kind[0] or 0.0, kind[1]))
         for depth, hops in kinds if len(kinds) > 1 else ():
             passed = f"{hops} hop" if hops == 1 else f"{hops} hops"
             name = passed if depth is None else f"depth {100 * depth:.0f}%"
             cells = []
             for length in lengths:
-                cell = _score([one for one in own if one.cell == (task, length, depth, hops)])
+                cell = _score([reply for reply in replies if reply.cell == (task, length, depth, hops)])
                 cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
             rows.append((f"  {name}", *cells))
     return TextGrid(task, ("setting", *map(str, lengths)), tuple(rows),
@@ -102,20 +104,20 @@ def _task(result: LongResult, task: str) -> TextGrid:
 
 
 def _score(replies: Sequence[RecordedAnswer]) -> str:
-    return f"{sum(one.right for one in replies)}/{len(replies)}" if replies else "–"
+    return f"{sum(reply.right for reply in replies)}/{len(replies)}" if replies else "–"
 
 
 def _against(result: LongResult, task: str) -> TextGrid:
     """Every variant against the full cache, over all questions."""
     rows: list[tuple[str, ...]] = []
     for variant in result.variants[1:]:
-        found = result.paired(variant, task)
-        if found is None:
+        test = result.paired(variant, task)
+        if test is None:
             rows.append((variant.label, *"–––––"))
             continue
-        value, span = spread(found.change)
-        rows.append((variant.label, f"{found.full - found.lost}/{found.full}",
-                     f"{found.gained}/{found.asked - found.full}", number(found.p, 2), value,
+        value, span = spread(test.change)
+        rows.append((variant.label, f"{test.full - test.lost}/{test.full}",
+                     f"{test.gained}/{test.asked - test.full}", number(test.p, 2), value,
                      span.replace("–", " to ")))
     return TextGrid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                     tuple(rows),
@@ -126,8 +128,8 @@ def _against(result: LongResult, task: str) -> TextGrid:
 
 
 def _by_kv(buckets: Sequence[PositionBucket]) -> list[tuple[str, Sequence[PositionBucket]]]:
-    names = dict.fromkeys(one.kv for one in buckets)
-    return [(kv, [one for one in buckets if one.kv == kv]) for kv in names]
+    names = dict.fromkeys(bucket.kv for bucket in buckets)
+    return [(kv, [bucket for bucket in buckets if bucket.kv == kv]) for kv in names]
 
 
 def _buckets(title: str, settings: Sequence[tuple[str, Sequence[PositionBucket]]],
@@ -135,19 +137,19 @@ def _buckets(title: str, settings: Sequence[tuple[str, Sequence[PositionBucket]]
     """Three rows a setting, a column a bucket."""
     rows: list[tuple[str, ...]] = []
     for index, (name, buckets) in enumerate(settings):
-        rows.append((name, *(number(one.values["perplexity"].value, 4) for one in buckets)))
+        rows.append((name, *(number(bucket.values["perplexity"].value, 4) for bucket in buckets)))
         if index:
-            rows.append(("  KL", *(number(one.values["kl_mean"].value) for one in buckets)))
-            rows.append(("  top-1", *(f"{number(100 * one.values['top1'].value)}%" for one in buckets)))
-    heads = (f"{one.low}–{one.high - 1}" for one in settings[0][1])
+            rows.append(("  KL", *(number(bucket.values["kl_mean"].value) for bucket in buckets)))
+            rows.append(("  top-1", *(f"{number(100 * bucket.values['top1'].value)}%" for bucket in buckets)))
+    heads = (f"{bucket.low}–{bucket.high - 1}" for bucket in settings[0][1])
     return TextGrid(title, ("setting", *heads), tuple(rows), notes)
 
 
 def _first(result: LongResult) -> TextGrid:
     """A row a setting, a column a sample."""
-    most = f"> {result.protocol.new_tokens - 1}"
-    rows = tuple((one.kv, *(most if first is None else str(first) for first in one.differs))
-                 for one in result.drifts[1:])
+    beyond = f"> {result.protocol.new_tokens - 1}"
+    rows = tuple((drift.kv, *(beyond if first is None else str(first) for first in drift.differs))
+                 for drift in result.drifts[1:])
     heads = ("setting", *(f"sample {index + 1}" for index in range(len(result.drifts[0].differs))))
     return TextGrid("generated: equal tokens before greedy generation differs", heads, rows)
 

@@ -91,9 +91,9 @@ def _exact(names: list[str], result: EvalResult) -> list[str]:
              "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
              "| model | KL | above the floor |", "|---|--:|--:|"]
     for name, row in zip(names, result.rows):
-        found = row.metrics.get(EXACT)
-        value, span = spread(found)
-        above = "–" if found is None or row is result.rows[0] else f"{found.value - floor.value:+.5f}"
+        exact = row.metrics.get(EXACT)
+        value, span = spread(exact)
+        above = "–" if exact is None or row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
         lines.append(f"| {name} | {value}{f'<br><sub>{span}</sub>' if span else ''} | {above} |")
     return [*lines, ""]
 

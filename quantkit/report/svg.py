@@ -71,10 +71,10 @@ def render(result: EvalResult) -> str:
 
 
 def _points(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], metric: str) -> list[_Point]:
-    return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6, found)
+    return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6, value)
             for name, look, row in zip(short_names(rows), looks, rows)
-            if (found := row.metrics.get(metric)) is not None
-            and all(map(math.isfinite, (found.value, found.low, found.high)))]
+            if (value := row.metrics.get(metric)) is not None
+            and all(map(math.isfinite, (value.value, value.low, value.high)))]
 
 
 def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: float, named: bool) -> str:

@@ -87,7 +87,7 @@ def _options(x: float, y: float, text: str, radius: float,
              inside: LabelBox) -> list[tuple[LabelBox, PlotLabel]]:
     """All places within, the nearest first; there is always one."""
     width, side = reach(text), radius + 6
-    found = []
+    labels = []
     # beside the mark, then further up and down; half lines first, as neighbours are often close
     for away in sorted((n * LINE / 2 for n in range(-40, 41)), key=lambda d: (abs(d), d)):
         middle = min(max(y + away, inside.top + LINE / 2), inside.bottom - LINE / 2)
@@ -97,6 +97,6 @@ def _options(x: float, y: float, text: str, radius: float,
             box = LabelBox(left, middle - LINE / 2, left + width, middle + LINE / 2)
             if inside.holds(box):
                 at = left if anchor == "start" else left + width
-                found.append((box, PlotLabel(text, at, middle + 5, "start" if anchor == "start" else "end",
-                                             abs(middle - y) >= LINE)))
-    return found
+                labels.append((box, PlotLabel(text, at, middle + 5, "start" if anchor == "start" else "end",
+                                              abs(middle - y) >= LINE)))
+    return labels

@@ -76,11 +76,11 @@ def _tasks(result: EvalResult) -> list[str]:
         out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
         first = rows[0].metrics.get(task)
         for name, row in zip(names, rows):
-            found = row.metrics.get(task)
+            score = row.metrics.get(task)
             value, span = task_score(row, task)
             factor = 100 if value.endswith("%") else 1
-            change = "" if found is None or first is None or row is rows[0] else (
-                f"{factor * (found.value - first.value):+.1f}")
+            change = "" if score is None or first is None or row is rows[0] else (
+                f"{factor * (score.value - first.value):+.1f}")
             out.append(f"{_left(name, 32)}  {value:>6}  {span:>11}  {change:>5}".rstrip())
         out.append("")
     return out
@@ -94,9 +94,9 @@ def _exact(result: EvalResult) -> list[str]:
     title = "── KL from the reference in float32 arithmetic "
     out = [title + "─" * (62 - columns(title))]
     for name, row in zip(short_names(result.rows), result.rows):
-        found = row.metrics.get(EXACT)
-        value, span = spread(found)
-        change = "" if found is None or row is result.rows[0] else f"{found.value - floor.value:+.5f}"
+        exact = row.metrics.get(EXACT)
+        value, span = spread(exact)
+        change = "" if exact is None or row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
         out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
     return [*out, *fold("The first of these is the noise floor: the reference's own arithmetic. "
                          "The last column is what others are above it."), ""]

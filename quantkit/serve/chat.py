@@ -28,10 +28,10 @@ class ChatResponse(GenerationResponse):
         prompt = tokenizer.chat([message.plain() for message in body.messages], reader.check,
                                 parse_special=model.parse_special)
         # a prompt that leaves no room asks for one token, and is refused with the numbers
-        most = body.wanted or max(model.context - len(prompt), 1)
+        limit = body.wanted or max(model.context - len(prompt), 1)
         self._alternatives = (body.top_logprobs or 0) if body.logprobs else None
         super().__init__(model, body, [prompt], [
-            ChoiceJob(prompt, body.sampling(most, i), self._alternatives) for i in range(body.n)])
+            ChoiceJob(prompt, body.sampling(limit, i), self._alternatives) for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
         """With ``message``."""

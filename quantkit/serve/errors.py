@@ -71,8 +71,8 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineClosed):
         return ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
     if isinstance(error, ContextLengthError):
-        asked, limit = error.context
-        return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {asked}",
+        wanted, limit = error.context
+        return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {wanted}",
                         code="context_length_exceeded")
     if isinstance(error, UsageError):
         return ApiError(400, _text(error))
@@ -122,9 +122,9 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
-    found = [(_place(one["loc"]), one) for one in error.errors()]
+    problems = [(_place(problem["loc"]), problem) for problem in error.errors()]
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
-    place, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
+    place, first = max(problems, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
     kind, cause = first["type"], first.get("ctx", {}).get("error")
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
@@ -132,7 +132,8 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(400, str(cause), param=_dotted([*place, cause.param]), code=cause.code)
     param = _dotted(place)
     if kind in _TYPES:
-        types = [_TYPES[one["type"]] for at, one in found if at == place and one["type"] in _TYPES]
+        types = [_TYPES[problem["type"]] for at, problem in problems if at == place
+                 and problem["type"] in _TYPES]
         message = f"it must be {' or '.join(dict.fromkeys(types))}"
     else:
         message = _explained(first)

@@ -91,8 +91,8 @@ class GuardMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                own = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(h for h in HEADERS if h[0] not in own)]
+                names = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(h for h in HEADERS if h[0] not in names)]
             await send(message)
 
         body = None
@@ -137,16 +137,16 @@ class GuardMiddleware:
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         assert self._key is not None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        given = given.strip()
+        scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+        credentials = credentials.strip()
         if scheme.lower() == b"basic":
             try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
+                credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]
             except binascii.Error:
                 return False
         elif scheme.lower() != b"bearer":
             return False
-        return hmac.compare_digest(given, self._key)
+        return hmac.compare_digest(credentials, self._key)
 
 
 class _Measured:
@@ -194,10 +194,10 @@ def _too_large() -> ApiError:
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     """By name; of a header that comes twice nothing is trusted: both values, joined."""
-    found: dict[bytes, bytes] = {}
+    headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
-        found[name] = f"{found[name]!r},{value!r}".encode() if name in found else value
-    return found
+        headers[name] = f"{headers[name]!r},{value!r}".encode() if name in headers else value
+    return headers
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ _AUTHORITY = re.compile(r"(?:\[(?P<inside>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z_
 
 def _listed(host: str) -> str:
     """A host's name as somebody lists it: an IPv6 address may stand without brackets."""
-    found = authority(host) or authority(f"[{host}]")
-    return _plain(host) if found is None else found.name
+    address = authority(host) or authority(f"[{host}]")
+    return _plain(host) if address is None else address.name
 
 
 def _plain(name: str) -> str:
@@ -252,11 +252,11 @@ def _plain(name: str) -> str:
 def _same_origin(origin: str, host: str) -> bool:
     """Whether a page of that origin came from this server: over HTTP, or HTTPS if a proxy adds it."""
     scheme, separator, rest = origin.partition("://")
-    there, here = authority(rest), authority(host)
-    if not separator or scheme not in _PORTS or there is None or here is None:
+    origin_address, target = authority(rest), authority(host)
+    if not separator or scheme not in _PORTS or origin_address is None or target is None:
         return False
     port = _PORTS[scheme]
-    return (there.name, there.port or port) == (here.name, here.port or port)
+    return (origin_address.name, origin_address.port or port) == (target.name, target.port or port)
 
 
 _PORTS = {"http": 80, "https": 443}

@@ -55,9 +55,9 @@ class TextOffsets:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), text: str = "") -> None:
-        whole = tokenizer.decode(prompt, skip_special=False)
+        decoded = tokenizer.decode(prompt, skip_special=False)
         self._left, self._after = len(prompt), len(text)
-        self._at = len(text) - len(whole) if whole.endswith(text) else 0
+        self._at = len(text) - len(decoded) if decoded.endswith(text) else 0
         self._prompt = StreamDecoder(functools.partial(tokenizer.decode, skip_special=False))
         self._answer = tokenizer.stream()
 
@@ -91,10 +91,10 @@ def text_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts, offsets: TextO
 
 def _by_text(info: TokenInfo, texts: TokenTexts) -> dict[str, float]:
     """Alternatives by their text, the chosen token among them; of tokens that look alike the likeliest."""
-    found: dict[str, float] = {}
+    top: dict[str, float] = {}
     for token, logprob in (*info.top, (info.id, info.logprob)):
-        found.setdefault(texts.text(token), _finite(logprob))
-    return found
+        top.setdefault(texts.text(token), _finite(logprob))
+    return top
 
 
 def _finite(logprob: float | None) -> float:

@@ -73,12 +73,12 @@ def _refine(schema: dict[str, Any], model: ServedEngine, key: bool) -> None:
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):  # a model's name
                 parameter["schema"]["enum"] = [model.name]
-    most = model.context - 1  # a prompt has a token at least
+    limit = model.context - 1  # a prompt has a token at least
     for name in ("ChatRequest", "CompletionRequest"):
         properties = parts[name]["properties"]
         properties["model"]["enum"] = [model.name]
         for field in {"max_tokens", "max_completion_tokens"} & properties.keys():
-            _integers(properties[field])["maximum"] = most
+            _integers(properties[field])["maximum"] = limit
         # the framework makes numbers of 53 bits of them
         _integers(properties["seed"]).update(minimum=-INT64, maximum=INT64 - 1)
     prompt = parts["CompletionRequest"]["properties"]["prompt"]
@@ -90,15 +90,15 @@ def _refine(schema: dict[str, Any], model: ServedEngine, key: bool) -> None:
         ids = inside if inside.get("type") == "array" else option
         if ids.get("items", {}).get("type") == "integer":
             ids["items"] |= {"minimum": 0, "maximum": vocabulary - 1}
-            ids["maxItems"] = most
+            ids["maxItems"] = limit
     bodies = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
               "/v1/completions": {"prompt": "Hello", "max_tokens": 16}}
     for path, example in bodies.items():
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         content["example"] = {"model": model.name, **example}
-    one = schema["paths"]["/v1/models/{name}"]["get"]["operationId"]
+    operation_id = schema["paths"]["/v1/models/{name}"]["get"]["operationId"]
     schema["paths"]["/v1/models"]["get"]["responses"]["200"]["links"] = {
-        "model": {"operationId": one, "parameters": {"name": "$response.body#/data/0/id"}}}
+        "model": {"operationId": operation_id, "parameters": {"name": "$response.body#/data/0/id"}}}
     if key:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}]
@@ -107,5 +107,6 @@ def _refine(schema: dict[str, Any], model: ServedEngine, key: bool) -> None:
 
 def _integers(schema: dict[str, Any]) -> dict[str, Any]:
     """The part of a nullable schema that is about integers."""
-    found: dict[str, Any] = next(one for one in schema.get("anyOf", [schema]) if one.get("type") == "integer")
-    return found
+    integer: dict[str, Any] = next(option for option in schema.get("anyOf", [schema])
+                                   if option.get("type") == "integer")
+    return integer

@@ -273,19 +273,20 @@ class CompletionRequest(GenerationRequest):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        ids = [one for one in prompt if isinstance(one, int)]
-        return [ids] if len(ids) == len(prompt) else [one for one in prompt if not isinstance(one, int)]
+        ids = [item for item in prompt if isinstance(item, int)]
+        return [ids] if len(ids) == len(prompt) else [item for item in prompt if not isinstance(item, int)]
 
 
 def _asks_nothing(value: Any, values: tuple[Any, ...]) -> bool:
     """Whether it is one of ``values``; false is not 0."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+               for allowed in values)
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     """The same, or null."""
     if "anyOf" in schema:
-        options = [one for one in schema["anyOf"] if one != {"type": "null"}]
+        options = [option for option in schema["anyOf"] if option != {"type": "null"}]
         return {**schema, "anyOf": [*options, {"type": "null"}]}
     about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
     rule = {key: value for key, value in schema.items() if key not in about}

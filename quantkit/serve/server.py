@@ -113,26 +113,26 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         QuantkitError: the port is taken or may not be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"the host {host[:80]!r} can't be bound", why=str(error),
                          next="--host 127.0.0.1") from None
     # IPv4 first: what people type into a browser
-    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and not has_key:
         raise UsageError(f"{host} can be reached from other machines, and there is no API key",
                          why="anybody there could use the model",
                          next="put a key into a file and add --api-key-file FILE, or leave out --host")
-    made = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
         if os.name == "posix":  # elsewhere it would let two servers share a port
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
     except OSError as error:
-        made.close()
+        listener.close()
         raise _bind_error(host, port, error) from None
-    return made
+    return listener
 
 
 def is_loopback(bound: socket.socket) -> bool:

@@ -71,13 +71,13 @@ class RequestWork:
             EngineClosed: the engine was closed under it.
             BaseException: what went wrong in the engine.
         """
-        left = len(self.tickets)
-        while left:
+        remaining = len(self.tickets)
+        while remaining:
             event = await self._events.get()
             if isinstance(event, BaseException):
                 raise event
             if event.done is not None:
-                left -= 1
+                remaining -= 1
                 if event.done.finish_reason == "cancelled":
                     raise EngineClosed("the request was ended before its time")
             yield event
@@ -100,8 +100,8 @@ class RequestWork:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
-def check_size(jobs: int, most: int) -> None:
+def check_size(jobs: int, limit: int) -> None:
     """Raises ApiError: so many choices never find room in the queue at once."""
-    if jobs > most:
-        raise ApiError(400, f"{jobs} answers in one request; at most {most} can wait at once",
+    if jobs > limit:
+        raise ApiError(400, f"{jobs} answers in one request; at most {limit} can wait at once",
                        param="n", code="too_many_choices")

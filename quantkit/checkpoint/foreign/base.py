@@ -69,7 +69,7 @@ def missing(slot: LinearSlot, tensor: str) -> CheckpointError:
                            next="download the checkpoint again")
 
 
-def contradiction(slot: LinearSlot, said: str) -> CheckpointError:
+def contradiction(slot: LinearSlot, claim: str) -> CheckpointError:
     """The error for a quantized layer that the config excludes."""
-    return CheckpointError(f"{slot.name} is stored quantized, and {said} says that it isn't",
+    return CheckpointError(f"{slot.name} is stored quantized, and {claim} says that it isn't",
                            why="readers would disagree on what it is", next="download the checkpoint again")

@@ -111,16 +111,18 @@ def _state(slot: LinearSlot, stored: torch.Tensor, spec: QuantSpec, dtype: str) 
     try:
         if stored.numel() > MAX_STATE:
             raise ValueError(f"{stored.numel()} bytes")
-        found = parse_object(bytes(stored.numpy()), "it", error=CheckpointError)
-        offset = float(found["nested_offset"]) if spec.nested else None
-        kind = FLOATS[str(found["dtype"]).removeprefix("torch.")]
+        content = parse_object(bytes(stored.numpy()), "it", error=CheckpointError)
+        offset = float(content["nested_offset"]) if spec.nested else None
+        kind = FLOATS[str(content["dtype"]).removeprefix("torch.")]
     except (CheckpointError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{slot.name}.{STATE} is no quantization state of NF4",
                               why=f"{type(error).__name__}: {error}"[:200],
                               next="download the checkpoint again") from error
     shape = (slot.out_features, slot.in_features)
     defaults = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"} if spec.nested else {}
-    if {**defaults, **found, "dtype": dtype_name(kind)} != json.loads(quant_state(spec, shape, kind, offset)):
+    if {**defaults, **content, "dtype": dtype_name(kind)} != json.loads(quant_state(spec, shape, kind,
+                                                                                    offset)):
         raise CheckpointError(f"{slot.name}.{STATE} contradicts the layer it lies beside",
-                              why=f"it says {json.dumps(found)[:300]}", next="download the checkpoint again")
+                              why=f"it says {json.dumps(content)[:300]}",
+                              next="download the checkpoint again")
     return torch.frombuffer(bytearray(quant_state(spec, shape, FLOATS[dtype], offset)), dtype=torch.uint8)

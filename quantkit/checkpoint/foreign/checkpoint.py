@@ -70,8 +70,8 @@ class ForeignCheckpoint:
                                   why="of such only plain ones are read, as the text model inside",
                                   next=ORIGINAL)
         method, layers = self._layers(raw)
-        found = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
-        return [self._row(slot, method, one) for slot, one in found if one or slot.name != EMBEDDING]
+        pairs = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]
+        return [self._row(slot, method, layer) for slot, layer in pairs if layer or slot.name != EMBEDDING]
 
     def _layers(self, raw: dict[str, Any]) -> tuple[str, Layers]:
         quantization = raw["quantization_config"]
@@ -94,43 +94,43 @@ class ForeignCheckpoint:
         except UnsupportedModelError as error:
             raise CheckpointError(error.what, why=error.why, next=ORIGINAL) from error
 
-    def _row(self, slot: LinearSlot, method: str, found: ForeignLayer | None) -> LayerRow:
+    def _row(self, slot: LinearSlot, method: str, layer: ForeignLayer | None) -> LayerRow:
         shape, name = (slot.out_features, slot.in_features), slot.name
-        if found is None:
+        if layer is None:
             info = self._infos.get(f"{name}.weight")
             if info is None or tuple(info.shape) != shape or info.dtype not in FLOATS.values():
-                there = sorted(n for n in self._infos if n.startswith(f"{name}."))[:5]
+                stored = sorted(n for n in self._infos if n.startswith(f"{name}."))[:5]
                 raise CheckpointError(f"layer {name} of {self.path} has no plain weight {list(shape)}",
-                                      why=f"by its quantization_config it isn't quantized; it has {there}",
+                                      why=f"by its quantization_config it isn't quantized; it has {stored}",
                                       next="download the checkpoint again")
             bits = 8 * info.nbytes / math.prod(shape)
             return LayerRow(name=name, shape=shape, dtype=str(info.dtype).removeprefix("torch."), bits=bits,
                             bytes=info.nbytes)
-        form: Format = registry("formats").get(found.format)
+        form: Format = registry("formats").get(layer.format)
         if name == EMBEDDING and not hasattr(form, "rows"):
             raise CheckpointError(f"the embedding of {self.path} is quantized by {method}",
                                   why=f"format {form.name} can't give single rows", next=ORIGINAL)
         try:
-            layout = form.layout(found.spec, shape, FLOATS[found.dtype])
+            layout = form.layout(layer.spec, shape, FLOATS[layer.dtype])
         except QuantkitError as error:
             raise CheckpointError(f"layer {name} of {self.path} can't be read", why=error.why or error.what,
                                   next=ORIGINAL) from error
-        self._found[name] = found
-        for suffix in found.stored:
+        self._found[name] = layer
+        for suffix in layer.stored:
             info = self._infos.pop(f"{name}.{suffix}")
             wanted = layout.get(suffix)
             fits = wanted is not None and (info.dtype, tuple(info.shape)) == wanted
-            if not fits and suffix not in found.rewritten:
+            if not fits and suffix not in layer.rewritten:
                 raise CheckpointError(
                     f"tensor {name}.{suffix} of {self.path} is {info.dtype} {list(info.shape)}",
-                    why=f"{found.format} {found.spec.label()} of a layer {list(shape)} has "
+                    why=f"{layer.format} {layer.spec.label()} of a layer {list(shape)} has "
                         + (f"{wanted[0]} {list(wanted[1])} there" if wanted else "no such tensor"),
                     next="download the checkpoint again")
         for suffix, (dtype, size) in layout.items():
             self._infos[f"{name}.{suffix}"] = TensorInfo(f"{name}.{suffix}", size, dtype)
         total = sum(self._infos[f"{name}.{suffix}"].nbytes for suffix in layout)
-        return LayerRow(name=name, shape=shape, dtype=found.dtype, method=method, format=found.format,
-                        spec=found.spec, bits=8 * total / math.prod(shape), bytes=total)
+        return LayerRow(name=name, shape=shape, dtype=layer.dtype, method=method, format=layer.format,
+                        spec=layer.spec, bits=8 * total / math.prod(shape), bytes=total)
 
     def _drop_empty_biases(self) -> None:
         """Some tools store a bias of zeros beside every layer that they quantized."""
@@ -173,14 +173,14 @@ class ForeignCheckpoint:
         Raises:
             CheckpointError: its values can't be right, or its inputs are out of order.
         """
-        found = self._found.get(layer)
-        if found is None:
+        foreign = self._found.get(layer)
+        if foreign is None:
             return None
         shape = self._shapes[layer]
-        stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in found.stored}
-        packed = QuantizedTensor(found.format, found.spec, shape, FLOATS[found.dtype],
-                                 found.convert(stored))
-        layout = registry("formats").get(found.format).layout(found.spec, shape, packed.dtype)
+        stored = {suffix: self.source.tensor(f"{layer}.{suffix}") for suffix in foreign.stored}
+        packed = QuantizedTensor(foreign.format, foreign.spec, shape, FLOATS[foreign.dtype],
+                                 foreign.convert(stored))
+        layout = registry("formats").get(foreign.format).layout(foreign.spec, shape, packed.dtype)
         try:
             if {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} != layout:
                 raise CheckpointError("its tensors have other shapes than its spec says")

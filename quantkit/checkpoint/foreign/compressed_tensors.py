@@ -73,7 +73,7 @@ class ConfigGroup:
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     """``ignore`` goes before ``targets``; a name goes before a pattern, and that before a class."""
-    whole = config.raw("format", "dense")
+    default_format = config.raw("format", "dense")
     sparsity = config.raw("sparsity_config", {})
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise config.wrong("sparsity_config", sparsity, "only dense weights can be read")
@@ -81,7 +81,7 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     table = config.raw("config_groups", {})
     if not isinstance(table, dict) or not table:
         raise config.wrong("config_groups", table, "it must be a table of groups")
-    groups = [_group(f"{config.where}: {name}", group, str(whole)) for name, group in table.items()]
+    groups = [_group(f"{config.where}: {name}", group, str(default_format)) for name, group in table.items()]
     config.finish(HARMLESS, INERT)
 
     def layer(slot: LinearSlot) -> ForeignLayer | None:
@@ -93,13 +93,13 @@ def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
     return layer
 
 
-def _group(where: str, group: Any, whole: str) -> ConfigGroup:
+def _group(where: str, group: Any, default_format: str) -> ConfigGroup:
     if not isinstance(group, dict):
         raise CheckpointError(f"{where} is no table", why="a preset's name says nothing about the file",
                               next="save the checkpoint again with a recent compressed-tensors")
     config = ConfigReader(group, where)
     config.only("output_activations", ())
-    form = config.raw("format", whole)
+    form = config.raw("format", default_format)
     if not isinstance(form, str) or form not in READERS:
         raise config.wrong("format", form, f"only {', '.join(READERS)} can be read")
     targets = _targets(config, "targets", config.raw("targets"))
@@ -130,10 +130,10 @@ def _activations(group: ConfigReader) -> tuple[str, int] | None:
 
 
 def _kind(config: ConfigReader) -> Any:
-    found = config.raw("type", "int")
-    if not isinstance(found, str) or found not in KINDS:
-        raise config.wrong("type", found, f"only {' and '.join(KINDS)} are implemented")
-    return KINDS[found]
+    kind = config.raw("type", "int")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise config.wrong("type", kind, f"only {' and '.join(KINDS)} are implemented")
+    return KINDS[kind]
 
 
 def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpec:
@@ -156,12 +156,12 @@ def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpe
         raise config.wrong("strategy", strategy, error.errors()[0]["msg"]) from None
 
 
-def _targets(config: ConfigReader, key: str, found: Any) -> Targets:
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise config.wrong(key, found, "it must be a list of names")
-    texts = [one[3:] for one in found if one.startswith("re:")]
+def _targets(config: ConfigReader, key: str, names: Any) -> Targets:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise config.wrong(key, names, "it must be a list of names")
+    texts = [name[3:] for name in names if name.startswith("re:")]
     exact = {text: name for text in texts if (name := _only_name(text)) is not None}
-    return Targets(frozenset(one for one in found if not one.startswith("re:")), frozenset(exact.values()),
+    return Targets(frozenset(name for name in names if not name.startswith("re:")), frozenset(exact.values()),
                    tuple(compiled(config, key, text) for text in texts if text not in exact))
 
 
@@ -176,12 +176,12 @@ def _chosen(name: str, groups: Sequence[ConfigGroup]) -> ConfigGroup | None:
     marks = [group.targets.best(name) for group in groups]
     if not (best := max(marks)):
         return None
-    found = {(group.format, group.spec): group for group,
-             mark in zip(groups, marks, strict=True) if mark == best}
-    if len(found) > 1:
+    schemes = {(group.format, group.spec): group for group,
+               mark in zip(groups, marks, strict=True) if mark == best}
+    if len(schemes) > 1:
         raise CheckpointError(f"{name} is in two of config_groups", why="readers disagree on which counts",
                               next=ORIGINAL)
-    return next(iter(found.values()))
+    return next(iter(schemes.values()))
 
 
 def _pack_quantized(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
@@ -222,20 +222,21 @@ def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
     packs = spec.kind == "int" and spec.activations is None
 
     def convert(tensors: Tensors) -> Tensors:
-        found, again = dict(tensors), "download the checkpoint again"
-        if spec.symmetric and "weight_zero_point" in found and bool(found.pop("weight_zero_point").any()):
+        contents, again = dict(tensors), "download the checkpoint again"
+        if spec.symmetric and "weight_zero_point" in contents and bool(contents.pop("weight_zero_point").any()):
             raise CheckpointError(f"{slot.name} has zero points", next=again,
                                   why="its quantization_config says that it has none")
         if not packs:
-            return found
+            return contents
         half = 1 << (spec.bits - 1)
-        level = found.pop("weight").to(torch.int16) + half
+        level = contents.pop("weight").to(torch.int16) + half
         if bool(((level < 0) | (level >= 2 * half)).any()):
             raise CheckpointError(f"{slot.name} has a weight beyond {spec.bits} bits", next=again)
         if not spec.symmetric:
-            found["weight_zero_point"] = _packed_zeros(found["weight_zero_point"], spec.bits)
-        return found | {"weight_packed": stream.pack(level.to(torch.uint8), spec.bits),
-                        "weight_shape": torch.tensor(shape, dtype=torch.int64)}
+            contents["weight_zero_point"] = _packed_zeros(contents["weight_zero_point"],
+                                                                  spec.bits)
+        return contents | {"weight_packed": stream.pack(level.to(torch.uint8), spec.bits),
+                                   "weight_shape": torch.tensor(shape, dtype=torch.int64)}
 
     form = "pack-quantized" if packs else "int-quantized" if spec.kind == "int" else "float-quantized"
     return ForeignLayer(form, spec, dtype, tuple(names), convert, ("weight", "weight_zero_point"))

@@ -92,29 +92,29 @@ class LongContextModel:
         for start in range(0, last, PREFILL_CHUNK):
             prefill(loaded, cache, row, context[start:start + PREFILL_CHUNK], ends=False)
             fed(PREFILL_CHUNK)
-        found = []
+        answers_by_moment = []
         for when in whens:
-            own = cache.fork(row) if len(whens) > 1 else row
-            prefill(loaded, cache, own, context[last:], ends=when == "later")
-            held = cache.bytes_of(own)
+            fork = cache.fork(row) if len(whens) > 1 else row
+            prefill(loaded, cache, fork, context[last:], ends=when == "later")
+            kv_bytes = cache.bytes_of(fork)
             answers: list[Answer] = []
             for question in item.questions:
-                answer, asked = self._ask(cache, own, question, when)
-                held = asked if when == "known" and not answers else held
+                answer, position = self._ask(cache, fork, question, when)
+                kv_bytes = position if when == "known" and not answers else kv_bytes
                 answers.append(answer)
-            found.append(Answers(when, tuple(answers), held))
-            cache.free([own])
+            answers_by_moment.append(Answers(when, tuple(answers), kv_bytes))
+            cache.free([fork])
         fed(len(context) - last)
-        return found
+        return answers_by_moment
 
     def _ask(self, cache: KVCache, context: int, question: Question, when: When) -> tuple[Answer, int]:
         """The answer to one question, and the bytes of its sequence at the question's end."""
-        row, last, held = self._question(cache, context, question, when)
+        row, last, kv_bytes = self._question(cache, context, question, when)
         done = len(question.ids) if when == "later" else 0
         after = force(self.loaded, cache, row, question.answer, done)
         cache.free([row])
         rows = torch.cat((last, after))
-        best = [likeliest(self.loaded, one) for one in rows]
+        best = [likeliest(self.loaded, logits) for logits in rows]
         targets = torch.tensor(question.answer, device=rows.device)[:, None]
         logprob = float(rows[:-1].float().log_softmax(-1).gather(-1, targets).double().sum())
         # as long as the likeliest token is the answer's next, greedy decoding reads what was forced
@@ -123,7 +123,7 @@ class LongContextModel:
         else:
             ids = self._greedy(cache, context, question, when)
         text = self.loaded.tokenizer.decode(self._ended(ids)).strip()
-        return Answer(_begins(text, question.text), logprob, text), held
+        return Answer(_begins(text, question.text), logprob, text), kv_bytes
 
     def _question(self, cache: KVCache, context: int, question: Question,
                   when: When) -> tuple[int, torch.Tensor, int]:
@@ -148,12 +148,12 @@ class LongContextModel:
 
     def _ended(self, ids: Sequence[int]) -> list[int]:
         """Up to where the model ends its answer."""
-        found: list[int] = []
-        for one in ids:
-            if one in self.loaded.tokenizer.eos_ids:
+        prefix: list[int] = []
+        for token in ids:
+            if token in self.loaded.tokenizer.eos_ids:
                 break
-            found.append(one)
-        return found
+            prefix.append(token)
+        return prefix
 
 
 def _begins(text: str, answer: str) -> bool:

@@ -51,7 +51,7 @@ def steps_of(tokens: int) -> list[int]:
 
 def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tensor, tokens: int,
             fed: Callable[[int, str], None] = lambda count, kv: None,
-            kept: Journal | None = None) -> list[Drift]:
+            journal: Journal | None = None) -> list[Drift]:
     """Generate greedily with the full cache, then force every setting along the same text, token by token.
 
     Until a setting's likeliest token first is another than the full cache's, both have read the same: so the
@@ -68,18 +68,20 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
     Raises:
         QuantkitError: the model's output is not finite.
     """
-    kept, found, edges = kept or Journal(None, {}), [], steps_of(tokens)
+    journal, records, edges = journal or Journal(None, {}), [], steps_of(tokens)
     for number, prompt in enumerate(prompts):
         name = f"generated {number}"
-        if kept.has(name):
+        if journal.has(name):
             fed((len(prompt) + tokens) * len(settings), str(settings[-1]))
-        found.append(kept.piece(name, partial(_text, loaded, settings, prompt, tokens, edges, fed)))
+        records.append(journal.piece(name, partial(_text, loaded, settings, prompt, tokens, edges, fed)))
     drifts = []
     for index, kv in enumerate(settings):
-        own = [text[index] for text in found]
-        spent = [text["step_seconds"] for text in own if text["step_seconds"] is not None]
-        drifts.append(Drift(str(kv), tuple(buckets_of(str(kv), edges, [text["means"] for text in own])),
-                            tuple(text["differs"] for text in own), 1 / median(spent) if spent else 0.0))
+        tokens_written = [text[index] for text in records]
+        spent = [text["step_seconds"] for text in tokens_written if text["step_seconds"] is not None]
+        drifts.append(Drift(str(kv), tuple(buckets_of(str(kv), edges,
+                                                      [text["means"] for text in tokens_written])),
+                            tuple(text["differs"] for text in tokens_written), 1 / median(spent)
+                            if spent else 0.0))
     return drifts
 
 
@@ -89,7 +91,7 @@ def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor,
     """By setting: ``means``, where it first ``differs``, ``step_seconds`` in the mean."""
     written: list[int] = []
     truth: list[torch.Tensor] = []
-    found: list[dict[str, Any]] = []
+    buckets: list[dict[str, Any]] = []
     for kv in settings:
         cache = KVCache(loaded.config, kv, loaded.dtype, loaded.model.device)
         row, tally, seconds = cache.add(len(prompt) + tokens), PositionSums(edges), 0.0
@@ -101,14 +103,15 @@ def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor,
                 begun = time.perf_counter()
                 logits = force(loaded, cache, row, written[step - 1:step], step - 1)
                 seconds += (time.perf_counter() - begun) * (step > 1)  # the first prepares what others use
-            own, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded, logits[0])
-            if not found:
+            logprobs, best = finite(loaded, logits).float().log_softmax(-1).cpu(), likeliest(loaded,
+                                                                                             logits[0])
+            if not buckets:
                 written.append(best)
-                truth.append(own)
+                truth.append(logprobs)
             elif differs is None and best != written[step]:
                 differs = step
-            tally.add(step, truth[step], own, torch.tensor(written[step:step + 1]))
+            tally.add(step, truth[step], logprobs, torch.tensor(written[step:step + 1]))
         fed(tokens, str(kv))
-        found.append({"means": tally.means(), "differs": differs,
-                      "step_seconds": seconds / (tokens - 2) if tokens > 2 else None})
-    return found
+        buckets.append({"means": tally.means(), "differs": differs,
+                        "step_seconds": seconds / (tokens - 2) if tokens > 2 else None})
+    return buckets

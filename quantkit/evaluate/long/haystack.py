@@ -58,14 +58,14 @@ class TextHaystack:
 
     def sentences(self, chance: random.Random, tokens: int) -> Iterator[str]:
         """See :class:`Haystack`."""
-        starts = sum(left >= LETTERS * tokens for left in self._left)
+        starts = sum(remaining >= LETTERS * tokens for remaining in self._left)
         yield from self._sentences[chance.randrange(max(1, starts)):]
 
 
 def _pieces(text: str) -> Iterator[str]:
     """Sentences with the quotation marks and brackets that close them; parts of those that are too long."""
     start = 0
-    for end in (*(found.end() for found in _END.finditer(text)), len(text)):
+    for end in (*(match.end() for match in _END.finditer(text)), len(text)):
         while len(text[start:end].strip()) > LONGEST:
             space = text.rfind(" ", start + 1, start + LONGEST)
             stop = start + LONGEST if space < 0 else space

@@ -106,14 +106,14 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Haystack, *, length: int, d
         UsageError: the length is too short for what is hidden, or the text for the length.
         SourceError: the model has no chat template to ask by.
     """
-    frame, found = PromptFrame.of(tokenizer, chat), []
+    frame, items = PromptFrame.of(tokenizer, chat), []
     for sample in range(samples):
         # what is drawn at one length doesn't depend on which others are asked for
         chance = random.Random(f"{seed} {task} {length} {sample}")
         for draft in TASKS[task].drafts(depths_of(depths), chance):
             source = FillerHaystack() if TASKS[task].filler else hay
-            found.append(_item(tokenizer, frame, draft, source, (task, length, sample), chance))
-    return found
+            items.append(_item(tokenizer, frame, draft, source, (task, length, sample), chance))
+    return items
 
 
 def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Haystack,
@@ -121,11 +121,11 @@ def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Ha
     task, length, sample = key
     # what a user says is text: a control token written out in it is none
     intro = tokenizer.encode(f"{draft.intro}\n\n", special=False, parse_special=False)
-    questions = tuple(_question(tokenizer, frame, one) for one in draft.asked)
+    questions = tuple(_question(tokenizer, frame, question) for question in draft.asked)
     hidden = [(depth, tokenizer.encode(f" {text}", special=False, parse_special=False))
               for depth, text in draft.hidden]
     fixed = len(frame.before) + len(intro) + sum(len(ids) for _, ids in hidden)
-    fixed += max(len(one.ids) + len(one.answer) for one in questions)
+    fixed += max(len(question.ids) + len(question.answer) for question in questions)
     if fixed >= length:
         raise UsageError(f"{length} tokens are too few for {task}", next=f"--lengths {2 * fixed}",
                          why=f"what is hidden and asked takes {fixed}")
@@ -146,10 +146,11 @@ def _nearest(starts: Sequence[int], place: float) -> int:
     return min(starts[max(0, right - 1):right + 1], key=lambda start: abs(start - place))
 
 
-def _question(tokenizer: Tokenizer, frame: PromptFrame, asked: QuestionText) -> Question:
-    text = f"\n\n{asked.lead}" if frame.between is None else f"\n\n{asked.ask}{frame.between}{asked.lead}"
-    ids, whole = (tokenizer.encode(part, special=False) for part in (text, f"{text} {asked.answer}"))
+def _question(tokenizer: Tokenizer, frame: PromptFrame, question: QuestionText) -> Question:
+    lead = question.lead if frame.between is None else f"{question.ask}{frame.between}{question.lead}"
+    text = f"\n\n{lead}"
+    ids, with_answer = (tokenizer.encode(part, special=False) for part in (text, f"{text} {question.answer}"))
     # some tokenizers write a text's first space otherwise than one within it
-    answer = whole[len(ids):] if whole[:len(ids)] == ids else tokenizer.encode(
-        f" {asked.answer}", special=False)
-    return Question(tuple(ids), tuple(answer), asked.answer, asked.depth, asked.hops)
+    answer = with_answer[len(ids):] if with_answer[:len(ids)] == ids else tokenizer.encode(
+        f" {question.answer}", special=False)
+    return Question(tuple(ids), tuple(answer), question.answer, question.depth, question.hops)

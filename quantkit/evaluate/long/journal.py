@@ -43,10 +43,10 @@ class Journal:
             undo.callback(self.close)
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self._path)
-            whole = self._read(self._path, digest)
+            complete = self._read(self._path, digest)
             self._file = self._path.open("a", encoding="utf-8")
-            self._file.truncate(whole)
-            if not whole:
+            self._file.truncate(complete)
+            if not complete:
                 self._line({"key": digest})
             undo.pop_all()
 
@@ -93,7 +93,7 @@ class Journal:
 
     def _read(self, path: Path, digest: str) -> int:
         """Bytes of whole lines; fills what was found."""
-        whole, remove = 0, f"remove {path}, or choose another --out"
+        complete, remove = 0, f"remove {path}, or choose another --out"
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
             if not line.endswith(b"\n") and (number or _FIRST.startswith(line[:len(_FIRST)])):
                 break  # cut short
@@ -108,8 +108,8 @@ class Journal:
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise QuantkitError(f"{path} can't be read", why=f"line {number + 1} is damaged",
                                     next=remove) from error
-            whole += len(line)
-        return whole
+            complete += len(line)
+        return complete
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

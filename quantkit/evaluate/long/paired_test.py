@@ -56,14 +56,14 @@ def compare(pairs: Sequence[AnswerPair]) -> PairedTest:
     Raises:
         ValueError: no pairs.
     """
-    lost = sum(one.full and not one.own for one in pairs)
-    gained = sum(one.own and not one.full for one in pairs)
+    lost = sum(pair.full and not pair.own for pair in pairs)
+    gained = sum(pair.own and not pair.full for pair in pairs)
     contexts: dict[object, list[float]] = {}
-    for one in pairs:
-        contexts.setdefault(one.context, []).append(one.change)
+    for pair in pairs:
+        contexts.setdefault(pair.context, []).append(pair.change)
     means = [math.fsum(changes) / len(changes) for changes in contexts.values()]
-    return PairedTest(len(pairs), sum(one.full for one in pairs), sum(one.own for one in pairs), lost, gained,
-                      mcnemar(lost, gained), CHANGE.summarize(means))
+    return PairedTest(len(pairs), sum(pair.full for pair in pairs), sum(pair.own for pair in pairs), lost,
+                      gained, mcnemar(lost, gained), CHANGE.summarize(means))
 
 
 def mcnemar(lost: int, gained: int) -> float:

@@ -51,10 +51,10 @@ class PositionSums:
         self.edges = tuple(edges)
         self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
 
-    def add(self, at: int, reference: torch.Tensor, own: torch.Tensor, targets: torch.Tensor) -> None:
+    def add(self, at: int, reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> None:
         """Score ``reference``'s and ``own`` log-probabilities float32 ``[T, vocab]`` of queries from position
         ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
-        scores = [metric.score(reference, own, targets).double() for metric in METRICS]
+        scores = [metric.score(reference, logprobs, targets).double() for metric in METRICS]
         for sums, low, high in zip(self._sums, self.edges, self.edges[1:]):
             part = slice(max(0, low - at), max(0, high - at))
             for index, score in enumerate(scores):
@@ -69,13 +69,13 @@ class PositionSums:
 def buckets_of(kv: str, edges: Sequence[int],
                windows: Sequence[Sequence[Sequence[float]]]) -> list[PositionBucket]:
     """What all windows' :meth:`PositionSums.means` say of a setting."""
-    found = []
+    buckets = []
     for index, (low, high) in enumerate(pairwise(edges)):
         means = {metric: [window[index][number] for window in windows]
                  for number, metric in enumerate(METRICS)}
         values = {metric.name: metric.summarize(each) for metric, each in means.items()}
-        found.append(PositionBucket(kv, low, high, values, tuple(means[KL])))
-    return found
+        buckets.append(PositionBucket(kv, low, high, values, tuple(means[KL])))
+    return buckets
 
 
 def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
@@ -94,7 +94,7 @@ def edges_of(prompt: int, lengths: Sequence[int]) -> list[int]:
 
 def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.Tensor, prompt: int,
                 edges: Sequence[int], fed: Callable[[int, str], None] = lambda count, kv: None,
-                kept: Journal | None = None) -> tuple[list[PositionBucket], list[int]]:
+                journal: Journal | None = None) -> tuple[list[PositionBucket], list[int]]:
     """Teacher-force texts through every setting, side by side, and score them by position.
 
     A window's first tokens are its prompt, at whose end policies act; the rest is fed as if it had been
@@ -115,22 +115,24 @@ def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.
     Raises:
         QuantkitError: the model's output is not finite.
     """
-    kept, found = kept or Journal(None, {}), []
+    journal, windows_done = journal or Journal(None, {}), []
     for number, window in enumerate(windows):
         name = f"positions {number}"
-        if kept.has(name):
+        if journal.has(name):
             fed((len(window) - 1) * len(settings), str(settings[-1]))
-        found.append(kept.piece(name, partial(_window, loaded, settings, window, prompt, edges, fed)))
-    held = found[-1]["bytes"] if found else [0] * len(settings)
-    return [one for index, kv in enumerate(settings)
-            for one in buckets_of(str(kv), edges, [window["means"][index] for window in found])], held
+        windows_done.append(journal.piece(name, partial(_window, loaded, settings, window, prompt, edges,
+                                                        fed)))
+    kv_bytes = windows_done[-1]["bytes"] if windows_done else [0] * len(settings)
+    return [bucket for index, kv in enumerate(settings)
+            for bucket in buckets_of(str(kv), edges,
+                                     [window["means"][index] for window in windows_done])], kv_bytes
 
 
 @torch.inference_mode()
 def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tensor, prompt: int,
             edges: Sequence[int], fed: Callable[[int, str], None]) -> dict[str, Any]:
     """``means`` and ``bytes``, by setting."""
-    tallies, held = [PositionSums(edges) for _ in settings], [0] * len(settings)
+    tallies, kv_bytes = [PositionSums(edges) for _ in settings], [0] * len(settings)
     ids: list[int] = window.tolist()
     caches = [KVCache(loaded.config, kv, loaded.dtype, loaded.model.device) for kv in settings]
     rows = [cache.add(len(ids)) for cache in caches]
@@ -143,9 +145,9 @@ def _window(loaded: LoadedModel, settings: Sequence[KVSpec], window: torch.Tenso
         reference: torch.Tensor | None = None
         for index, (kv, cache, row) in enumerate(zip(settings, caches, rows)):
             logits = finite(loaded, force(loaded, cache, row, chunk, start - prompt))
-            own = logits.float().log_softmax(-1).cpu()
-            reference = own if reference is None else reference
-            tallies[index].add(start, reference, own, targets)
-            held[index] = cache.allocated_bytes
+            logprobs = logits.float().log_softmax(-1).cpu()
+            reference = logprobs if reference is None else reference
+            tallies[index].add(start, reference, logprobs, targets)
+            kv_bytes[index] = cache.allocated_bytes
             fed(len(chunk), str(kv))
-    return {"means": [tally.means() for tally in tallies], "bytes": held}
+    return {"means": [tally.means() for tally in tallies], "bytes": kv_bytes}

@@ -68,10 +68,10 @@ class LongProtocol:
         """For people."""
         hay = "generated" if self.filler else "the text, generated for passkeys"
         gpu = f"{self.gpu}; " if self.gpu else ""
-        asked = "by the chat template" if self.chat else "as a text to continue"
+        form = "by the chat template" if self.chat else "as a text to continue"
         return [f"tasks {', '.join(self.tasks)}; text {self.text} (sha256 {self.text_sha256[:12]})",
                 f"hay: {hay}; depths: {self.depths}; samples: {self.samples}; seed {self.seed}; "
-                f"asked {asked}",
+                f"asked {form}",
                 f"by position and generated: prompts of {self.prompt} tokens, {self.new_tokens} generated",
                 f"activations {self.dtype}; {gpu}{self.cpu}, "
                 f"{self.cores} cores, {self.threads} threads, torch "
@@ -159,28 +159,29 @@ class LongResult:
     @property
     def tasks(self) -> list[str]:
         """Those that ask questions, in order."""
-        return list(dict.fromkeys(one.task for one in self.replies))
+        return list(dict.fromkeys(reply.task for reply in self.replies))
 
     def of(self, variant: SettingVariant, task: str) -> list[RecordedAnswer]:
         """A variant's replies, in the questions' order."""
-        return [one for one in self.replies if one.kv == variant.kv and one.task == task
-                and variant.when in (None, one.when)]
+        return [reply for reply in self.replies if reply.kv == variant.kv and reply.task == task
+                and variant.when in (None, reply.when)]
 
     def solved(self) -> set[Cell]:
         """Cells of which the full cache answers at least :data:`SOLVED`: where settings can be compared."""
         cells: dict[Cell, list[bool]] = {}
         for task in self.tasks:
-            for one in self.of(self.variants[0], task):
-                cells.setdefault(one.cell, []).append(one.right)
+            for reply in self.of(self.variants[0], task):
+                cells.setdefault(reply.cell, []).append(reply.right)
         return {cell for cell, right in cells.items() if sum(right) >= SOLVED * len(right)}
 
     def paired(self, variant: SettingVariant, task: str) -> PairedTest | None:
         """A variant against the full cache, over all questions: a choice of those that the full cache
         answers would be one against every setting. ``None`` if it solves no cell of the task."""
-        if not any(one.cell in self.solved() for one in self.of(self.variants[0], task)):
+        if not any(reply.cell in self.solved() for reply in self.of(self.variants[0], task)):
             return None
-        return compare([AnswerPair(full.context, full.right, own.right, own.logprob - full.logprob)
-                        for full, own in
+        return compare([AnswerPair(full.context, full.right, compressed.right,
+                                   compressed.logprob - full.logprob)
+                        for full, compressed in
                         zip(self.of(self.variants[0], task), self.of(variant, task), strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,28 +189,30 @@ class LongResult:
         solved = sorted(self.solved(), key=str)
         return {"model": self.model, "method": self.method,
                 "protocol": asdict(self.protocol) | {"fingerprint": self.protocol.fingerprint},
-                "settings": [asdict(one) for one in self.variants],
+                "settings": [asdict(variant) for variant in self.variants],
                 "full_cache_solves": [dict(zip(("task", "length", "depth", "hops"), cell))
                                       for cell in solved],
                 "against_full_cache": list(self._comparisons()),
-                "replies": [asdict(one) for one in self.replies],
-                "positions": [_bucket(one) for one in self.buckets],
-                "generated": [{"kv": one.kv, "decode_tok_s": one.decode_tok_s, "differs": list(one.differs),
-                               "buckets": [_bucket(part) for part in one.buckets]} for one in self.drifts]}
+                "replies": [asdict(reply) for reply in self.replies],
+                "positions": [_bucket(bucket) for bucket in self.buckets],
+                "generated": [{"kv": drift.kv, "decode_tok_s": drift.decode_tok_s,
+                               "differs": list(drift.differs),
+                               "buckets": [_bucket(part) for part in drift.buckets]}
+                              for drift in self.drifts]}
 
     def _comparisons(self) -> Iterator[dict[str, Any]]:
         for task in self.tasks:
             for variant in self.variants[1:]:
-                found = self.paired(variant, task)
+                test = self.paired(variant, task)
                 yield {"task": task, "kv": variant.kv, "question": variant.when,
-                       **({} if found is None else asdict(found))}
+                       **({} if test is None else asdict(test))}
 
 
-def _bucket(one: PositionBucket) -> dict[str, Any]:
-    return {"kv": one.kv, "low": one.low, "high": one.high,
-            **{name: _finite(found) for name, found in one.values.items()},
-            "kl_windows": [value if math.isfinite(value) else None for value in one.kl_windows]}
+def _bucket(bucket: PositionBucket) -> dict[str, Any]:
+    return {"kv": bucket.kv, "low": bucket.low, "high": bucket.high,
+            **{name: _finite(interval) for name, interval in bucket.values.items()},
+            "kl_windows": [value if math.isfinite(value) else None for value in bucket.kl_windows]}
 
 
-def _finite(found: Interval) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(found).items()}
+def _finite(interval: Interval) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(interval).items()}

@@ -77,8 +77,8 @@ class LongSettings:
         for name in ("depths", "samples", "prompt", "new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", why="it must be at least 1")
-        for name, given in (("task", self.tasks), ("length", self.lengths), ("KV setting", self.kv)):
-            if len({str(one) for one in given}) != len(given):
+        for name, settings in (("task", self.tasks), ("length", self.lengths), ("KV setting", self.kv)):
+            if len({str(setting) for setting in settings}) != len(settings):
                 raise UsageError(f"a {name} is given twice", next=f"name each {name} once")
         if unknown := [task for task in self.tasks if task not in ALL]:
             raise UsageError(f"no task at length is called {unknown[0]!r}", why=did_you_mean(unknown[0], ALL))
@@ -122,20 +122,21 @@ def evaluate_long(uri: str, settings: LongSettings, progress: Listener = silent,
     result = LongResult(loaded.uri, loaded.label, _protocol(loaded, settings, text), [
         variant for reader in readers for variant in _variants(reader, whens)])
     key = _key(loaded, result.protocol, specs, (items, windows.tolist(), prompts.tolist()))
-    with contextlib.closing(Journal(folder, key)) as kept:
+    with contextlib.closing(Journal(folder, key)) as journal:
         for number, item in enumerate(items):
             for reader in readers:
-                result.replies += _ask(result, reader, item, number, settings.questions, kept,
+                result.replies += _ask(result, reader, item, number, settings.questions, journal,
                                        fed.to(f"{item.task} of {item.length} kv {reader.kv}"))
         if POSITIONS in settings.tasks:
-            result.buckets, held = by_position(loaded, specs, windows, settings.prompt, edges,
-                                               lambda count, kv: fed.to(f"positions kv {kv}")(count), kept)
-            for kv, count in zip(specs, held):
+            result.buckets, kv_bytes = by_position(loaded, specs, windows, settings.prompt, edges,
+                                                   lambda count, kv: fed.to(f"positions kv {kv}")(count),
+                                                   journal)
+            for kv, count in zip(specs, kv_bytes):
                 for variant in result.variants:
                     variant.text_bytes = count if variant.kv == str(kv) else variant.text_bytes
         if GENERATED in settings.tasks:
             result.drifts = by_step(loaded, specs, prompts, settings.new_tokens,
-                                    lambda count, kv: fed.to(f"generated kv {kv}")(count), kept)
+                                    lambda count, kv: fed.to(f"generated kv {kv}")(count), journal)
     current().notify("on_run_finished", kind="eval-long", summary=result.to_dict())
     return result
 
@@ -181,21 +182,23 @@ def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec], f
 
 
 def _ask(result: LongResult, reader: LongContextModel, item: LongItem, number: int, questions: Sequence[When],
-         kept: Journal, fed: Callable[[int], None]) -> list[RecordedAnswer]:
+         journal: Journal, fed: Callable[[int], None]) -> list[RecordedAnswer]:
     """A setting's replies to all questions of a context; bytes go to its variants."""
     replies, name = [], f"context {number} kv {reader.kv}"
-    if kept.has(name):
+    if journal.has(name):
         fed(len(item.context))
-    for one in kept.piece(name, lambda: [asdict(found) for found in reader.read(item, questions, fed)]):
-        found = Answers(one["when"], tuple(Answer(**answer) for answer in one["answers"]), one["kv_bytes"])
+    for record in journal.piece(name, lambda: [asdict(answers)
+                                               for answers in reader.read(item, questions, fed)]):
+        answers = Answers(record["when"], tuple(Answer(**answer) for answer in record["answers"]),
+                          record["kv_bytes"])
         for variant in result.variants:
-            if variant.kv == str(reader.kv) and variant.when in (None, found.when):
+            if variant.kv == str(reader.kv) and variant.when in (None, answers.when):
                 # the most that a prompt of this length needed: windows of codecs that wait differ a little
-                variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), found.kv_bytes)
-        for index, (one, answer) in enumerate(zip(item.questions, found.answers, strict=True)):
-            replies.append(RecordedAnswer(item.task, item.length, item.sample, one.depth, one.hops, number,
-                                          index, str(reader.kv), found.when, answer.right, answer.logprob,
-                                          answer.text, one.text, len(one.answer)))
+                variant.bytes[item.length] = max(variant.bytes.get(item.length, 0), answers.kv_bytes)
+        for index, (question, answer) in enumerate(zip(item.questions, answers.answers, strict=True)):
+            replies.append(RecordedAnswer(item.task, item.length, item.sample, question.depth, question.hops,
+                                          number, index, str(reader.kv), answers.when, answer.right,
+                                          answer.logprob, answer.text, question.text, len(question.answer)))
     return replies
 
 

@@ -112,10 +112,10 @@ def _multikey(depths: Sequence[float], chance: random.Random) -> Iterator[Contex
     codes = _numbers(chance, len(places))
     hidden = [(depth, f"The access code for {place} is {code}.")
               for depth, place, code in zip([*depths, *more], places, codes, strict=True)]
-    asked = [QuestionText(f"What is the access code for {place}?", f"The access code for {place} is", code,
-                          depth)
-             for depth, place, code in zip(depths, places, codes)]
-    yield ContextDraft(_CODES, tuple(sorted(hidden)), tuple(asked))
+    questions = [QuestionText(f"What is the access code for {place}?", f"The access code for {place} is",
+                              code, depth)
+                 for depth, place, code in zip(depths, places, codes)]
+    yield ContextDraft(_CODES, tuple(sorted(hidden)), tuple(questions))
 
 
 def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[ContextDraft]:
@@ -133,10 +133,10 @@ def _variables(depths: Sequence[float], chance: random.Random) -> Iterator[Conte
         told[index] += 1
         hidden.append((depth, f"The access code for {chain[0]} is {codes[index]}." if step == 0 else
                        f"{chain[step]} has the same access code as {chain[step - 1]}."))
-    asked = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code,
-                          None, hops)
-             for chain, code in zip(chains, codes) for hops, name in enumerate(chain)]
-    yield ContextDraft(_CODES, tuple(hidden), tuple(asked))
+    questions = [QuestionText(f"What is the access code for {name}?", f"The access code for {name} is", code,
+                              None, hops)
+                 for chain, code in zip(chains, codes) for hops, name in enumerate(chain)]
+    yield ContextDraft(_CODES, tuple(hidden), tuple(questions))
 
 
 def _number(chance: random.Random) -> str:
@@ -145,7 +145,7 @@ def _number(chance: random.Random) -> str:
 
 def _numbers(chance: random.Random, count: int) -> list[str]:
     """Different ones."""
-    return [str(one) for one in chance.sample(range(10_000, 100_000), count)]
+    return [str(number) for number in chance.sample(range(10_000, 100_000), count)]
 
 
 TASKS = {task.name: task for task in (LongTask("passkey", _passkey, filler=True), LongTask("needle", _needle),
