@@ -59,14 +59,15 @@ def main() -> int:
     with ThreadPoolExecutor(chosen.clients) as pool:
         together = list(pool.map(lambda question: ask(client, model, question, chosen.tokens), questions))
     wall = time.perf_counter() - begin
-    one = sum(a.tokens for a in alone) / sum(a.seconds for a in alone)
+    alone_rate = sum(a.tokens for a in alone) / sum(a.seconds for a in alone)
     many = sum(a.tokens for a in together) / wall
     same = sum(a.text == b.text for a, b in zip(alone, together))
     print(f"model {model}, {chosen.tokens} tokens each, greedy")
-    for name, rate, answers in (("one client", one, alone), (f"{chosen.clients} clients", many, together)):
+    for name, rate, answers in (("one client", alone_rate, alone),
+                                (f"{chosen.clients} clients", many, together)):
         first = median(a.first for a in answers)
         print(f"{name:<12} {rate:7.1f} tok/s in all, first token after {first:.2f} s")
-    print(f"{many / one:.2f} x as many; the same text as alone: {same} of {chosen.clients}")
+    print(f"{many / alone_rate:.2f} x as many; the same text as alone: {same} of {chosen.clients}")
     return 0 if same == chosen.clients else 1
 
 

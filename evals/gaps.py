@@ -54,9 +54,9 @@ def measure(url: str, streams: int, words: int, settle: float, salt: int) -> Gap
         try:
             while not all(len(mine) > 5 for mine in arrivals):
                 time.sleep(0.05)
-                for one in work:
-                    if one.done():
-                        one.result()
+                for job in work:
+                    if job.done():
+                        job.result()
                         raise RuntimeError("a stream ended before the prompt came")
             begin = time.perf_counter()
             time.sleep(settle)
@@ -69,11 +69,11 @@ def measure(url: str, streams: int, words: int, settle: float, salt: int) -> Gap
             stop.set()
     before, during = [], []
     for mine in arrivals:
-        for one, other in itertools.pairwise(mine):
-            if one >= begin and other <= sent:
-                before.append(other - one)
-            elif other > sent and one < answered:
-                during.append(other - one)
+        for first, other in itertools.pairwise(mine):
+            if first >= begin and other <= sent:
+                before.append(other - first)
+            elif other > sent and first < answered:
+                during.append(other - first)
     return GapRound(before, during, answered - sent)
 
 
@@ -99,12 +99,12 @@ def main() -> int:
             rounds[url].append(measure(url, chosen.streams, chosen.words, chosen.settle, number))
     for url, several in rounds.items():
         print(url)
-        for name, gaps in (("alone", [gap for one in several for gap in one.before]),
-                           ("beside the prompt", [gap for one in several for gap in one.during])):
+        for name, gaps in (("alone", [gap for run in several for gap in run.before]),
+                           ("beside the prompt", [gap for run in several for gap in run.during])):
             print(f"  gaps {name:<18} median {worst(gaps, 0.5):7.1f}  p90 {worst(gaps, 0.9):7.1f}  "
                   f"p99 {worst(gaps, 0.99):7.1f}  max {worst(gaps, 1):7.1f} ms")
-        print(f"  the prompt's first token after {median(one.first for one in several):.2f} s "
-              f"({', '.join(f'{one.first:.2f}' for one in several)})")
+        print(f"  the prompt's first token after {median(run.first for run in several):.2f} s "
+              f"({', '.join(f'{run.first:.2f}' for run in several)})")
     return 0
 
 

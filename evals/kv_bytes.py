@@ -25,7 +25,7 @@ def main() -> None:
     model, last = loaded.model, torch.zeros(1, dtype=torch.int64)
     print(f"{'tokens':<28}" + "".join(f"{length:>9}   " for length in LENGTHS))
     for kv in SETTINGS:
-        held = []
+        sizes = []
         for length in LENGTHS:
             cache = KVCache(loaded.config, parse_kv(kv), loaded.dtype, model.device)
             row, prompt = cache.add(), length - DECODED
@@ -37,8 +37,8 @@ def main() -> None:
             for at in range(prompt, length):
                 batch = Batch(cache, [row], "decode")
                 model(ids[:, at:at + 1], cache=batch)
-            held.append(cache.allocated_bytes)
-        print(f"{kv:<28}" + "".join(f"{count / 1e6:>9.2f} MB" for count in held), flush=True)
+            sizes.append(cache.allocated_bytes)
+        print(f"{kv:<28}" + "".join(f"{count / 1e6:>9.2f} MB" for count in sizes), flush=True)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def gather(reports: Iterable[Row]) -> dict[str, Row]:
 
     for report in reports:
         if "results" in report:
-            for one in report["results"]:
-                put(one["kv"], "kl", one["kl_exact"] - report["noise_floor_kl"]["value"])
+            for result in report["results"]:
+                put(result["kv"], "kl", result["kl_exact"] - report["noise_floor_kl"]["value"])
         elif "cases" in report:
             _decode(report, put, rows)
         else:
@@ -95,7 +95,7 @@ def _decode(report: Row, put: Callable[[str, object, object], None], rows: Mappi
 
 def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
     scores: dict[tuple[str, tuple[str, int, str]], list[int]] = {}
-    policies = {one["kv"] for one in report["settings"] if one["when"]}
+    policies = {setting["kv"] for setting in report["settings"] if setting["when"]}
     for reply in report["replies"]:
         for when in [reply["when"]] if reply["kv"] in policies else ["known", "later"]:
             score = scores.setdefault((reply["kv"], (reply["task"], reply["length"], when)), [0, 0])
@@ -110,33 +110,33 @@ def _long(report: Row, put: Callable[[str, object, object], None]) -> None:
 def table(rows: dict[str, Row]) -> str:
     """As Markdown; the full cache first. Of KL by position the farthest is shown; a task's lengths share a
     column."""
-    keys: set[Any] = {key for one in rows.values() for key in one if isinstance(key, tuple)}
+    keys: set[Any] = {key for row in rows.values() for key in row if isinstance(key, tuple)}
     spans = sorted(key for key in keys if len(key) == 2)[-1:]
-    asked: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
     for task, length, when in sorted(key for key in keys if len(key) == 3):
-        asked.setdefault((task, when), []).append(length)
+        counts.setdefault((task, when), []).append(length)
     heads = ["KV", "KL, 1,024", *(f"KL, {low:,}–{high:,}" for low, high in spans),
              *(f"{task} {' / '.join(f'{length:,}' for length in lengths)}, {when}"
-               for (task, when), lengths in asked.items()),
+               for (task, when), lengths in counts.items()),
              "tokens", "claimed", "held", "held / claimed", "decode tok/s", "× full"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for kv in sorted(rows, key=lambda kv: (kv != "none", parse_kv(kv).policy != "all", kv)):
-        own, last = rows[kv], ["–"] * 6
-        if "decode" in own:
-            context, held, speed, ratio = own["decode"]
+        row, last = rows[kv], ["–"] * 6
+        if "decode" in row:
+            context, cache_bytes, speed, ratio = row["decode"]
             claim = claimed(parse_kv(kv), context)
-            last = [f"{context:,}", f"{claim:.1%}", f"{held:.1%}", f"{held / claim:.3f}", f"{speed:.1f}",
-                    f"{ratio:.2f}"]
-        lines.append("| " + " | ".join([kv, _small(own.get("kl")), *(_small(own.get(span)) for span in spans),
-                                        *(_scores(own, key, lengths) for key, lengths in asked.items()),
+            last = [f"{context:,}", f"{claim:.1%}", f"{cache_bytes:.1%}", f"{cache_bytes / claim:.3f}",
+                    f"{speed:.1f}", f"{ratio:.2f}"]
+        lines.append("| " + " | ".join([kv, _small(row.get("kl")), *(_small(row.get(span)) for span in spans),
+                                        *(_scores(row, key, lengths) for key, lengths in counts.items()),
                                         *last]) + " |")
     return "\n".join(lines)
 
 
-def _scores(own: Row, key: tuple[str, str], lengths: Iterable[int]) -> str:
+def _scores(row: Row, key: tuple[str, str], lengths: Iterable[int]) -> str:
     task, when = key
-    found = [own.get((task, length, when), "–") for length in lengths]
-    return "–" if {*found} == {"–"} else ", ".join(map(str, found))
+    scores = [row.get((task, length, when), "–") for length in lengths]
+    return "–" if {*scores} == {"–"} else ", ".join(map(str, scores))
 
 
 def _small(value: float | None) -> str:

@@ -52,9 +52,9 @@ class PromptComparison(TeacherForcedModel):
         ids: list[int] = window.tolist()
         row = self._cache.add(len(ids))
         prefill(self.loaded, self._cache, row, ids[:self._prompt])
-        found = self.read(row, ids[self._prompt:]).cpu()
+        logits = self.read(row, ids[self._prompt:]).cpu()
         self._cache.free([row])
-        return found
+        return logits
 
     def read(self, row: int, ids: list[int]) -> torch.Tensor:
         """Logits ``[len(ids), vocab]`` behind the prompt of a sequence."""
@@ -66,11 +66,11 @@ class DecodeComparison(PromptComparison):
 
     def read(self, row: int, ids: list[int]) -> torch.Tensor:
         """See :meth:`PromptComparison.read`."""
-        model, found = self.loaded.model, []
+        model, results = self.loaded.model, []
         for token in ids:
             batch = Batch(self._cache, [row], "decode")
-            found.append(model(torch.tensor([[token]], device=model.device), cache=batch)[0].cpu().clone())
-        return torch.cat(found)
+            results.append(model(torch.tensor([[token]], device=model.device), cache=batch)[0].cpu().clone())
+        return torch.cat(results)
 
 
 def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ...]) -> dict[str, Any]:
@@ -83,8 +83,9 @@ def check(uri: str, kv: str, tokens: torch.Tensor, models: tuple[LoadedModel, ..
             DecodeComparison(gpu, spec, prompt, of_gpu), PromptComparison(cpu, spec, prompt, of_cpu)]
     names = ("exact", "portions", "one_by_one", "cpu")
     return {"model": uri, "label": gpu.label, "kv": kv, "unfused": gpu.fallback_reason,
-            "cpu_unfused": cpu.fallback_reason, **{name: {key: one.value for key, one in found.items()}
-               for name, found in zip(names, compare(ways, tokens, prompt=prompt))}}
+            "cpu_unfused": cpu.fallback_reason, **{name: {key: metric.value
+                                                          for key, metric in metrics.items()}
+               for name, metrics in zip(names, compare(ways, tokens, prompt=prompt))}}
 
 
 def main() -> int:
@@ -92,8 +93,8 @@ def main() -> int:
     try:
         return _run()
     except QuantkitError as error:
-        print("\n".join(f"{name}: {said}" for name, said in (
-            ("error", error.what), ("why", error.why), ("next", error.next)) if said), file=sys.stderr)
+        print("\n".join(f"{name}: {text}" for name, text in (
+            ("error", error.what), ("why", error.why), ("next", error.next)) if text), file=sys.stderr)
         return 1
 
 
@@ -108,33 +109,33 @@ def _run() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", help="of the GPU's side and the CPU's kernels")
     parser.add_argument("--out", type=Path, help="JSON, written after every case")
-    given = parser.parse_args()
-    text = load_text(given.text) if given.text else load_text()
+    args = parser.parse_args()
+    text = load_text(args.text) if args.text else load_text()
     rows: list[dict[str, Any]] = []
     print(f"KL from exact, nats\n{'weights':<24} {'kv':<12} {'portions':>9} {'one by one':>10} {'cpu':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in given.recipes.split(","):
-            uri = given.model
+        for recipe in args.recipes.split(","):
+            uri = args.model
             if recipe != PLAIN:
                 uri = str(Path(folder) / recipe)
-                quantize(given.model, recipe, Path(uri))
+                quantize(args.model, recipe, Path(uri))
             exact = load(uri, dtype="float32", device="cpu")
-            gpu = load(uri, dtype=given.dtype, device=given.device)
-            cpu = load(uri, dtype=given.dtype, device="cpu")
+            gpu = load(uri, dtype=args.dtype, device=args.device)
+            cpu = load(uri, dtype=args.dtype, device="cpu")
             if cpu.fallback_reason is not None:
-                print(f"the CPU's side is torch in {given.dtype}: {cpu.fallback_reason}", file=sys.stderr)
-            tokens = windows_of(exact, text.content, given.window, given.windows)
-            for kv in split_settings(given.kv):
+                print(f"the CPU's side is torch in {args.dtype}: {cpu.fallback_reason}", file=sys.stderr)
+            tokens = windows_of(exact, text.content, args.window, args.windows)
+            for kv in split_settings(args.kv):
                 rows.append(row := check(uri, kv, tokens, (exact, gpu, cpu)))
-                found = [row[way]["kl_mean"] for way in ("portions", "one_by_one", "cpu")]
-                print(f"{row['label']:<24} {kv:<12} {found[0]:>9.5f} {found[1]:>10.5f} {found[2]:>9.5f}",
+                kls = [row[path_name]["kl_mean"] for path_name in ("portions", "one_by_one", "cpu")]
+                print(f"{row['label']:<24} {kv:<12} {kls[0]:>9.5f} {kls[1]:>10.5f} {kls[2]:>9.5f}",
                       flush=True)
-                if given.out is not None:
-                    given.out.write_text(json.dumps(
-                        {"machine": machine(gpu.model.device), "text": text.name, "window": given.window,
-                         "windows": given.windows, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    worst = max(row[way]["kl_mean"] - row["cpu"]["kl_mean"]
-                for row in rows for way in ("portions", "one_by_one"))
+                if args.out is not None:
+                    args.out.write_text(json.dumps(
+                        {"machine": machine(gpu.model.device), "text": text.name, "window": args.window,
+                         "windows": args.windows, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    worst = max(row[path_name]["kl_mean"] - row["cpu"]["kl_mean"]
+                for row in rows for path_name in ("portions", "one_by_one"))
     print(f"at most {worst:.5f} farther from it than the CPU's kernels are; {MOST} is allowed")
     return 0 if worst <= MOST else 1
 

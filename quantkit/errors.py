@@ -74,8 +74,8 @@ class Stopped(QuantkitError):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name closest to ``word``, for "did you mean"."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

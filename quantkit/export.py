@@ -203,8 +203,8 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
     for row in rows:
         units[where[row.name]].append(row)
     before = {row.name: row for row in checkpoint.layers}
-    own = {f"{row.name}.{suffix}" for row in rows for suffix in _suffixes(before[row.name])}
-    other = [name for name in checkpoint.infos if name not in own]
+    tensors_of_layers = {f"{row.name}.{suffix}" for row in rows for suffix in _suffixes(before[row.name])}
+    other = [name for name in checkpoint.infos if name not in tensors_of_layers]
     try:
         for index, members in units.items():
             unit = REST if index is None else f"layer-{index}"
@@ -272,11 +272,11 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
                                next=f"quantize the original with symmetric: true and format: {form.name}")
         zero = None
     if spec.scale_dtype != "model":
-        held = codes.scale.to(FLOATS[spec.scale_dtype]).float()
-        if (lost := int((held != codes.scale).sum())):
-            worst = codes.scale[held != codes.scale]
+        stored_scale = codes.scale.to(FLOATS[spec.scale_dtype]).float()
+        if (lost := int((stored_scale != codes.scale).sum())):
+            worst = codes.scale[stored_scale != codes.scale]
             raise InexactError(f"layer {name} has scales that {spec.scale_dtype} doesn't hold exactly",
-                               why=f"{lost} of {held.numel()}, such as {worst[0].item():.9g}; format "
+                               why=f"{lost} of {stored_scale.numel()}, such as {worst[0].item():.9g}; format "
                                    f"{form.name} keeps scales in {spec.scale_dtype}",
                                next=f"quantize the original by a recipe with format: {form.name}: scales are "
                                     "then rounded before the levels are chosen")

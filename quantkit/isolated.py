@@ -93,10 +93,10 @@ class _Process:
 
     def __init__(self, module: str, memory: int) -> None:
         root = str(Path(__file__).resolve().parent.parent)
-        given = json.dumps([[root, *(path for path in sys.path if path)], module, memory])
+        setup = json.dumps([[root, *(path for path in sys.path if path)], module, memory])
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, "-I", "-c", _START, setup], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the parent
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ})
         except OSError as error:

@@ -27,7 +27,7 @@ def parse_kv(text: str) -> KVSpec:
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a KV setting of {len(text)} characters", why=f"{MAX_LENGTH} are allowed",
                          next=_NEXT)
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for part in (_PLUS.split(text) if text.strip() != "none" else []):
         sides = [_read(side, text) for side in _SLASH.split(part)]
         kinds = {kind for kind, _, _ in sides}
@@ -35,14 +35,14 @@ def parse_kv(text: str) -> KVSpec:
         if len(sides) > 2 or (len(sides) == 2 and kinds != {"codec"}):
             raise UsageError(f"the KV setting {text!r} can't be read", next=_NEXT,
                              why=f"{part.strip()!r} is not a codec of keys, a slash and a codec of values")
-        if kind in found:
+        if kind in fields:
             raise UsageError(f"the KV setting {text!r} names two of a kind", next=_NEXT,
-                             why=f"{found[kind]!r} and {name!r} are both a {kind}")
-        found[kind] = name
-        found["options" if kind == "policy" else "codec_options"] = options
+                             why=f"{fields[kind]!r} and {name!r} are both a {kind}")
+        fields[kind] = name
+        fields["options" if kind == "policy" else "codec_options"] = options
         if len(sides) == 2:
-            _, found["values"], found["value_options"] = sides[1]
-    return KVSpec.model_validate(found)
+            _, fields["values"], fields["value_options"] = sides[1]
+    return KVSpec.model_validate(fields)
 
 
 def _read(part: str, text: str) -> tuple[str, str, dict[str, int | float | str | bool]]:

@@ -21,8 +21,8 @@ def typed_path(text: str | Path) -> Path:
         path = Path(text).expanduser()
         path.exists()  # raises when a part is too long
     except (OSError, RuntimeError, ValueError) as error:
-        what = "can't be reached" if isinstance(error, OSError) else "can't be a path"
-        raise UsageError(f"{shown!r} {what}", why=getattr(error, "strerror", None) or str(error),
+        problem = "can't be reached" if isinstance(error, OSError) else "can't be a path"
+        raise UsageError(f"{shown!r} {problem}", why=getattr(error, "strerror", None) or str(error),
                          next="correct it, or name another") from None
     return path
 

@@ -48,7 +48,7 @@ def compiled(text: str) -> re.Pattern[str]:
 
 
 def _ways(text: str) -> Ways:
-    whole: Ways = [0]  # of the alternatives before this one
+    total: Ways = [0]  # of the alternatives before this one
     last, line = [1], [1]  # of what a repetition would repeat; of what stands before it
     outer: list[tuple[Ways, Ways, bool]] = []
     single, number = False, False
@@ -62,39 +62,41 @@ def _ways(text: str) -> Ways:
         line, last = _times(line, last), [1]
         single, number = kind in (None, "number"), kind == "number"
         if kind in ("open", "look"):
-            outer.append((whole, line, kind == "look"))
-            whole, line = [0], [1]
+            outer.append((total, line, kind == "look"))
+            total, line = [0], [1]
         elif kind == "bar":
-            whole, line = _plus(whole, line), [1]
+            total, line = _plus(total, line), [1]
         elif kind == "close":
-            last = _plus(whole, line)
-            whole, line, look = outer.pop()
+            last = _plus(total, line)
+            total, line, look = outer.pop()
             if look:  # its characters are read again behind it
                 last = [sum(count * comb(NAME + k, k) for k, count in enumerate(last))]
-    return _plus(whole, _times(line, last))
+    return _plus(total, _times(line, last))
 
 
-def _repeated(ways: Ways, how: str, single: bool, number: bool) -> Ways:
+def _repeated(ways: Ways, quantifier: str, single: bool, number: bool) -> Ways:
     """``single``: what is repeated is one character; ``number``: a digit."""
-    if how[0] == "?":
+    if quantifier[0] == "?":
         return _plus(ways, [1])
     if not single:
         raise ValueError("repeats so much that it may never be done with a name: a group is repeated")
-    least, comma, most = how.rstrip("?+").strip("{}").partition(",") if how[0] == "{" else ("", ",", "")
-    choices = int(most or NAME + int(least or 0)) - int(least or 0) + 1 if comma else 1
+    least, comma, highest = "", ",", ""
+    if quantifier[0] == "{":
+        least, comma, highest = quantifier.rstrip("?+").strip("{}").partition(",")
+    choices = int(highest or NAME + int(least or 0)) - int(least or 0) + 1 if comma else 1
     if number:
         choices = min(choices, DIGITS + 1)
     return [0, 1] if choices > NAME else [choices]
 
 
-def _times(one: Ways, other: Ways) -> Ways:
-    product = [0] * (len(one) + len(other) - 1)
-    for i, a in enumerate(one):
+def _times(first: Ways, other: Ways) -> Ways:
+    product = [0] * (len(first) + len(other) - 1)
+    for i, a in enumerate(first):
         for j, b in enumerate(other):
             product[i + j] += a * b
     return product
 
 
-def _plus(one: Ways, other: Ways) -> Ways:
-    longer, shorter = sorted((one, other), key=len, reverse=True)
+def _plus(first: Ways, other: Ways) -> Ways:
+    longer, shorter = sorted((first, other), key=len, reverse=True)
     return [a + b for a, b in zip(longer, [*shorter, *[0] * len(longer)], strict=False)]

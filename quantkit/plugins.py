@@ -64,14 +64,14 @@ class PluginManager:
         self.plugins: list[PluginInfo] = []
         self.add(builtin, BUILTIN, version=__version__)
         wanted = None if only is None else set(only)
-        found = set()
+        names = set()
         for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
-            found.add(point.name)
+            names.add(point.name)
             if wanted is None or point.name in wanted:
                 self._load(point)
-        for missing in sorted((wanted or set()) - found):
+        for missing in sorted((wanted or set()) - names):
             raise PluginError(f"QUANTKIT_PLUGINS names {missing!r}, which is not installed",
-                              why=did_you_mean(missing, found), next="quantkit plugins list")
+                              why=did_you_mean(missing, names), next="quantkit plugins list")
 
     def _load(self, point: importlib.metadata.EntryPoint) -> None:
         dist = point.dist.name if point.dist else point.module

@@ -80,7 +80,7 @@ def push(folder: str | Path, repo: str, *, private: bool = True, message: str | 
                               why=f"{first.name}: {first.detail}",
                               next=f"quantkit verify {shlex.quote(str(path))}")
     manifest = read_manifest(path)
-    files = {one: (path / one).stat().st_size for one in sorted([*manifest.files, MANIFEST])}
+    files = {name: (path / name).stat().st_size for name in sorted([*manifest.files, MANIFEST])}
     left_out = tuple(sorted({p.name for p in path.iterdir()} - files.keys()))
     if dry_run:
         return PushResult(name, None, private, files, left_out)
@@ -99,8 +99,8 @@ def _upload(api: HfApi, path: Path, name: str, private: bool, message: str, file
 
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        there = api.list_repo_files(name)
-        if any(one.endswith(".safetensors") for one in there):
+        remote_files = api.list_repo_files(name)
+        if any(name.endswith(".safetensors") for name in remote_files):
             raise UsageError(f"{name} holds a model already",
                              why="its old files would stay among the new ones",
                              next="choose another name, or delete that repository's files first")

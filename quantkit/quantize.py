@@ -160,9 +160,10 @@ class _Run:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
-        made = read_manifest(out)
-        notes, seconds = tuple(made.fallbacks()), time.monotonic() - start
-        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
+        published = read_manifest(out)
+        notes, seconds = tuple(published.fallbacks()), time.monotonic() - start
+        return QuantizeResult(out, self.plan, published.layers, notes, resumed, seconds,
+                              published.calibration)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -172,7 +173,8 @@ class _Run:
         self.origin = dataclasses.replace(self.origin, revision=revision, identity=identity)
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
-        owners |= {registry("transforms").entry(one.name).owner for one in self.plan.recipe.transforms}
+        owners |= {registry("transforms").entry(transform.name).owner
+                   for transform in self.plan.recipe.transforms}
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
                         source=SourceRecord.of(identity),
                         calibration=CalibrationFacts.of(self.plan.recipe.calibration, self.data),
@@ -231,8 +233,8 @@ class _Run:
                 with self._tracing():
                     stats[head] = runner.measure_head(head)
             del runner
-            for left, unit in zip(range(len(outside), 0, -1), outside, strict=True):
-                self.progress(ProgressEvent(total - left, total, TABLE
+            for remaining, unit in zip(range(len(outside), 0, -1), outside, strict=True):
+                self.progress(ProgressEvent(total - remaining, total, TABLE
                                             if unit == TABLE else "embeddings and head"))
                 self._whole(writer, unit, stats, elsewhere)
 
@@ -283,7 +285,8 @@ class _Run:
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
                     lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, walks, step))
-            writer.put(IMPORTANCE, {name: balanced(one) for name, one in squares.items()}, [])
+            writer.put(IMPORTANCE, {name: balanced(squares_of_layer)
+                                    for name, squares_of_layer in squares.items()}, [])
         walks.clear()
         return writer.get(IMPORTANCE)[0]
 
@@ -304,7 +307,7 @@ class _Run:
             with self._tracing():
                 stats = runner.measure(index, wanted)
             if any(transform.layer for transform, _ in self.transforms):  # weights that they change are here
-                stats = {name: one.to(torch.device("cpu")) for name, one in stats.items()}
+                stats = {name: stat.to(torch.device("cpu")) for name, stat in stats.items()}
             runner.forget([row.name for row in planned if row.method])
         other = self._other(index)
         if elsewhere is None:
@@ -368,7 +371,8 @@ class _Run:
         if elsewhere is not None:
             return iter(next(elsewhere))
         groups = together(planned, self.measured, BATCH)
-        solved = (one for some in self.executor.map(solve, self._unsolved(groups, layer)) for one in some)
+        solved = (solved_layer for group in self.executor.map(solve, self._unsolved(groups, layer))
+                  for solved_layer in group)
         return in_order(solved, planned)
 
     def _unsolved(self, groups: list[tuple[PlanRow, ...]], layer: LayerTensors) -> Iterator[Item]:
@@ -376,9 +380,9 @@ class _Run:
         for group in groups:
             stats = []
             for row in group:
-                own = layer.stats.pop(row.name, None)
-                if own is not last:  # Linears that share statistics follow each other
-                    last, put = own, None if own is None else self.executor.put(own)
+                layer_stats = layer.stats.pop(row.name, None)
+                if layer_stats is not last:  # Linears that share statistics follow each other
+                    last, put = layer_stats, None if layer_stats is None else self.executor.put(layer_stats)
                 stats.append(put)
             yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
 
@@ -395,6 +399,6 @@ def _stored(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTens
     """The packed weight of a finished unit."""
     assert plan.format and plan.spec
     prefix = f"{plan.name}."
-    own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    own.pop("bias", None)
-    return QuantizedTensor(plan.format, plan.spec, plan.shape, getattr(torch, plan.dtype), own)
+    unit_tensors = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    unit_tensors.pop("bias", None)
+    return QuantizedTensor(plan.format, plan.spec, plan.shape, getattr(torch, plan.dtype), unit_tensors)

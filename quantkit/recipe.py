@@ -117,10 +117,10 @@ class Recipe(Frozen):
 
     @field_validator("transforms", mode="before")
     @classmethod
-    def _by_name(cls, given: Any) -> Any:
-        if not isinstance(given, list | tuple):
-            return given
-        return [{"name": one} if isinstance(one, str) else one for one in given]
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [{"name": transform} if isinstance(transform, str) else transform for transform in value]
 
     def snapshot(self) -> dict[str, Any]:
         """The recipe as plain data for the manifest: ``extends`` resolved, no folder of this machine."""
@@ -158,14 +158,14 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def list_recipes() -> list[RecipeInfo]:
     """Every recipe that can be named, by name. A broken file is listed with its error."""
-    found = []
+    recipes = []
     for owner, path in _files():
         try:
             recipe, problem = _load(path, (path.stem,)), None
         except RecipeError as error:
             recipe, problem = None, str(error)
-        found.append(RecipeInfo(path.stem, recipe.description if recipe else "", owner, path, problem))
-    return sorted(found, key=lambda info: (info.name, info.owner))
+        recipes.append(RecipeInfo(path.stem, recipe.description if recipe else "", owner, path, problem))
+    return sorted(recipes, key=lambda info: (info.name, info.owner))
 
 
 def _is_path(text: str) -> bool:
@@ -179,16 +179,16 @@ def _files() -> list[tuple[str, Path]]:
 
 def _find(name: str) -> Path:
     files = _files()
-    found = [(owner, path) for owner, path in files if path.stem == name]
-    if len(found) > 1:
+    matches = [(owner, path) for owner, path in files if path.stem == name]
+    if len(matches) > 1:
         raise RecipeError(f"two recipes are called {name!r}",
-                          why=" and ".join(f"{path} (of {owner})" for owner, path in found),
-                          next=f"name the file itself: --recipe {found[0][1]}")
-    if not found:
+                          why=" and ".join(f"{path} (of {owner})" for owner, path in matches),
+                          next=f"name the file itself: --recipe {matches[0][1]}")
+    if not matches:
         raise RecipeError(f"no recipe is called {name!r}",
                           why=did_you_mean(name, {path.stem for _, path in files}),
                           next="quantkit recipes list")
-    return found[0][1]
+    return matches[0][1]
 
 
 def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
@@ -240,5 +240,5 @@ def _load_parent(parent: object, document: YamlDocument, chain: tuple[str, ...])
 
 def _extend(child: Recipe, parent: Recipe) -> Recipe:
     """The child's rules are asked first; its other fields replace the parent's where it gives them."""
-    given = {field: getattr(child, field) for field in child.model_fields_set}
-    return parent.model_copy(update=given | {"rules": child.rules + parent.rules})
+    fields = {field: getattr(child, field) for field in child.model_fields_set}
+    return parent.model_copy(update=fields | {"rules": child.rules + parent.rules})

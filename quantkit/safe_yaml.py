@@ -88,14 +88,14 @@ class YamlDocument:
 
 def _model_at(model: type[BaseModel], loc: Loc) -> type[BaseModel] | None:
     """The pydantic model that a location inside ``model`` belongs to."""
-    here: type[BaseModel] | None = model
+    current: type[BaseModel] | None = model
     for part in loc:
         if isinstance(part, int):
             continue
-        if here is None or part not in here.model_fields:
+        if current is None or part not in current.model_fields:
             return None
-        here = _model_in(here.model_fields[part].annotation)
-    return here
+        current = _model_in(current.model_fields[part].annotation)
+    return current
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

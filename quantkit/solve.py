@@ -61,7 +61,7 @@ Solved = tuple[QuantizedTensor, LayerRow]
 
 
 def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
-          *given: torch.Tensor | LayerStats | None) -> list[Solved]:
+          *tensors_and_stats: torch.Tensor | LayerStats | None) -> list[Solved]:
     """Linears by their method, in their format, and their rows of the manifest.
 
     Args:
@@ -73,47 +73,47 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     Raises:
         QuantkitError: of method or format, with a Linear's name.
     """
-    exacts = [one for one in given[:len(plans)] if isinstance(one, torch.Tensor)]
-    stats = [one if isinstance(one, LayerStats) else None for one in given[len(plans):]]
+    exacts = [item for item in tensors_and_stats[:len(plans)] if isinstance(item, torch.Tensor)]
+    stats = [item if isinstance(item, LayerStats) else None for item in tensors_and_stats[len(plans):]]
     plan, spec = plans[0], plans[0].spec
     assert plan.method and plan.format and spec
     method: Method = registry("methods").get(plan.method)
     form: Format = registry("formats").get(plan.format)
     options = method.options(**plan.options)
     device = _place(spec, stats)
-    stats = [one and one.to(device) for one in stats]
+    stats = [stat and stat.to(device) for stat in stats]
     if spec.rotation:
-        stats = [one and _rotated(one) for one in stats]
-    made: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
+        stats = [stat and _rotated(stat) for stat in stats]
+    results: list[tuple[QuantizedTensor, float, tuple[str, ...]]] = []
     blamed = everyone = plan.name if len(plans) == 1 else f"{plan.name} … {plans[-1].name}"
     try:
         if plan.layer is None and parts.rows_at_once(spec, plan.shape) < plan.shape[0]:
-            made = [parts.solve(exact, method, form, own, spec, options)
-                    for exact, own in zip(exacts, stats, strict=True)]
+            results = [parts.solve(exact, method, form, stat, spec, options)
+                       for exact, stat in zip(exacts, stats, strict=True)]
         else:
             exacts = [exact.to(device).float() for exact in exacts]
-            for one, exact in zip(plans, exacts, strict=True):
-                blamed = one.name
+            for plan, exact in zip(plans, exacts, strict=True):
+                blamed = plan.name
                 require_finite(exact)
             blamed = everyone
             if spec.rotation:
                 exacts = [apply_hadamard(exact) for exact in exacts]
-            found = method.run_together(exacts, stats, spec, options)
+            codes_together = method.run_together(exacts, stats, spec, options)
             for exact in exacts:
-                codes = found.pop(0)
+                codes = codes_together.pop(0)
                 result, notes = form.pack(codes, dtype), codes.notes
                 del codes
                 off = squares(form.dequantize(result).sub_(exact)) / max(squares(exact), 1e-60)
-                made.append((result.to(torch.device("cpu")), off ** 0.5, notes))
+                results.append((result.to(torch.device("cpu")), off ** 0.5, notes))
     except QuantkitError as error:
         raise type(error)(f"{blamed}: {error.what}", why=error.why, next=error.next) from error
     rows = []
-    for one, (_, off, notes), own in zip(plans, made, stats, strict=True):
+    for plan, (_, off, notes), stat in zip(plans, results, stats, strict=True):
         tokens = None
-        if own is not None:
-            tokens, notes = own.tokens, own.notes + _few(one.name, own) + notes
-        rows.append(LayerRow.of(one, error=off, tokens=tokens, notes=notes))
-    return [(result, row) for (result, _, _), row in zip(made, rows, strict=True)]
+        if stat is not None:
+            tokens, notes = stat.tokens, stat.notes + _few(plan.name, stat) + notes
+        rows.append(LayerRow.of(plan, error=off, tokens=tokens, notes=notes))
+    return [(result, row) for (result, _, _), row in zip(results, rows, strict=True)]
 
 
 def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[Solved]:
@@ -121,8 +121,8 @@ def in_order(solved: Iterator[Solved], planned: Iterable[PlanRow]) -> Iterator[S
     waiting: dict[str, Solved] = {}
     for name in (row.name for row in planned if row.method):
         while name not in waiting:
-            made = next(solved)
-            waiting[made[1].name] = made
+            solution = next(solved)
+            waiting[solution[1].name] = solution
         yield waiting.pop(name)
 
 
@@ -130,7 +130,7 @@ def _place(spec: QuantSpec, stats: Sequence[LayerStats | None]) -> torch.device:
     """Where the statistics are, an unreached expert's aside; trellises are solved by kernels for CPUs."""
     cpu = torch.device("cpu")
     return cpu if spec.kind == "trellis" else next(
-        (one.device for one in stats if one and one.device != cpu), cpu)
+        (stat.device for stat in stats if stat and stat.device != cpu), cpu)
 
 
 def _rotated(stats: LayerStats) -> LayerStats:
@@ -146,17 +146,17 @@ def solve_data_free(origin: ModelOrigin, plans: tuple[PlanRow, ...]) -> list[Sol
         QuantkitError: of method or format, with the Linear's name.
     """
     source = _opened(origin)
-    made: list[Solved] = []
+    results: list[Solved] = []
     for plan in plans:
         name = f"{plan.name}.weight"
         info = source.tensors().get(name)
         if info is None or (tuple(info.shape), f"torch.{plan.dtype}") != (plan.shape, str(info.dtype)):
             raise _another(origin.uri, name)
         weight = source.tensor(name)
-        made += solve([plan], weight.dtype, weight, None)
+        results += solve([plan], weight.dtype, weight, None)
         del weight
         release(source)
-    return made
+    return results
 
 
 def _another(uri: str, what: str) -> SourceError:

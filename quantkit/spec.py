@@ -251,6 +251,6 @@ class KVSpec(Frozen):
 def _call(name: str, options: dict[str, int | float | str | bool], first: str) -> str:
     """``name(first, other=value)``."""
     written = {option: str(value).lower() if isinstance(value, bool) else str(value)
-               for option, value in sorted(options.items(), key=lambda one: (one[0] != first, one))}
+               for option, value in sorted(options.items(), key=lambda item: (item[0] != first, item))}
     inner = ", ".join(value if option == first else f"{option}={value}" for option, value in written.items())
     return name + (f"({inner})" if inner else "")

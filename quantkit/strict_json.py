@@ -45,14 +45,15 @@ def parse_object(raw: bytes, where: str, *, error: type[QuantkitError] = SourceE
     """
 
     def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        result = dict(pairs)
+        if len(result) != len(pairs):
             seen: set[str] = set()
-            key = _first(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            key = _first(key for key, _ in pairs if key in seen
+                         or seen.add(key))  # type: ignore[func-returns-value]
             raise error(f"{where} has the key {key[:80]!r} twice",
                         why="readers disagree on which of the two counts",
                         next="don't use this file: no honest tool writes it")
-        return found
+        return result
 
     # every value but the first follows one of these, so a bomb is seen before anything is built
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_NODES:
@@ -129,7 +130,7 @@ def _check_depth(data: Any) -> None:
         return
     level = [data]
     for _ in range(MAX_DEPTH + 1):
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)
+        level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
                  if isinstance(part, dict | list)]
         if not level:
             return

@@ -217,21 +217,24 @@ def _check_run(method: Method, spec: QuantSpec, weight: torch.Tensor, where: str
             raise PluginError(f"{where}: {promise}", why="quantkit.methods.base says what a method promises")
 
     stats, fresh, before, random = _method_stats(), _method_stats(), weight.clone(), torch.get_rng_state()
-    one = method.run(weight, stats, spec, method.options())
+    result = method.run(weight, stats, spec, method.options())
     assert stats.hessian is not None and fresh.hessian is not None
     must(torch.equal(weight, before) and torch.equal(stats.hessian, fresh.hessian),
          "it wrote to an argument")
     must(torch.equal(random, torch.get_rng_state()), "it used the global random generator")
     two = method.run(weight, stats, spec, method.options())
-    must(torch.equal(one.codes, two.codes) and torch.equal(one.scale, two.scale), "two runs differ")
-    must((one.zero is None) == (spec.symmetric or spec.kind != "int"), "zero points where the spec has none")
-    must(one.zero is None or (one.zero.dtype == torch.uint8 and one.zero.shape == one.scale.shape),
+    must(torch.equal(result.codes, two.codes) and torch.equal(result.scale, two.scale), "two runs differ")
+    must((result.zero is None) == (spec.symmetric or spec.kind != "int"),
+         "zero points where the spec has none")
+    must(result.zero is None or (result.zero.dtype == torch.uint8
+                                 and result.zero.shape == result.scale.shape),
          "zero points must be uint8 of the scales' shape")
     dtype = getattr(torch, spec.scale_dtype)
-    must(torch.equal(one.scale, one.scale.to(dtype).float()), f"scales are not rounded to {spec.scale_dtype}")
-    must(spec.kind == "nf" or bool((one.scale > 0).all()), "a scale is not above 0")
+    must(torch.equal(result.scale, result.scale.to(dtype).float()),
+         f"scales are not rounded to {spec.scale_dtype}")
+    must(spec.kind == "nf" or bool((result.scale > 0).all()), "a scale is not above 0")
     layout = registry("formats").get(default_format(spec))
-    values = layout.dequantize(layout.pack(one, dtype))
+    values = layout.dequantize(layout.pack(result, dtype))
     must(bool(torch.isfinite(values).all()), "a dequantized weight is not finite")
     must(float((values - weight).square().sum()) <= float(weight.square().sum()), "zeros would be closer")
 
@@ -283,10 +286,10 @@ def _check_transformed(transform: Transform, source: ModelSource, where: str) ->
              for name, tensor in tensors.items()), "a tensor isn't as it is announced")
     if transform.layer is not None:
         for index in range(config.num_layers):
-            made = [_transformed_layer(transform, changed, index) for _ in range(2)]
-            must(made[0].keys() == made[1].keys() and all(torch.equal(made[0][n], made[1][n])
-                                                          for n in made[0]), "two runs differ")
-            tensors |= made[0]
+            layers = [_transformed_layer(transform, changed, index) for _ in range(2)]
+            must(layers[0].keys() == layers[1].keys() and all(torch.equal(layers[0][n], layers[1][n])
+                                                              for n in layers[0]), "two runs differ")
+            tensors |= layers[0]
     must(all(torch.equal(source.tensor(name), tensor) for name, tensor in original.items()),
          "it wrote to the model")
     difference = (_logits(changed.config(), tensors) - _logits(source.config(), original)).abs().max()

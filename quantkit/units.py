@@ -18,10 +18,10 @@ def amount(text: str) -> tuple[Fraction, str] | None:
 
 def bytes_of(text: str) -> int | None:
     """``16GB`` (10⁹) or ``16GiB`` (2³⁰) → bytes; ``None`` if it is no number above 0 with such a unit."""
-    found = amount(text)
-    if found is None or found[1] not in UNITS:
+    number = amount(text)
+    if number is None or number[1] not in UNITS:
         return None
-    return int(found[0] * UNITS[found[1]]) or None
+    return int(number[0] * UNITS[number[1]]) or None
 
 
 def human_bytes(count: float) -> str:

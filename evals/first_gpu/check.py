@@ -64,14 +64,14 @@ def product(kind: str, packed: TritonWeight, exact: torch.Tensor, x: torch.Tenso
             "right": others == 0 and ours <= MOST * theirs}
 
 
-def facts(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def facts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One after another."""
     device, dtype, n, k, rows = torch.device("cuda"), torch.bfloat16, 28672, 4096, 512
     timer, times, size = graph_timer, TIMES, COPY
-    if given.rehearse:  # the interpreter is wrong in bfloat16
+    if args.rehearse:  # the interpreter is wrong in bfloat16
         device, dtype, n, k, rows = torch.device("cpu"), torch.float16, 256, 128, 70
         timer, times, size = clock_timer, 2, 1 << 20
-    smi = None if given.rehearse else subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+    smi = None if args.rehearse else subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
     yield {**machine(device), "python": sys.version, "system": platform.platform(), "nvidia_smi": smi}
     yield {"copy_bytes_per_second": copy_bandwidth(timer, 9, device, size)}
     x = torch.randn(rows, k, dtype=dtype, device=device)
@@ -84,13 +84,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     parser.add_argument("--rehearse", action="store_true", help="small, interpreted, without a GPU")
-    given = parser.parse_args()
-    if not given.rehearse and not torch.cuda.is_available():
+    args = parser.parse_args()
+    if not args.rehearse and not torch.cuda.is_available():
         print("there is no GPU that torch can use", file=sys.stderr)
         return 2
     right = True
-    with given.out.open("w", encoding="utf-8") as file:
-        for fact in facts(given):
+    with args.out.open("w", encoding="utf-8") as file:
+        for fact in facts(args):
             print(json.dumps({key: value for key, value in fact.items() if key != "nvidia_smi"}), flush=True)
             file.write(json.dumps(fact) + "\n")
             file.flush()

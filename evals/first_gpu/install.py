@@ -45,9 +45,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("wheels", type=Path)
     parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    print("installed:", ", ".join(install(given.wheels, given.folder)) or "nothing, all of it is there")
-    sys.path.insert(0, str(given.folder))
+    args = parser.parse_args()
+    print("installed:", ", ".join(install(args.wheels, args.folder)) or "nothing, all of it is there")
+    sys.path.insert(0, str(args.folder))
     importlib.invalidate_caches()
     missing = False
     for name, use in (NEEDED | WANTED).items():

@@ -28,5 +28,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("preferred", nargs="*")
     parser.add_argument("--most", type=int, help="tests")
-    given = parser.parse_args()
-    print("\n".join(pick(sys.stdin, given.preferred)[:given.most]))
+    args = parser.parse_args()
+    print("\n".join(pick(sys.stdin, args.preferred)[:args.most]))

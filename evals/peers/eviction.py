@@ -50,31 +50,31 @@ def ours(loaded: LoadedModel, kv: str, prompt: torch.Tensor, answer: torch.Tenso
     with torch.inference_mode():
         begin = time.perf_counter()
         for start in range(0, len(prompt), CHUNK):
-            some = prompt[None, start:start + CHUNK]
-            end = start + some.shape[1] == len(prompt)
+            chunk = prompt[None, start:start + CHUNK]
+            end = start + chunk.shape[1] == len(prompt)
             batch = Batch(cache, [row], "prefill_end" if end else "prefill")
-            loaded.model(some, cache=batch, last=torch.tensor([some.shape[1] - 1]))
+            loaded.model(chunk, cache=batch, last=torch.tensor([chunk.shape[1] - 1]))
         prefill = time.perf_counter() - begin
         kept = [[[at for at in head if at >= 0] for head in cache.positions(row, layer).tolist()]
                 for layer in range(loaded.config.num_layers)]
-        held = sum(store.pages.used * store.pages.page_bytes for store in cache.stores)
+        cache_bytes = sum(store.pages.used * store.pages.page_bytes for store in cache.stores)
         begin = time.perf_counter()
         for token in answer:
             loaded.model(token[None, None], cache=Batch(cache, [row], "decode"))
         decode = (time.perf_counter() - begin) / len(answer)
-    return {"kept": kept, "bytes": held, "prefill_s": prefill, "decode_s": decode}
+    return {"kept": kept, "bytes": cache_bytes, "prefill_s": prefill, "decode_s": decode}
 
 
-def theirs(given: argparse.Namespace, name: str, options: dict[str, Any], tokens: Path) -> dict[str, Any]:
+def theirs(args: argparse.Namespace, name: str, options: dict[str, Any], tokens: Path) -> dict[str, Any]:
     """The same by kvpress."""
-    out = given.work / f"{name}.json"
-    spec = {"press": name, "options": {"compression_ratio": 0.5, **options}, "threads": given.threads}
-    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "HF_HUB_OFFLINE": "1"}
+    out = args.work / f"{name}.json"
+    spec = {"press": name, "options": {"compression_ratio": 0.5, **options}, "threads": args.threads}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
-    command = [given.kvpress, str(SCRIPT), str(given.model), str(tokens), str(out), json.dumps(spec)]
+    command = [args.kvpress, str(SCRIPT), str(args.model), str(tokens), str(out), json.dumps(spec)]
     subprocess.run(command, check=True, env=environment)
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return result
 
 
 def agreement(mine: list[list[list[int]]], its: list[list[list[int]]]) -> tuple[float, float]:
@@ -96,25 +96,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(given.threads)
-    exact, served = load(str(given.model), dtype="float32"), load(str(given.model), dtype="bfloat16")
-    ids = exact.tokenizer.encode(given.text.read_text(encoding="utf-8")[:20 * given.length])
-    prompt, answer = (torch.tensor(some) for some in (
-        ids[:given.length], ids[given.length:given.length + given.new_tokens]))
-    tokens = given.work / "tokens.safetensors"
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    exact, served = load(str(args.model), dtype="float32"), load(str(args.model), dtype="bfloat16")
+    ids = exact.tokenizer.encode(args.text.read_text(encoding="utf-8")[:20 * args.length])
+    prompt, answer = (torch.tensor(tokens) for tokens in (
+        ids[:args.length], ids[args.length:args.length + args.new_tokens]))
+    tokens = args.work / "tokens.safetensors"
     save_file({"prompt": prompt, "answer": answer}, tokens)
     rows = []
-    for name in given.only:
+    for name in args.only:
         kv, options = VARIANTS[name]
-        kv = kv.format(most=given.length // 2 - 4 + 1)  # of which the next query is one
-        mine, its = ours(exact, kv, prompt, answer), theirs(given, name, options, tokens)
+        kv = kv.format(most=args.length // 2 - 4 + 1)  # of which the next query is one
+        mine, its = ours(exact, kv, prompt, answer), theirs(args, name, options, tokens)
         fast = ours(served, kv, prompt, answer)
         same, least = agreement(mine["kept"], its["kept"])
         rows.append({"policy": kv, "same": same, "least": least, "versions": its.pop("versions"), **{
-            f"{side}_{what}": one[what] for side, one in (("ours", mine), ("served", fast), ("kvpress", its))
-            for what in ("bytes", "prefill_s", "decode_s")}})
+            f"{side}_{field}": result[field] for side, result in (("ours", mine), ("served", fast),
+                                                                  ("kvpress", its))
+            for field in ("bytes", "prefill_s", "decode_s")}})
         print(f"{kv}: {same:.4f} of the positions are the same, in the worst head {least:.4f}", flush=True)
     sides = ("ours", "kvpress", "served")
     print(table(
@@ -125,10 +126,10 @@ def main() -> None:
           *(f"{row[f'{side}_prefill_s']:.1f}" for side in sides),
           *(f"{1e3 * row[f'{side}_decode_s']:.0f}" for side in sides)) for row in rows],
         right=tuple(range(1, 11)), limit=120))
-    if given.out is not None:
-        report = {"machine": machine() | {"threads": given.threads}, "model": given.model.name,
-                  "text": given.text.name, "length": given.length, "rows": rows}
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.out is not None:
+        report = {"machine": machine() | {"threads": args.threads}, "model": args.model.name,
+                  "text": args.text.name, "length": args.length, "rows": rows}
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -67,27 +67,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--long", action="store_true", help="contexts of 8,000 tokens instead")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    theirs = LlamaCpp(given.bin, given.work, given.threads, given.tokens)
-    rows = LONG if given.long else ROWS
-    files = {row.theirs: theirs.quantize(given.gguf, row.theirs) for row in rows}
-    base = theirs.quantize(given.gguf, "BF16")
-    models = {row.ours: _make(row.ours, base, given.work) for row in rows}
-    found = []
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    theirs = LlamaCpp(args.bin, args.work, args.threads, args.tokens)
+    rows = LONG if args.long else ROWS
+    files = {row.theirs: theirs.quantize(args.gguf, row.theirs) for row in rows}
+    base = theirs.quantize(args.gguf, "BF16")
+    models = {row.ours: _make(row.ours, base, args.work) for row in rows}
+    cases = []
     for row in rows:
         pairs = []
-        for turn in range(given.repeats):
+        for turn in range(args.repeats):
             both = {"theirs": lambda row=row: theirs.bench(files[row.theirs], row),
-                    "ours": lambda row=row: _bench(models[row.ours], row, given.threads, given.tokens)}
+                    "ours": lambda row=row: _bench(models[row.ours], row, args.threads, args.tokens)}
             order = ("theirs", "ours") if turn % 2 else ("ours", "theirs")
             pairs.append({name: both[name]() for name in order})
-        found.append({"ours": row.ours, "theirs": row.theirs, "depth": row.depth, "kv": row.kv,
+        cases.append({"ours": row.ours, "theirs": row.theirs, "depth": row.depth, "kv": row.kv,
                       "pairs": pairs})
-        print(_line(found[-1]), flush=True)
-    if given.out:
-        result = {"machine": pairs[-1]["ours"]["machine"], "rows": found}
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(_line(cases[-1]), flush=True)
+    if args.out:
+        result = {"machine": pairs[-1]["ours"]["machine"], "rows": cases}
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 class LlamaCpp:
@@ -107,12 +107,12 @@ class LlamaCpp:
 
     def quantize(self, gguf: Path, kind: str) -> Path:
         """The model in one of their types."""
-        made = self._work / f"{kind}.gguf"
-        if not made.exists():
-            part = made.with_suffix(".part")
+        path = self._work / f"{kind}.gguf"
+        if not path.exists():
+            part = path.with_suffix(".part")
             self.run("llama-quantize", "--allow-requantize", str(gguf), str(part), kind, str(self._threads))
-            part.rename(made)
-        return made
+            part.rename(path)
+        return path
 
     def bench(self, model: Path, row: SpeedRow) -> dict[str, float]:
         """Tokens a second of prefill and decoding."""
@@ -120,7 +120,7 @@ class LlamaCpp:
         text = self.run("llama-bench", "-m", str(model), "-t", str(self._threads),
                          "-p", "0" if row.depth else "512", "-n", str(self._tokens),
                          "-d", str(row.depth), "-r", "1", "-o", "json", *cache)
-        speeds = {("decode" if one["n_gen"] else "prefill"): one["avg_ts"] for one in json.loads(text)}
+        speeds = {("decode" if run["n_gen"] else "prefill"): run["avg_ts"] for run in json.loads(text)}
         return {name: float(value) for name, value in speeds.items()}
 
     def run(self, program: str, *arguments: str, both: bool = False) -> str:
@@ -145,13 +145,13 @@ def _make(name: str, gguf: Path, work: Path) -> Path:
 
 def _bench(model: Path, row: SpeedRow, threads: int, tokens: int) -> dict[str, Any]:
     prompt = "0" if row.depth else "512"
-    found = json.loads(_quantkit(
+    report = json.loads(_quantkit(
         "bench", "decode", str(model), "--context", str(row.depth), "--kv", row.kv, "--tokens", str(tokens),
         "--prompt", prompt, "--repeats", "1", "--no-fallback", "--json", "--quiet", threads=threads))
-    case = found["cases"][0]
-    return {"prefill": found["prefill"][0]["tok_s"]["median"] if found["prefill"] else 0.0,
-            "decode": case["tok_s"]["median"], "of_read": case["of_read"], "bytes": found["bytes"],
-            "machine": found["machine"]}
+    case = report["cases"][0]
+    return {"prefill": report["prefill"][0]["tok_s"]["median"] if report["prefill"] else 0.0,
+            "decode": case["tok_s"]["median"], "of_read": case["of_read"], "bytes": report["bytes"],
+            "machine": report["machine"]}
 
 
 def _quantkit(*arguments: str, threads: int | None = None) -> str:
@@ -166,16 +166,16 @@ def _quantkit(*arguments: str, threads: int | None = None) -> str:
 def _line(row: dict[str, Any]) -> str:
     pairs: Sequence[dict[str, dict[str, float]]] = row["pairs"]
 
-    def side(name: str, what: str) -> float:
-        return median(pair[name][what] for pair in pairs)
+    def side(name: str, phase: str) -> float:
+        return median(pair[name][phase] for pair in pairs)
 
     text = f"{row['ours']:9} {row['theirs']:5}"
     if row["depth"]:
         text += f" at {row['depth']}, kv {row['kv']:5}"
-    for what in ("prefill", "decode"):
-        if all(pair["ours"].get(what) and pair["theirs"].get(what) for pair in pairs):
-            ratios = sorted(pair["ours"][what] / pair["theirs"][what] for pair in pairs)
-            text += (f"  {what} {side('ours', what):6.1f} : {side('theirs', what):6.1f} = "
+    for phase in ("prefill", "decode"):
+        if all(pair["ours"].get(phase) and pair["theirs"].get(phase) for pair in pairs):
+            ratios = sorted(pair["ours"][phase] / pair["theirs"][phase] for pair in pairs)
+            text += (f"  {phase} {side('ours', phase):6.1f} : {side('theirs', phase):6.1f} = "
                      f"{median(ratios):.2f} x ({ratios[0]:.2f}–{ratios[-1]:.2f})")
     return text + f"  {side('ours', 'of_read'):.0%} of read"
 

@@ -47,9 +47,9 @@ def theirs(folder: Path, dtype: str) -> Any:
 def choices(results: list[Any], instances: list[Any], metric: str) -> list[int]:
     """The choice of each item, from the log-likelihoods of its options."""
     items: dict[int, tuple[Any, list[Any]]] = {}
-    for one, result in zip(instances, results, strict=True):
-        items.setdefault(one.doc_id, (one.doc["choices"], []))[1].append(result)
-    return [chosen(metric, options, own) for options, own in items.values()]
+    for instance, result in zip(instances, results, strict=True):
+        items.setdefault(instance.doc_id, (instance.doc["choices"], []))[1].append(result)
+    return [chosen(metric, options, logs) for options, logs in items.values()]
 
 
 def main() -> int:
@@ -59,27 +59,28 @@ def main() -> int:
     parser.add_argument("--tasks", default="arc_easy,piqa")
     parser.add_argument("--task-data", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=200)
-    given = parser.parse_args()
-    tasks = prepare_tasks(given.tasks.split(","), data=given.task_data, limit=given.limit)
-    found: dict[tuple[str, str], list[Any]] = {}
+    args = parser.parse_args()
+    tasks = prepare_tasks(args.tasks.split(","), data=args.task_data, limit=args.limit)
+    answers_of: dict[tuple[str, str], list[Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(given.model, folder)
+        write(args.model, folder)
         for dtype in ("float32", "bfloat16"):
-            for side, make in (("ours", lambda dtype: lm_eval_model(load(given.model, dtype=dtype))),
+            for side, make in (("ours", lambda dtype: lm_eval_model(load(args.model, dtype=dtype))),
                                ("hf", lambda dtype: theirs(folder, dtype))):
                 model = make(dtype)
                 for task in tasks:
-                    found[task.file.task, f"{side} {dtype}"] = model.loglikelihood(
+                    answers_of[task.file.task, f"{side} {dtype}"] = model.loglikelihood(
                         task.parts[0].instances, disable_tqdm=True)
     for task in tasks:
         name, instances = task.file.task, task.parts[0].instances
-        answers = {side: log for (which, side), log in found.items() if which == name}
+        answers = {side: log for (task, side), log in answers_of.items() if task == name}
         for metric in ("acc", "acc_norm"):
             picked = {side: choices(log, instances, metric) for side, log in answers.items()}
-            for one, other in combinations(picked, 2):
-                same = sum(a == b for a, b in zip(picked[one], picked[other]))
-                print(f"{name} {metric}: {one} and {other} choose the same in {same} of {len(picked[one])}")
+            for first, other in combinations(picked, 2):
+                same = sum(a == b for a, b in zip(picked[first], picked[other]))
+                count = len(picked[first])
+                print(f"{name} {metric}: {first} and {other} choose the same in {same} of {count}")
     return 0
 
 

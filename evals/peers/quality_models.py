@@ -81,13 +81,14 @@ def check_tokens(folder: Path, file: Path, text: Path, theirs: LlamaCpp) -> None
     source = LocalSource(folder, str(folder))
     ours = Tokenizer(source.side_files(), source.config()).encode(
         text.read_text(encoding="utf-8"), special=False)
-    said = theirs.run("llama-tokenize", "-m", str(file), "-f", str(text), "--ids", "--no-bos")
-    if json.loads(said) != ours:
+    output = theirs.run("llama-tokenize", "-m", str(file), "-f", str(text), "--ids", "--no-bos")
+    if json.loads(output) != ours:
         raise SystemExit(f"llama.cpp splits {text.name} into other tokens")
 
 
 def gguf_bits(file: Path) -> float:
     """Stored bits a weight of the matrices of all decoder layers."""
-    tensors = [one for one in gguf.GGUFReader(file).tensors
-               if one.name.startswith("blk.") and len(one.shape) == 2]
-    return 8 * sum(int(one.n_bytes) for one in tensors) / sum(int(one.n_elements) for one in tensors)
+    tensors = [tensor for tensor in gguf.GGUFReader(file).tensors
+               if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    return 8 * sum(int(tensor.n_bytes) for tensor in tensors) / sum(int(tensor.n_elements)
+                                                                    for tensor in tensors)

@@ -66,10 +66,10 @@ class PeerScorer:
         if not self._file.exists():
             assert loaded is not None
             part = self._file.with_suffix(".part")
-            made = np.memmap(part, np.float32, "w+", shape=(windows, window - 1, loaded.config.vocab_size))
-            for row, tokens in zip(made, self._tokens, strict=True):
+            logits = np.memmap(part, np.float32, "w+", shape=(windows, window - 1, loaded.config.vocab_size))
+            for row, tokens in zip(logits, self._tokens, strict=True):
                 row[:] = _logits(loaded, tokens).log_softmax(-1).numpy()
-            made.flush()
+            logits.flush()
             part.rename(self._file)
         vocabulary = self._file.stat().st_size // (4 * windows * (window - 1))
         return np.memmap(self._file, np.float32, "r", shape=(windows, window - 1, vocabulary))
@@ -83,9 +83,9 @@ def _logits(model: LoadedModel, window: torch.Tensor) -> torch.Tensor:
 
 def _summary(scores: dict[str, np.ndarray]) -> dict[str, Any]:
     """Values and intervals; what is not finite is ``None``, since JSON has no other."""
-    found = {name: METRICS[name].summarize(rows.mean(axis=1).tolist()) for name, rows in scores.items()}
-    return {**{name: _finite([one.value])[0] for name, one in found.items()},
-            "intervals": {name: _finite([one.low, one.high]) for name, one in found.items()}}
+    summaries = {name: METRICS[name].summarize(rows.mean(axis=1).tolist()) for name, rows in scores.items()}
+    return {**{name: _finite([summary.value])[0] for name, summary in summaries.items()},
+            "intervals": {name: _finite([summary.low, summary.high]) for name, summary in summaries.items()}}
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -50,12 +50,12 @@ def by_width(rows: Iterable[Row], score: Score) -> list[list[Row]]:
 
 def frontier(rows: Iterable[Row], score: Score) -> list[Row]:
     """Those that no other with as few bits a weight or fewer beats in KL."""
-    found, least = [], float("inf")
+    lines, least = [], float("inf")
     scored = [row for row in rows if score(row) is not None]
     for row in sorted(scored, key=lambda row: (row["bits_per_weight"], _kl(score(row)))):
         if _kl(score(row)) < least:
-            found, least = [*found, row], _kl(score(row))
-    return found
+            lines, least = [*lines, row], _kl(score(row))
+    return lines
 
 
 def _weights(row: Row) -> Row | None:

@@ -105,7 +105,7 @@ def variants(group: int) -> list[PeerVariant]:
                              {"recipe": name, "text": "builtin"}) for name in TYPED]
     ours += [PeerVariant("ours", name, bits, True, {"budget": budget, "symmetric": symmetric})
              for name, (bits, budget, symmetric) in BUDGETS.items()]
-    quick = [one for one in ours if not one.calibrated]
+    quick = [variant for variant in ours if not variant.calibrated]
     quick.append(PeerVariant("bitsandbytes", "nf4", 4, False))
     quick += [PeerVariant("hqq", f"int{bits}", bits, False, {"bits": bits, "group": group})
               for bits in (8, 4, 3, 2)]
@@ -119,4 +119,4 @@ def variants(group: int) -> list[PeerVariant]:
                          True, {"bits": bits, "group": group, "symmetric": symmetric, **more})
              for bits, symmetric, more in ((4, True, {}), (4, False, {}), (3, False, LIGHT),
                                            (2, False, LIGHT), (8, True, LIGHT))]
-    return [*quick, *(one for one in ours if one.calibrated), *slow]
+    return [*quick, *(variant for variant in ours if variant.calibrated), *slow]

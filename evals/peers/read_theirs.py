@@ -117,28 +117,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MADE), choices=list(MADE))
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    plain, rows = original(given), []
-    for name in given.only:
-        row = {"checkpoint": name, **one(given, plain, name)}
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    plain, rows = original(args), []
+    for name in args.only:
+        row = {"checkpoint": name, **one(args, plain, name)}
         rows.append(row)
         print(line(row), flush=True)
-        if given.out:
-            report = {"model": given.model, "tokens": given.tokens, "prompts": len(PROMPTS), "rows": rows}
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if args.out:
+            report = {"model": args.model, "tokens": args.tokens, "prompts": len(PROMPTS), "rows": rows}
+            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong := [row["checkpoint"] for row in rows if row["read"] == (row["checkpoint"] in REFUSED)]:
         sys.exit(f"not as expected: {', '.join(wrong)}")
 
 
-def original(given: argparse.Namespace) -> Path:
+def original(args: argparse.Namespace) -> Path:
     """The model as a folder that every tool reads, unless it is there."""
-    out: Path = given.work / given.model
+    out: Path = args.work / args.model
     if out.exists():
         return out
-    if given.model == "tiny":
+    if args.model == "tiny":
         return tiny_model(out, hidden_size=128, intermediate_size=256, tie_word_embeddings=False)
-    source = open_source(given.model)
+    source = open_source(args.model)
     out.mkdir()
     for name, content in source.side_files().items():
         (out / name).write_bytes(content)
@@ -148,9 +148,9 @@ def original(given: argparse.Namespace) -> Path:
     return out
 
 
-def one(given: argparse.Namespace, plain: Path, name: str) -> dict[str, Any]:
+def one(args: argparse.Namespace, plain: Path, name: str) -> dict[str, Any]:
     """Make a checkpoint, run it in its own engine and in quantkit, and compare."""
-    python, out = getattr(given, MADE[name][0]), given.work / f"{given.model}-{name}"
+    python, out = getattr(args, MADE[name][0]), args.work / f"{args.model}-{name}"
     if not out.exists() and (error := make(python, plain, out, name)):
         return {"made": False, "read": None, "error": error}
     try:
@@ -158,17 +158,17 @@ def one(given: argparse.Namespace, plain: Path, name: str) -> dict[str, Any]:
     except QuantkitError as error:
         return {"made": True, "read": False, "why": " ".join(str(error).split())}
     prompts = [model.tokenizer.encode(text) for text in PROMPTS]
-    made, error = theirs("transformers", python, out, prompts, given.tokens)
+    answers, error = theirs("transformers", python, out, prompts, args.tokens)
     row: dict[str, Any] = {"made": True, "read": True, "label": model.label}
-    if made is None:
+    if answers is None:
         return row | {"error": error}
-    ours, gaps = greedy(model, prompts, given.tokens), []
-    for ids, answer in zip(prompts, made, strict=True):
+    ours, gaps = greedy(model, prompts, args.tokens), []
+    for ids, answer in zip(prompts, answers, strict=True):
         logits = model.model(torch.tensor([ids + answer["tokens"]]))[0, len(ids) - 1:-1].float()
-        scored = logits.log_softmax(-1)[torch.arange(given.tokens), torch.tensor(answer["tokens"])]
+        scored = logits.log_softmax(-1)[torch.arange(args.tokens), torch.tensor(answer["tokens"])]
         gaps.append((scored - torch.tensor(answer["logprobs"])).abs())
     gap = torch.cat(gaps)
-    equal = sum(mine == answer["tokens"] for mine, answer in zip(ours, made, strict=True))
+    equal = sum(mine == answer["tokens"] for mine, answer in zip(ours, answers, strict=True))
     return row | {"prompts_with_equal_tokens": equal, "logprob_gap_mean": float(gap.mean()),
                   "logprob_gap_max": float(gap.max())}
 

@@ -55,51 +55,51 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    models = [str(given.model), *given.ours]
+    args = parser.parse_args()
+    models = [str(args.model), *args.ours]
     theirs: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
     ours: dict[str, list[float]] = {model: [] for model in models}
-    found: dict[str, Any] = {}
-    for _ in range(given.repeats):
+    report: dict[str, Any] = {}
+    for _ in range(args.repeats):
         for dtype in DTYPES:
-            theirs[dtype].append(_theirs(given, dtype))
+            theirs[dtype].append(_theirs(args, dtype))
             for model in models:
-                found = _ours(given, model)
-                ours[model].append(found["cases"][0]["tok_s"]["median"])
+                report = _ours(args, model)
+                ours[model].append(report["cases"][0]["tok_s"]["median"])
     best = max(DTYPES, key=lambda dtype: median(theirs[dtype]))
     for dtype in DTYPES:
-        print(f"vLLM {dtype:25} batch {given.batch}  {_range(theirs[dtype])}")
+        print(f"vLLM {dtype:25} batch {args.batch}  {_range(theirs[dtype])}")
     for model in models:
         ratio = median(ours[model]) / median(theirs[best])
-        print(f"quantkit {Path(model).name:21} batch {given.batch}  {_range(ours[model])} "
+        print(f"quantkit {Path(model).name:21} batch {args.batch}  {_range(ours[model])} "
               f"= {ratio:.1f} x {best}")
-    if given.out:
-        result = {"machine": found["machine"], "batch": given.batch, "tokens": given.tokens, "vllm": theirs,
+    if args.out:
+        result = {"machine": report["machine"], "batch": args.batch, "tokens": args.tokens, "vllm": theirs,
                   "ours": {Path(model).name: speeds for model, speeds in ours.items()}}
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _theirs(given: argparse.Namespace, dtype: str) -> float:
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:given.threads]))
+def _theirs(args: argparse.Namespace, dtype: str) -> float:
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:args.threads]))
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"}
     env.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "theirs.py"  # its workers import it, so it must be a file
         script.write_text(THEIRS, encoding="utf-8")
-        text = _run([str(given.python), str(script), str(given.model), dtype, str(given.batch),
-                     str(given.tokens)], env)
+        text = _run([str(args.python), str(script), str(args.model), dtype, str(args.batch),
+                     str(args.tokens)], env)
     line = next(line for line in text.splitlines() if line.startswith("speeds "))
     speeds: list[float] = json.loads(line.removeprefix("speeds "))
     return median(speeds)
 
 
-def _ours(given: argparse.Namespace, model: str) -> dict[str, Any]:
-    env = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-    found: dict[str, Any] = json.loads(_run(
-        [sys.executable, "-m", "quantkit.cli.main", "bench", "decode", model, "--batch", str(given.batch),
-         "--context", "16", "--prompt", "0", "--tokens", str(given.tokens), "--no-fallback", "--json",
+def _ours(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    report: dict[str, Any] = json.loads(_run(
+        [sys.executable, "-m", "quantkit.cli.main", "bench", "decode", model, "--batch", str(args.batch),
+         "--context", "16", "--prompt", "0", "--tokens", str(args.tokens), "--no-fallback", "--json",
          "--quiet"], env))
-    return found
+    return report
 
 
 def _run(command: list[str], env: dict[str, str]) -> str:

@@ -61,7 +61,7 @@ class DecodeSettings:
 
 
 def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listener = silent,
-                 keep: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
+                 keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
     """Measure a model.
 
     Args:
@@ -79,34 +79,34 @@ def bench_decode(loaded: LoadedModel, settings: DecodeSettings, progress: Listen
         UsageError: a context doesn't fit the model, or, without fallback, torch would run something.
     """
     limit = loaded.config.max_position_embeddings
-    if (most := max([*settings.contexts, settings.prompt]) + settings.tokens) > limit:
-        raise UsageError(f"a context of {most} tokens is asked for", why=f"the model was made for {limit}",
+    if (longest := max([*settings.contexts, settings.prompt]) + settings.tokens) > limit:
+        raise UsageError(f"a context of {longest} tokens is asked for", why=f"the model was made for {limit}",
                          next="give a smaller --context, or fewer --tokens")
     if not settings.fallback:
         for kv in settings.kv:
             if (reason := _falls_back(loaded, kv)) is not None:
                 raise UsageError(f"{loaded.uri} with --kv {kv} falls back to torch", why=reason,
                                  next="leave out --no-fallback to measure it all the same")
-    names = {name: one.weight.kernel_name(loaded.dtype, loaded.model.device, "decode")
-             for name, one in loaded.model.linears().items()}
-    some = loaded.tokenizer.encode(load_text().content[:16 * limit])
-    ids = (some * -(-limit // len(some)))[:limit]  # what is read has no influence on speed
+    names = {name: linear.weight.kernel_name(loaded.dtype, loaded.model.device, "decode")
+             for name, linear in loaded.model.linears().items()}
+    tokens = loaded.tokenizer.encode(load_text().content[:16 * limit])
+    ids = (tokens * -(-limit // len(tokens)))[:limit]  # what is read has no influence on speed
     runs = len(settings.kv) * (1 + len(settings.batches) * len(settings.contexts)) * settings.repeats
-    found: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
-                             "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
-                             "unfused": loaded.fallback_reason, "pdl": settings.pdl, "prefill": [],
-                             "cases": []}
+    report: dict[str, Any] = {"machine": machine(loaded.model.device), "model": loaded.uri,
+                              "label": loaded.label, "bytes": step_bytes(loaded), "kernels": names,
+                              "unfused": loaded.fallback_reason, "pdl": settings.pdl, "prefill": [],
+                              "cases": []}
     runner = _Runner(loaded, ids, settings, progress, runs)
     with torch.inference_mode(), tuned.trial({"pdl": 1}) if settings.pdl else nullcontext():
         for kv in settings.kv:
             if settings.prompt:
-                found["prefill"].append(runner.prefill(kv))
-                keep(found)
+                report["prefill"].append(runner.prefill(kv))
+                keep(report)
             for context in settings.contexts:
                 for batch in settings.batches:
-                    found["cases"].append(runner.decode(kv, batch, context))
-                    keep(found)
-    return found
+                    report["cases"].append(runner.decode(kv, batch, context))
+                    keep(report)
+    return report
 
 
 def step_bytes(loaded: LoadedModel) -> int:
@@ -116,12 +116,12 @@ def step_bytes(loaded: LoadedModel) -> int:
     return loaded.weight_bytes
 
 
-def _finite(found: list[int | QuantkitError]) -> list[int]:
+def _finite(tokens: list[int | QuantkitError]) -> list[int]:
     """Tokens. Raises QuantkitError: there is none."""
-    for one in found:
-        if isinstance(one, QuantkitError):
-            raise one
-    return [one for one in found if isinstance(one, int)]
+    for token in tokens:
+        if isinstance(token, QuantkitError):
+            raise token
+    return [token for token in tokens if isinstance(token, int)]
 
 
 def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
@@ -173,8 +173,8 @@ class _Runner:
             spent = self._steps(cache, rows, [token] * batch)
             after = cache.step_bytes(rows[0])
             tokens = self._settings.tokens
-            held = after - (after - before) / (tokens + WARM_UP) * tokens / 2
-            moved = step_bytes(self._loaded) + batch * held
+            mean_length = after - (after - before) / (tokens + WARM_UP) * tokens / 2
+            moved = step_bytes(self._loaded) + batch * mean_length
             if run:
                 speeds.append(batch * self._settings.tokens / spent)
                 shares.append(moved * self._settings.tokens / spent)
@@ -195,8 +195,8 @@ class _Runner:
         if (room := spare_bytes(self._loaded.model, self._cache(kv), batch + 1, PREFILL_CHUNK)) is None:
             return None
         end = context + self._settings.tokens + WARM_UP
-        found = footprint(self._loaded.config, kv, self._loaded.dtype, end, max(1, context), PREFILL_CHUNK)
-        needed = found.allocated_bytes(batch + 1) + found.moving_bytes(batch + 1)
+        memory = footprint(self._loaded.config, kv, self._loaded.dtype, end, max(1, context), PREFILL_CHUNK)
+        needed = memory.allocated_bytes(batch + 1) + memory.moving_bytes(batch + 1)
         return None if needed <= room else (
             f"its KV cache takes {human_bytes(needed)}, {human_bytes(room)} are left")
 

@@ -69,12 +69,12 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
     memory = Bandwidth(cpu_machine.pool(), cpu_machine.isa())
     reasons = {(shape, label): _refuses(shape, spec) for shape in shapes for label, spec in SPECS.items()}
     possible = [case for case, reason in reasons.items() if reason is None]
-    total, found = len(possible) * len(rows), []
+    total, results = len(possible) * len(rows), []
     for shape, label in possible:
-        made = _weights(shape, SPECS[label])
+        weights = _weights(shape, SPECS[label])
         for count in rows:
             x = torch.randn(count, shape[1]).to(torch.bfloat16)
-            products = [CpuProduct(one, count) for one in made]
+            products = [CpuProduct(weight, count) for weight in weights]
             for product in products:
                 product(x)
             times, reads = [], []
@@ -83,14 +83,14 @@ def bench_kernels(shapes: Sequence[tuple[int, int]], rows: Sequence[int], repeat
                 begin = time.perf_counter()
                 for product in products:
                     product.run()
-                times.append((time.perf_counter() - begin) / len(made))
+                times.append((time.perf_counter() - begin) / len(weights))
             spent, read = median(times), median(reads)
-            found.append({"format": label, "kernel": made[0].name, "shape": list(shape), "rows": count,
-                          "seconds": spent, "bytes_s": made[0].nbytes / spent, "read_bytes_s": read,
-                          "of_read": made[0].nbytes / spent / read,
-                          "mac_s": count * shape[0] * shape[1] / spent})
-            progress(ProgressEvent(len(found), total, f"{label}, {count} rows"))
-    return {"machine": machine(), "cases": found,
+            results.append({"format": label, "kernel": weights[0].name, "shape": list(shape), "rows": count,
+                            "seconds": spent, "bytes_s": weights[0].nbytes / spent, "read_bytes_s": read,
+                            "of_read": weights[0].nbytes / spent / read,
+                            "mac_s": count * shape[0] * shape[1] / spent})
+            progress(ProgressEvent(len(results), total, f"{label}, {count} rows"))
+    return {"machine": machine(), "cases": results,
             "left_out": [{"format": label, "shape": list(shape), "why": reason}
                          for (shape, label), reason in reasons.items() if reason is not None]}
 
@@ -126,8 +126,8 @@ def _packed(shape: tuple[int, int], spec: QuantSpec | None) -> CpuWeight:
     return packed
 
 
-def lines(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def lines(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A table's rows: format, shape, rows, GB/s, share of the read bandwidth, billions of multiplications."""
-    for case in found["cases"]:
+    for case in report["cases"]:
         yield (case["format"], "x".join(map(str, case["shape"])), str(case["rows"]),
                f"{case['bytes_s'] / 1e9:.1f}", f"{case['of_read']:.0%}", f"{case['mac_s'] / 1e9:.0f}")

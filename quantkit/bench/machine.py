@@ -15,8 +15,8 @@ from quantkit.ops import cpu_machine
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """CPU, cores, threads, instruction set, the GPU if that is the device, versions and the date."""
-    there = cpu_machine.unavailable() is None
+    available = cpu_machine.unavailable() is None
     return {"cpu": cpu_name(), "gpu": None if device is None else gpu_name(device), "cores": cpu_cores(),
-            "threads": cpu_machine.pool().threads if there else torch.get_num_threads(),
-            "isa": cpu_machine.isa().name if there else None, "torch": torch.__version__,
+            "threads": cpu_machine.pool().threads if available else torch.get_num_threads(),
+            "isa": cpu_machine.isa().name if available else None, "torch": torch.__version__,
             "quantkit": __version__, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

@@ -59,7 +59,7 @@ def _made(source: ModelSource, uri: str, recipe: str, plan: Plan | None, device:
     model, reason = build_model(config, weights, weights.shapes.__contains__, kind, packed, device, uri)
     sizes = kind.itemsize * sum(shape.numel() for name, shape in weights.shapes.items()
                                 if name.removesuffix(".weight") not in packed)
-    sizes += sum(one.nbytes for one in packed.values())
+    sizes += sum(weight.nbytes for weight in packed.values())
     bits = plan.bits_per_weight if plan else 8.0 * kind.itemsize
     return LoadedModel(model, config, Tokenizer(source.side_files(), hf), uri, f"random {recipe}", None,
                        sizes, bits, sizes, reason)
@@ -84,16 +84,16 @@ class _Weights:
 
     def quantized(self, spec: QuantSpec, format: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Random codes, and scales with which their weights are about as large as plain ones."""
-        most = 2**spec.bits - 1
-        codes = torch.randint(0, most + 1, shape, dtype=torch.uint8, device=self._device,
+        highest = 2**spec.bits - 1
+        codes = torch.randint(0, highest + 1, shape, dtype=torch.uint8, device=self._device,
                               generator=self._generator)
         size = {"int": 2.0**spec.bits / 3.5, "nf": 0.5, "fp": 100.0}[spec.kind]
         if spec.kind == "fp":
             codes = codes & 0xF7  # no NaN among them
         dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        kept = dtypes.get(spec.scale_dtype, self._dtype)
-        name = next(name for name, one in dtypes.items() if one == kept)
-        scale = torch.full(spec.scale_shape(shape), STD / size, device=self._device).to(kept).float()
+        scale_dtype = dtypes.get(spec.scale_dtype, self._dtype)
+        name = next(name for name, dtype in dtypes.items() if dtype == scale_dtype)
+        scale = torch.full(spec.scale_shape(shape), STD / size, device=self._device).to(scale_dtype).float()
         zero = None
         if spec.kind == "int" and not spec.symmetric:
             zero = torch.full_like(scale, 2**(spec.bits - 1)).to(torch.uint8)

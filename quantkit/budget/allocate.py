@@ -45,17 +45,17 @@ def allocate(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]],
     cost *= COST / (cost.max() or 1.0)
     count = len(cost)
     owner = np.repeat(np.arange(len(sizes)), [len(options) for options in sizes])
-    one = csr_array((np.ones(count), (owner, np.arange(count))), shape=(len(sizes), count))
+    one_choice = csr_array((np.ones(count), (owner, np.arange(count))), shape=(len(sizes), count))
     cuts = np.cumsum([len(options) for options in sizes])[:-1]
     room = (limit - sum(map(min, sizes))) // unit
     while True:
         with _silent():
-            found = milp(cost, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=[
-                LinearConstraint(one, 1, 1), LinearConstraint(flat[None], -np.inf, scale * room)],
+            solution = milp(cost, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=[
+                LinearConstraint(one_choice, 1, 1), LinearConstraint(flat[None], -np.inf, scale * room)],
                 options={"mip_rel_gap": GAP})
-        if found.x is None:  # the smallest options fit: it isn't the problem's fault
-            raise RuntimeError(f"HiGHS: {found.message}")
-        chosen = [int(part.argmax()) for part in np.split(found.x, cuts)]
+        if solution.x is None:  # the smallest options fit: it isn't the problem's fault
+            raise RuntimeError(f"HiGHS: {solution.message}")
+        chosen = [int(part.argmax()) for part in np.split(solution.x, cuts)]
         taken = sum(options[index] for options, index in zip(sizes, chosen))
         if taken <= limit:
             return chosen
@@ -66,12 +66,12 @@ def allocate(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]],
 def _silent() -> Iterator[None]:
     """Where undoing its presolve costs precision, HiGHS writes a line to stdout, where it has no business."""
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         yield
     finally:
         (ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.CDLL(None)).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
         os.close(nowhere)

@@ -42,9 +42,9 @@ def parse_budget(text: str) -> Budget:
     Raises:
         UsageError: it is neither, or not above 0.
     """
-    found, size = amount(text), bytes_of(text)
-    if found is not None and found[1] == "bpw" and found[0]:
-        return Budget(text.strip(), bits=found[0])
+    number, size = amount(text), bytes_of(text)
+    if number is not None and number[1] == "bpw" and number[0]:
+        return Budget(text.strip(), bits=number[0])
     if size is None:
         raise UsageError(f"{text!r} is no budget", why="it is a number and a unit: bpw (bits a weight) or "
                          "MB, GB, MiB, GiB (of all tensors)", next="--budget 4.25bpw, or --budget 5GB")

@@ -91,24 +91,26 @@ class BudgetChoice:
         places: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
         for names in _groups(rows[name] for name in self.chosen):
             places[tuple(dict.fromkeys(map(part_of, names)))].append(names)
-        found, labels = [], labels_of(self.candidates)
+        rows_of_layers, labels = [], labels_of(self.candidates)
         for place, groups in places.items():
             counts = [0] * len(self.candidates)
             for names in groups:
                 counts[self.chosen[names[0]]] += 1
             flat = [rows[name] for names in groups for name in names]
-            found.append(SharedChoice(place, _bits(flat, sum(row.bytes_after for row in flat)),
-                                      math.fsum(self.costs[row.name][self.chosen[row.name]] for row in flat),
-                                      {labels[i]: n for i, n in enumerate(counts) if n}))
-        return found
+            rows_of_layers.append(SharedChoice(place, _bits(flat, sum(row.bytes_after for row in flat)),
+                                               math.fsum(self.costs[row.name][self.chosen[row.name]]
+                                                         for row in flat),
+                                               {labels[i]: n for i, n in enumerate(counts) if n}))
+        return rows_of_layers
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         labels = labels_of(self.candidates)
         return {"budget": self.budget.text, "bits_per_weight": self.plan.bits_per_weight,
                 "tensor_bytes": self.plan.disk_bytes, "predicted_kl": self.kl,
-                "uniform": [{"label": one.label, "bits_per_weight": one.bits, "tensor_bytes": one.disk_bytes,
-                             "predicted_kl": one.kl} for one in self.uniform],
+                "uniform": [{"label": uniform.label, "bits_per_weight": uniform.bits,
+                             "tensor_bytes": uniform.disk_bytes, "predicted_kl": uniform.kl}
+                            for uniform in self.uniform],
                 "layers": {name: {"chosen": labels[index], "predicted_kl": {
                     labels[i]: kl for i, kl in self.costs[name].items()}}
                     for name, index in self.chosen.items()}}
@@ -136,7 +138,8 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     spec = recipe.calibration or CalibrationSpec()
     base = make_plan(recipe.model_copy(update={"calibration": spec, "candidates": ()}), source)
     rows = candidate_rows(recipe, source)
-    if outside := next((name for name, one in rows.items() if next(iter(one.values())).layer is None), None):
+    if outside := next((name for name, choices in rows.items() if next(iter(choices.values())).layer is None),
+                       None):
         raise RecipeError(f"recipe {recipe.name!r} has no rule for {outside}",
                           why="sensitivity is measured in decoder layers only",
                           next=f"add a rule {{match: {outside}, optional: true}}, which keeps it, or give "
@@ -150,17 +153,18 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
     _check_fixed(recipe, fixed)
     groups = _groups(row for row in base.rows if row.name in rows)
     options = [_common(names, rows, recipe) for names in groups]
-    sizes = [[sum(rows[name][i].bytes_after for name in names) for i in one]
-             for names, one in zip(groups, options)]
+    sizes = [[sum(rows[name][i].bytes_after for name in names) for i in options_of_group]
+             for names, options_of_group in zip(groups, options)]
     taken = sum(row.bytes_after for row in fixed)
     limit = budget.linear_bytes(_weights(linears), other) - taken
     _check_range(budget, limit, linears, other, taken, sum(map(min, sizes)), sum(map(max, sizes)))
 
     costs = sensitivities(source, base, recipe.candidates, rows, progress)
-    picked = allocate([[math.fsum(costs[name][i] for name in names) for i in one]
-                       for names, one in zip(groups, options)], sizes, limit)
+    picked = allocate([[math.fsum(costs[name][i] for name in names) for i in options_of_group]
+                       for names, options_of_group in zip(groups, options)], sizes, limit)
     assert picked is not None  # the range was checked
-    chosen = {name: one[at] for names, one, at in zip(groups, options, picked) for name in names}
+    chosen = {name: options_of_group[at] for names, options_of_group, at in zip(groups, options, picked)
+              for name in names}
     kl = math.fsum(costs[name][index] for name, index in chosen.items())
     told = f"Chosen for {budget.text} from the candidates of {recipe.name}; predicted KL {kl:.3g}."
     resolved = recipe.model_copy(update={
@@ -173,10 +177,10 @@ def choose(source: ModelSource, recipe: Recipe, budget: Budget, progress: Listen
 def labels_of(candidates: Sequence[Candidate]) -> list[str]:
     """What each is called: by its spec, by its method too where that is another's, by a number too where
     only options differ."""
-    specs = [one.label() for one in candidates]
+    specs = [candidate.label() for candidate in candidates]
     alike = Counter(specs)
-    names = [f"{one.method} {spec}" if alike[spec] > 1 else spec
-             for one, spec in zip(candidates, specs, strict=True)]
+    names = [f"{candidate.method} {spec}" if alike[spec] > 1 else spec
+             for candidate, spec in zip(candidates, specs, strict=True)]
     alike = Counter(names)
     return [f"{name} #{number}" if alike[name] > 1 else name for number, name in enumerate(names, 1)]
 
@@ -191,62 +195,66 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
                           why="what a layer's error costs is measured by gradients",
                           next="calibration: {importance: gradient}")
-    if changed := [one.name for one in recipe.transforms if registry("transforms").get(one.name).layer]:
+    if changed := [transform.name for transform in recipe.transforms
+                   if registry("transforms").get(transform.name).layer]:
         raise RecipeError(f"recipe {recipe.name!r} has candidates and the transform {changed[0]}",
                           why="it changes layers once their inputs are measured, and what a layer's error "
                               "costs is measured before",
                           next="leave it out; rotate, which changes the whole model beforehand, can stay")
-    packed = [one for one in recipe.candidates if one.spec is not None]
-    for one in packed:
-        assert one.spec is not None
-        if one.spec.activations:
-            raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} rounds activations too",
+    packed = [candidate for candidate in recipe.candidates if candidate.spec is not None]
+    for candidate in packed:
+        assert candidate.spec is not None
+        named = f"candidate {candidate.label()} of recipe {recipe.name!r}"
+        if candidate.spec.activations:
+            raise RecipeError(f"{named} rounds activations too",
                               why="only what rounding weights costs is measured", next="leave it out")
-        alone = getattr(registry("formats").get(str(one.format_name)), "alone", False)
-        if alone and any((o.format_name, o.spec) != (one.format_name, one.spec) for o in packed):
-            raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} can't be mixed with others",
-                              why=f"format {one.format_name} has place for one spec",
+        alone = getattr(registry("formats").get(str(candidate.format_name)), "alone", False)
+        if alone and any((o.format_name, o.spec) != (candidate.format_name, candidate.spec) for o in packed):
+            raise RecipeError(f"{named} can't be mixed with others",
+                              why=f"format {candidate.format_name} has place for one spec",
                               next="leave out 'format': pack-quantized can say a mix of integers")
 
 
 def _check_fixed(recipe: Recipe, fixed: Sequence[PlanRow]) -> None:
     """RecipeError for a candidate whose format has no place for what rules make of other layers."""
-    for one in recipe.candidates:
-        if one.spec is None or not getattr(registry("formats").get(str(one.format_name)), "alone", False):
+    for candidate in recipe.candidates:
+        if candidate.spec is None or not getattr(registry("formats").get(str(candidate.format_name)), "alone",
+                                                 False):
             continue
         for row in fixed:
-            if row.spec and (row.format, row.spec.label()) != (one.format_name, one.spec.label()):
-                raise RecipeError(f"candidate {one.label()} of recipe {recipe.name!r} can't be mixed with "
-                                  f"what its rules make of {row.name}", why=f"that is {row.spec.label()} by "
-                                  f"{row.format}, and format {one.format_name} has place for one spec",
+            if row.spec and (row.format, row.spec.label()) != (candidate.format_name, candidate.spec.label()):
+                named = f"candidate {candidate.label()} of recipe {recipe.name!r}"
+                raise RecipeError(f"{named} can't be mixed with what its rules make of {row.name}",
+                                  why=f"that is {row.spec.label()} by "
+                                  f"{row.format}, and format {candidate.format_name} has place for one spec",
                                   next="leave out 'format': pack-quantized can say a mix of integers")
 
 
 def _groups(rows: Iterable[PlanRow]) -> list[list[str]]:
     """Names of the layers that get the same, in the model's order."""
-    found: dict[str, list[str]] = defaultdict(list)
+    groups: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         head, expert, _ = row.name.partition(EXPERT)
-        found[head + expert if expert else row.shares].append(row.name)
-    return list(found.values())
+        groups[head + expert if expert else row.shares].append(row.name)
+    return list(groups.values())
 
 
 def _common(names: Sequence[str], rows: Rows, recipe: Recipe) -> list[int]:
     """Numbers of the candidates that fit all of these layers."""
-    found = [index for index in rows[names[0]] if all(index in rows[name] for name in names)]
-    if not found:
+    common = [index for index in rows[names[0]] if all(index in rows[name] for name in names)]
+    if not common:
         raise RecipeError(f"recipe {recipe.name!r}: no candidate fits all of {', '.join(names)}",
                           why="they get the same, so that engines can fuse them",
                           next="add a candidate {method: null}, which keeps them")
-    return found
+    return common
 
 
 def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: int, fixed: int, least: int,
-                 most: int) -> None:
+                 largest: int) -> None:
     weights = _weights(linears)
     rounding = 1000 if budget.bits is None else weights // 800 + 1  # of what is named below
-    nothing = fixed + most == sum(row.bytes_before for row in linears)  # is quantized, if all that fits
-    if least <= limit and (limit < most if nothing else limit <= most + rounding):
+    nothing = fixed + largest == sum(row.bytes_before for row in linears)  # is quantized, if all that fits
+    if least <= limit and (limit < largest if nothing else limit <= largest + rounding):
         return
 
     def told(size: int) -> tuple[str, str]:
@@ -254,7 +262,7 @@ def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: 
         bits, total = math.ceil(800 * size / weights) / 100, other + size
         return f"{bits:g}bpw", f"{math.ceil(total / 1e3) / 1e3:.3f}MB"
 
-    low, high = told(fixed + least), told(fixed + most)
+    low, high = told(fixed + least), told(fixed + largest)
     kind = 0 if budget.bits is not None else 1
     small = limit < least
     raise UsageError(f"--budget {budget.text} is {'less' if small else 'more'} than any choice takes",
@@ -266,14 +274,15 @@ def _check_range(budget: Budget, limit: int, linears: Sequence[PlanRow], other: 
 
 def _uniform(recipe: Recipe, linears: Sequence[PlanRow], other: int, rows: Rows,
              costs: Mapping[str, Mapping[int, float]], fixed: int) -> tuple[UniformCandidate, ...]:
-    found, labels = [], labels_of(recipe.candidates)
+    uniforms, labels = [], labels_of(recipe.candidates)
     for index, candidate in enumerate(recipe.candidates):
-        if candidate.method is None or any(index not in one for one in rows.values()):
+        if candidate.method is None or any(index not in choices for choices in rows.values()):
             continue
-        size = fixed + sum(one[index].bytes_after for one in rows.values())
-        found.append(UniformCandidate(labels[index], _bits(linears, size), other + size,
-                                      math.fsum(one[index] for one in costs.values())))
-    return tuple(sorted(found, key=lambda one: one.disk_bytes))
+        size = fixed + sum(choices[index].bytes_after for choices in rows.values())
+        uniforms.append(UniformCandidate(labels[index], _bits(linears, size), other + size,
+                                         math.fsum(costs_of_layer[index]
+                                                   for costs_of_layer in costs.values())))
+    return tuple(sorted(uniforms, key=lambda uniform: uniform.disk_bytes))
 
 
 def _weights(rows: Sequence[PlanRow]) -> int:

@@ -39,10 +39,10 @@ def rules_of(chosen: Mapping[str, int], candidates: Sequence[Candidate]) -> tupl
     # parts that have the same candidate in the same layers share a pattern
     parts: dict[tuple[int, str, tuple[int, ...]], list[str]] = defaultdict(list)
     for (prefix, part), choices in layers.items():
-        most = Counter(choices.values()).most_common(1)[0][0]
-        last.append((most, f"{prefix}*.{part}"))
-        for index in sorted(set(choices.values()) - {most}):
-            numbers = sorted(number for number, one in choices.items() if one == index)
+        commonest = Counter(choices.values()).most_common(1)[0][0]
+        last.append((commonest, f"{prefix}*.{part}"))
+        for index in sorted(set(choices.values()) - {commonest}):
+            numbers = sorted(number for number, choice in choices.items() if choice == index)
             parts[index, prefix, tuple(numbers)].append(part)
     first = [(index, pattern) for (index, prefix, numbers), tails in parts.items()
              for pattern in _patterns(prefix, numbers, tails)]
@@ -60,4 +60,4 @@ def _patterns(prefix: str, numbers: Iterable[int], parts: Iterable[str]) -> list
             pieces.append(number)
         else:
             pieces[-1] = longer
-    return [f"{start}({one})\\.{tail}" if "|" in one else f"{start}{one}\\.{tail}" for one in pieces]
+    return [f"{start}({piece})\\.{tail}" if "|" in piece else f"{start}{piece}\\.{tail}" for piece in pieces]

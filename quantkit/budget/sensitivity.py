@@ -79,8 +79,8 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
     run = _Run(source, plan, candidates, rows, progress)
     needed = walks_bytes(run.config, run.tokens, len(rows))
     try:
-        with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as kept:
-            return run(kept)
+        with CheckpointWriter(_folder(run.identity), run.identity, needed_bytes=needed) as writer:
+            return run(writer)
     except NonFiniteError as error:
         raise blame(error, source, run.data.origins if run.data else ()) from error
     except CheckpointError as error:
@@ -104,48 +104,49 @@ class _Run:
         self.identity = _identity(source, plan.recipe, candidates, rows, self.data)
         self.done, self.total = 0, 3 * self.config.num_layers
 
-    def __call__(self, kept: CheckpointWriter) -> dict[str, dict[int, float]]:
+    def __call__(self, writer: CheckpointWriter) -> dict[str, dict[int, float]]:
         layers = range(self.config.num_layers)
-        missing = [index for index in layers if not kept.has(f"{LAYER}{index}")]
+        missing = [index for index in layers if not writer.has(f"{LAYER}{index}")]
         if missing:
-            self._measure(kept, missing)
-        kept.drop(GRADIENTS)
-        found = {name: losses.tolist() for index in layers
-                 for name, losses in kept.get(f"{LAYER}{index}")[0].items()}
+            self._measure(writer, missing)
+        writer.drop(GRADIENTS)
+        losses_by_name = {name: losses.tolist() for index in layers
+                          for name, losses in writer.get(f"{LAYER}{index}")[0].items()}
         self.progress(ProgressEvent(self.total, self.total, "measured"))
-        return {name: dict(zip(choices, found[name], strict=True)) for name, choices in self.rows.items()}
+        return {name: dict(zip(choices, losses_by_name[name], strict=True))
+                for name, choices in self.rows.items()}
 
-    def _measure(self, kept: CheckpointWriter, missing: Sequence[int]) -> None:
-        if self.data is None and not kept.has(TEXT):
-            kept.put(TEXT, {"tokens": write(self.spec, self.source, self.weights, self.progress)}, [])
-        tokens = self.data.tokens if self.data else kept.get(TEXT)[0]["tokens"]
+    def _measure(self, writer: CheckpointWriter, missing: Sequence[int]) -> None:
+        if self.data is None and not writer.has(TEXT):
+            writer.put(TEXT, {"tokens": write(self.spec, self.source, self.weights, self.progress)}, [])
+        tokens = self.data.tokens if self.data else writer.get(TEXT)[0]["tokens"]
         label = "what each token matters"
-        walks = WorkStore(kept, WALKS)
-        if not kept.has(GRADIENTS):
+        walks = WorkStore(writer, WALKS)
+        if not writer.has(GRADIENTS):
             self._step(label)
             wanted = list(self.rows)
-            kept.put(GRADIENTS, gradients(
+            writer.put(GRADIENTS, gradients(
                 self.source, self.plan.recipe.transforms, tokens, self.seed, wanted, self.weights.device,
                 lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, walks,
                                         lambda: self._step(label))), [])
         walks.clear()
-        squares = kept.get(GRADIENTS)[0]
-        weighed = {name: balanced(one) for name, one in squares.items()}
-        with Spill(kept.states) as states:
+        squares = writer.get(GRADIENTS)[0]
+        weighed = {name: balanced(squares_of_layer) for name, squares_of_layer in squares.items()}
+        with Spill(writer.states) as states:
             runner = LayerRunner(self.config, self.weights, tokens, weighed, states)
             for index in range(missing[-1] + 1):
                 self.done = 2 * self.config.num_layers + index
                 self._step(f"candidates in layer {index}")
                 if index in missing:
-                    kept.put(f"{LAYER}{index}", self._layer(index, runner, squares), [])
+                    writer.put(f"{LAYER}{index}", self._layer(index, runner, squares), [])
                 if index < missing[-1]:
                     runner.advance(index, {})
 
     def _layer(self, index: int, runner: LayerRunner,
                squares: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        here = [name for name, rows in self.rows.items() if next(iter(rows.values())).layer == index]
-        stats = runner.measure(index, {name: {"hessian"} for name in here})
-        return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in here}
+        names = [name for name, rows in self.rows.items() if next(iter(rows.values())).layer == index]
+        stats = runner.measure(index, {name: {"hessian"} for name in names})
+        return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in names}
 
     def _step(self, label: str) -> None:
         self.progress(ProgressEvent(self.done, self.total, label))
@@ -188,8 +189,8 @@ def _identity(source: ModelSource, recipe: Recipe, candidates: Sequence[Candidat
     return {"version": VERSION, "quantkit": __version__,
             "plugins": {plugin.distribution: plugin.version for plugin in current().plugins},
             "source": SourceRecord.of(source.identity()).model_dump(mode="json"),
-            "transforms": [one.model_dump(mode="json") for one in recipe.transforms],
-            "candidates": [one.model_dump(mode="json") for one in candidates],
+            "transforms": [transform.model_dump(mode="json") for transform in recipe.transforms],
+            "candidates": [candidate.model_dump(mode="json") for candidate in candidates],
             "rows": {name: sorted(choices) for name, choices in rows.items()},
             "calibration": recipe.calibration.without_folders().model_dump(mode="json"),
             "tokens": data.sha256 if data else None}

@@ -77,39 +77,40 @@ class Coverage(Frozen):
     def lines(self) -> list[str]:
         """The report, a sentence each."""
         share = self.distinct / self.vocabulary
-        said = [f"{self.used:,} of {self.available:,} tokens, from {self.documents:,} "
-                + ("documents" if self.documents != 1 else "document")
-                + (f" ({self.chats:,} conversations)" if self.chats else ""),
-                f"{self.distinct:,} different tokens, {share:.1%} of the vocabulary",
-                f"{self.same:,} windows equal an earlier one, {self.similar:,} repeat earlier ones by half"]
+        facts = [f"{self.used:,} of {self.available:,} tokens, from {self.documents:,} "
+                 + ("documents" if self.documents != 1 else "document")
+                 + (f" ({self.chats:,} conversations)" if self.chats else ""),
+                 f"{self.distinct:,} different tokens, {share:.1%} of the vocabulary",
+                 f"{self.same:,} windows equal an earlier one, {self.similar:,} repeat earlier ones by half"]
         if self.cut:
-            said.append(f"{self.cut:,} documents cut at a window's end, {self.lost:,} tokens of them lost")
+            facts.append(f"{self.cut:,} documents cut at a window's end, {self.lost:,} tokens of them lost")
         if self.short:
-            said.append(f"{self.short:,} documents shorter than a window")
+            facts.append(f"{self.short:,} documents shorter than a window")
         if self.left_out:
-            said.append(f"{self.left_out:,} conversations left out: a special token is written in them")
+            facts.append(f"{self.left_out:,} conversations left out: a special token is written in them")
         if self.avoided:
-            said.append(f"{self.avoided:,} left out for what they share with texts to avoid")
-        said += [f"up to {one.largest:.1%} of a window's 13-grams are in {one.text}" for one in self.overlaps]
-        return said
+            facts.append(f"{self.avoided:,} left out for what they share with texts to avoid")
+        facts += [f"up to {overlap.largest:.1%} of a window's 13-grams are in {overlap.text}"
+                  for overlap in self.overlaps]
+        return facts
 
     def warnings(self, length: int) -> list[str]:
         """What is bad about it, a sentence each; ``length`` is that of a window."""
-        said = []
+        warnings = []
         if self.used < self.widest:
-            said.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of the "
-                        "widest layer: its Hessian has no full rank, and damping decides the rest; "
-                        f"--samples {-(-self.widest // length)} would do")
+            warnings.append(f"{self.used:,} calibration tokens are fewer than the {self.widest:,} inputs of "
+                            "the widest layer: its Hessian has no full rank, and damping decides the rest; "
+                            f"--samples {-(-self.widest // length)} would do")
         if self.distinct < FEWEST_DISTINCT * self.vocabulary:
-            said.append(f"the calibration text has {self.distinct:,} different tokens, "
-                        f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
+            warnings.append(f"the calibration text has {self.distinct:,} different tokens, "
+                            f"{self.distinct / self.vocabulary:.2%} of the vocabulary: more text covers more")
         if self.same or self.similar:
-            said.append(f"of the calibration windows {self.same} are equal to an earlier one and "
-                        f"{self.similar} repeat earlier ones by half: such text counts twice")
+            warnings.append(f"of the calibration windows {self.same} are equal to an earlier one and "
+                            f"{self.similar} repeat earlier ones by half: such text counts twice")
         if self.lost > self.used:
-            said.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the {self.used:,} "
-                        "that are used: a larger --length keeps more of each document")
-        return said + [
-            f"{one.windows} calibration windows share up to {one.largest:.0%} of their 13-grams with "
-            f"{one.text}: measured on that, the result looks better than it is"
-            for one in self.overlaps if one.windows]
+            warnings.append(f"{self.lost:,} tokens were cut off at windows' ends, more than the "
+                            f"{self.used:,} that are used: a larger --length keeps more of each document")
+        return warnings + [
+            f"{overlap.windows} calibration windows share up to {overlap.largest:.0%} of their 13-grams with "
+            f"{overlap.text}: measured on that, the result looks better than it is"
+            for overlap in self.overlaps if overlap.windows]

@@ -74,7 +74,7 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
     documents, read = _documents(spec, listen)
     packing = spec.packing
     if packing == "auto":
-        packing = "documents" if any(one.is_chat for one in documents) else "stream"
+        packing = "documents" if any(document.is_chat for document in documents) else "stream"
     encoded = _encode(documents, tokenizer, packing)
     exams = _Exams(spec, tokenizer)
     windows = cut_windows(spec, encoded, packing, exams.hit)
@@ -84,9 +84,10 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
                                next="replace tokenizer.json by the model's own")
     left_out = len(documents) - len(encoded)
     coverage = exams.look(windows.tokens, Coverage(
-        documents=len(encoded), chats=sum(one.is_chat for one in documents) - left_out, left_out=left_out,
-        available=windows.available, vocabulary=vocabulary, widest=widest, avoided=windows.avoided,
-        short=sum(len(one.ids) < spec.length for one in encoded), cut=windows.cut, lost=windows.lost))
+        documents=len(encoded), chats=sum(document.is_chat for document in documents) - left_out,
+        left_out=left_out, available=windows.available, vocabulary=vocabulary, widest=widest,
+        avoided=windows.avoided, short=sum(len(text.ids) < spec.length for text in encoded), cut=windows.cut,
+        lost=windows.lost))
     return CalibrationData(windows.tokens, windows.origins, packing, read, coverage)
 
 
@@ -129,18 +130,18 @@ class _Exams:
 
 def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
     need = spec.samples * spec.length
-    found: list[DataFile | Document] = []
+    parts: list[DataFile | Document] = []
     for name in spec.texts:
         if name == BUILTIN:
-            found.append(Document(BUILTIN, _builtin(need * CHARACTERS_PER_TOKEN)))
+            parts.append(Document(BUILTIN, _builtin(need * CHARACTERS_PER_TOKEN)))
         elif name.startswith(hub.PREFIX):
-            found += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
+            parts += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
         else:
-            found += some_of(local_files(name), need * BYTES_PER_TOKEN, spec.seed)
-    read = read_files([one for one in found if isinstance(one, DataFile)], need * BYTES_PER_TOKEN)
+            parts += some_of(local_files(name), need * BYTES_PER_TOKEN, spec.seed)
+    read = read_files([part for part in parts if isinstance(part, DataFile)], need * BYTES_PER_TOKEN)
     by_file = dict(read)
-    documents = [document for one in found
-                 for document in (by_file[one] if isinstance(one, DataFile) else [one])]
+    documents = [document for part in parts
+                 for document in (by_file[part] if isinstance(part, DataFile) else [part])]
     return documents, tuple(SourceFile(name=file.name, sha256=file.sha256(), revision=file.revision)
                             for file, _ in read)
 
@@ -156,22 +157,22 @@ def _builtin(characters: int) -> str:
 
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
     """Tokens of each document; a conversation in which someone writes a special token is left out."""
-    found = []
-    for number, one in enumerate(documents, 1):
-        if isinstance(one.content, str):
-            text = one.content
-        elif any(tokenizer.controls.typed_in(said) for turn in one.content for said in turn.values()):
+    encoded = []
+    for number, document in enumerate(documents, 1):
+        if isinstance(document.content, str):
+            text = document.content
+        elif any(tokenizer.controls.typed_in(text) for turn in document.content for text in turn.values()):
             continue
         else:
-            text = _rendered(one, tokenizer)
+            text = _rendered(document, tokenizer)
         if packing == "stream" and number < len(documents):
             text += SEPARATOR
-        found.append(Encoded(one.where, tokenizer.encode(text, special=False)))
-    if not found:
+        encoded.append(Encoded(document.where, tokenizer.encode(text, special=False)))
+    if not encoded:
         raise CalibrationError("every conversation is left out: a special token is written in it",
                                why=f"the model's: {', '.join(sorted(tokenizer.controls.ids)[:8])}",
                                next="give text as it is before a chat template, or under the key 'text'")
-    return found
+    return encoded
 
 
 def _rendered(chat: Document, tokenizer: Tokenizer) -> str:
@@ -179,8 +180,8 @@ def _rendered(chat: Document, tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.chat_text(chat.content, answer=False)
     except SourceError as error:
-        what = error.what if tokenizer.has_chat else "the model has no chat template"
-        raise CalibrationError(f"{chat.where} can't be rendered: {what}", why=error.why,
+        problem = error.what if tokenizer.has_chat else "the model has no chat template"
+        raise CalibrationError(f"{chat.where} can't be rendered: {problem}", why=error.why,
                                next="remove that line, or correct its roles" if tokenizer.has_chat else
                                     "give plain text (key 'text'), or calibrate with 'builtin'") from None
 

@@ -36,15 +36,15 @@ def prose(characters: int, folder: Path | None = None) -> str:
     Returns:
         The text; empty where a Python is installed without its sources.
     """
-    found: list[str] = []
+    texts: list[str] = []
     size = 0
     for path in _modules(folder or stdlib()):
         for paragraph in _paragraphs(path):
-            found.append(paragraph)
+            texts.append(paragraph)
             size += len(paragraph) + 2
         if size >= characters:
             break
-    return "\n\n".join(dict.fromkeys(found))[:characters]
+    return "\n\n".join(dict.fromkeys(texts))[:characters]
 
 
 def _modules(folder: Path) -> list[Path]:

@@ -68,13 +68,13 @@ def local_files(name: str) -> list[DataFile]:
             part.startswith(".") for part in file.relative_to(path).parts))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user's home
         raise unreadable(name, error) from None
-    found = [DataFile(f"{path.name}/{file.relative_to(path).as_posix()}", file) for file in inside
+    files = [DataFile(f"{path.name}/{file.relative_to(path).as_posix()}", file) for file in inside
              if file.suffix.lower() in PROSE]
-    if not found:
+    if not files:
         rows = [file for file in inside if file.suffix.lower() in (*ROWS, PARQUET)]
         raise CalibrationError(f"the folder {name} holds no {' or '.join(PROSE)} file",
                                next=f"name a file of it: {rows[0]}" if rows else "give another folder")
-    return found
+    return files
 
 
 def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, list[Document]]]:
@@ -90,23 +90,23 @@ def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, li
 def some_of(files: Sequence[DataFile], limit: int, seed: int) -> list[DataFile]:
     """Of a folder's files, or a data set's: as many as hold ``limit`` bytes, where none counts for more than
     ``SHARE``; in the order given. Raises CalibrationError if one isn't there."""
-    order, left, taken = list(range(len(files))), limit, set()
+    order, remaining, taken = list(range(len(files))), limit, set()
     random.Random(seed).shuffle(order)
     for i in order:
-        if left <= 0:
+        if remaining <= 0:
             break
         taken.add(i)
-        left -= min(files[i].size, SHARE)
+        remaining -= min(files[i].size, SHARE)
     return [file for i, file in enumerate(files) if i in taken]
 
 
 def shares(sizes: Sequence[int], limit: int) -> list[int]:
     """``limit`` shared out evenly; what small files leave goes to the others."""
-    given, left = [0] * len(sizes), limit
+    shares, remaining = [0] * len(sizes), limit
     for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        given[i] = min(sizes[i], left // (len(sizes) - done))
-        left -= given[i]
-    return given
+        shares[i] = min(sizes[i], remaining // (len(sizes) - done))
+        remaining -= shares[i]
+    return shares
 
 
 def read_file(file: DataFile, limit: int) -> list[Document]:
@@ -117,15 +117,15 @@ def read_file(file: DataFile, limit: int) -> list[Document]:
     """
     suffix = file.path.suffix.lower()
     if suffix == PARQUET:
-        found = list(_parquet(file, limit))
+        documents = list(_parquet(file, limit))
     elif suffix in ROWS:
-        found = list(_lines(file, limit))
+        documents = list(_lines(file, limit))
     else:
-        found = _whole(file, limit)
-    if not found:
+        documents = _whole(file, limit)
+    if not documents:
         raise CalibrationError(f"the calibration data {file.name} is empty",
                                next="give a file with text in it, or 'builtin'")
-    return found
+    return documents
 
 
 def unreadable(name: str, error: Exception) -> CalibrationError:
@@ -166,11 +166,11 @@ def _lines(file: DataFile, limit: int) -> Iterator[Document]:
                                next="give more --samples or fewer files, or, if it is not one object a line: "
                                     "jq -c '.[]' FILE > FILE.jsonl")
     for number, line in enumerate(lines if all_of_it else lines[:-1], 1):
-        if line.strip() and (found := parse_row(line, f"{file.name} line {number}")) is not None:
-            yield found
+        if line.strip() and (parsed := parse_row(line, f"{file.name} line {number}")) is not None:
+            yield parsed
 
 
 def _parquet(file: DataFile, limit: int) -> Iterator[Document]:
     for number, row in enumerate(read_rows(file.path, file.name, sorted(KEYS), limit), 1):
-        if (found := document(row, f"{file.name} row {number}")) is not None:
-            yield found
+        if (parsed := document(row, f"{file.name} row {number}")) is not None:
+            yield parsed

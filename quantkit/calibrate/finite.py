@@ -54,10 +54,10 @@ def require_finite_states(states: torch.Tensor, first: int, where: str, layer: i
     """
     if all_finite(states):
         return
-    for sample, one in enumerate(states, first):
-        if bad := int((~torch.isfinite(one)).sum()):
+    for sample, state in enumerate(states, first):
+        if bad := int((~torch.isfinite(state)).sum()):
             raise NonFiniteError(f"the hidden state after {where} is NaN or infinite", sample=sample,
-                                 layer=layer, why=f"{bad} of {one.numel()} values")
+                                 layer=layer, why=f"{bad} of {state.numel()} values")
 
 
 def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mapping[str, Linear],
@@ -74,14 +74,14 @@ def first_nonfinite(run: Callable[[torch.Tensor], torch.Tensor], linears: Mappin
     Returns:
         An error that names window, layer and tensor; ``None`` if all is finite.
     """
-    before = {name: (one.observer, one.on_output) for name, one in linears.items()}
+    before = {name: (linear.observer, linear.on_output) for name, linear in linears.items()}
     for name, linear in linears.items():
         linear.observer = _input_watch(name)
         linear.on_output = _output_watch(name)
     try:
-        for sample, one in enumerate(states, first):
+        for sample, state in enumerate(states, first):
             try:
-                require_finite_states(run(one[None]), sample, f"model.layers.{layer}")
+                require_finite_states(run(state[None]), sample, f"model.layers.{layer}")
             except NonFiniteError as error:
                 return NonFiniteError(error.tensor, sample=sample, layer=layer, why=error.why)
     finally:

@@ -76,15 +76,15 @@ def dataset_files(text: str, limit: int, listen: Listener = silent) -> list[Data
             branch = name.revision or "its main branch"
             warnings.warn(f"{PREFIX}{name.repo} is not pinned: {branch} may be other data tomorrow; "
                           f"for these again: {name.named(commit)}", stacklevel=2)
-    found = []
+    files = []
     for done, file in enumerate(chosen):
         listen(ProgressEvent(done, len(chosen), f"downloading {file}"))
         try:
             path = Path(hf_hub_download(name.repo, file, repo_type="dataset", revision=commit))
         except Exception as error:  # whichever HTTP library the hub's client uses raises what it likes
             raise _failed(name, error) from error
-        found.append(DataFile(f"{PREFIX}{name.repo}/{file}", path, commit))
-    return found
+        files.append(DataFile(f"{PREFIX}{name.repo}/{file}", path, commit))
+    return files
 
 
 def _listing(name: DatasetName) -> tuple[dict[str, int], str]:
@@ -95,8 +95,9 @@ def _listing(name: DatasetName) -> tuple[dict[str, int], str]:
         info = HfApi().dataset_info(name.repo, revision=name.revision, files_metadata=True)
     except Exception as error:
         raise _failed(name, error) from error
-    return {one.rfilename: one.size or 0 for one in info.siblings or []
-            if PurePosixPath(one.rfilename).suffix in SUFFIXES and _is_inside(one.rfilename)}, str(info.sha)
+    return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []
+            if PurePosixPath(sibling.rfilename).suffix in SUFFIXES
+            and _is_inside(sibling.rfilename)}, str(info.sha)
 
 
 def _choose(name: DatasetName, sizes: Mapping[str, int], limit: int) -> list[str]:
@@ -118,12 +119,12 @@ def _choose(name: DatasetName, sizes: Mapping[str, int], limit: int) -> list[str
         raise CalibrationError(f"{PREFIX}{name.repo} is in parquet, which needs pyarrow", next=GET_PYARROW)
     alike = {(PurePosixPath(file).parent, PurePosixPath(file).suffix) for file in readable}
     if len(alike) != 1:
-        some = readable or sorted(sizes)
-        more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
+        names = readable or sorted(sizes)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise CalibrationError(
             f"{PREFIX}{name.repo} has {'several sets' if readable else 'no files'} of the split "
-            f"{name.split or SPLIT!r}", why=f"files: {', '.join(some[:_SHOWN])}{more}",
-            next=f"name one: {replace(name, split=None, file=some[0]).named(name.revision)}")
+            f"{name.split or SPLIT!r}", why=f"files: {', '.join(names[:_SHOWN])}{more}",
+            next=f"name one: {replace(name, split=None, file=names[0]).named(name.revision)}")
     taken: list[str] = []
     room = limit
     for file in readable:

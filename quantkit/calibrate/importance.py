@@ -107,16 +107,16 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     if reached > layers:
         walks.head(seed)
     squares = store.get(SQUARES.format(layers))["head"]
-    found = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
+    result = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
     for index in reversed(range(layers)) if inside else ():
         if index < reached:
             walks.backward(index, inside)
-        found |= store.get(SQUARES.format(index))
+        result |= store.get(SQUARES.format(index))
         step()
-    if inside and not any(bool((found[name] > 0).any()) for name in inside):
+    if inside and not any(bool((result[name] > 0).any()) for name in inside):
         raise CalibrationError("the model's answers depend on none of its layers",
                                why="every gradient is 0", next="calibration: {importance: equal}")
-    return found
+    return result
 
 
 class _Walks:
@@ -170,9 +170,9 @@ class _Walks:
         squares = {name: torch.full((self._tokens.numel(),), NEVER)
                    for name in layer.linears() if name in wanted}
         self._put(SLOPES, index, self._slopes(layer, index, squares))
-        for name, found in squares.items():
-            if not bool(torch.isfinite(found.sum())):
-                worst = int(torch.nan_to_num(found, nan=torch.inf).argmax())
+        for name, squares_of_layer in squares.items():
+            if not bool(torch.isfinite(squares_of_layer.sum())):
+                worst = int(torch.nan_to_num(squares_of_layer, nan=torch.inf).argmax())
                 raise NonFiniteError(f"the gradient at the output of {name} is NaN or infinite", layer=index,
                                      sample=worst // self._tokens.shape[1],
                                      why="calibration: {importance: equal} needs none")
@@ -184,8 +184,8 @@ class _Walks:
                 squares: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         first = 0
         for i, x in enumerate(self._states(index)):
-            for name, found in squares.items():
-                layer.linears()[name].on_output = _watch(found, first)
+            for name, squares_of_layer in squares.items():
+                layer.linears()[name].on_output = _watch(squares_of_layer, first)
             with torch.enable_grad():
                 x.requires_grad_(True)
                 y = layer(x, self._positions[:x.shape[0]], None)
@@ -208,7 +208,7 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
     try:
         require_finite_states(y, first, f"model.layers.{index}", index)
     except NonFiniteError as error:
-        raise first_nonfinite(lambda one: layer(one, positions[:1], None), layer.linears(), x, first,
+        raise first_nonfinite(lambda state: layer(state, positions[:1], None), layer.linears(), x, first,
                               index) or error from None
     return y
 
@@ -251,9 +251,9 @@ def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:
     """Puts the squares of a pass's slopes where its tokens are; ``first``: the pass's first."""
     def watch(y: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         def take(slope: torch.Tensor) -> None:
-            found = slope.detach().float().square().mean(-1).flatten().cpu()
-            at = torch.arange(len(found)) if tokens is None else tokens.cpu()
-            squares[first + at] = found
+            squared = slope.detach().float().square().mean(-1).flatten().cpu()
+            at = torch.arange(len(squared)) if tokens is None else tokens.cpu()
+            squares[first + at] = squared
 
         y.register_hook(take)
 
@@ -265,9 +265,9 @@ def balanced(squares: torch.Tensor) -> torch.Tensor:
     largest are cut to :data:`MOST` times the mean before. Another token, which quantized layers may send
     to this expert, counts 1."""
     reached = squares != NEVER
-    found = squares[reached]
+    reached_squares = squares[reached]
     weights = torch.ones_like(squares)
-    if found.numel() and float(mean := found.mean()) > 0:
-        limited = (found / mean).clamp(max=MOST)
+    if reached_squares.numel() and float(mean := reached_squares.mean()) > 0:
+        limited = (reached_squares / mean).clamp(max=MOST)
         weights[reached] = limited / limited.mean()
     return weights

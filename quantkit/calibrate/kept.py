@@ -59,15 +59,15 @@ def gradients(source: ModelSource, transforms: Sequence[TransformSpec], tokens: 
            "tokens": [text, list(tokens.shape)],
            "source": [identity.kind, "" if identity.files else identity.uri, identity.revision,
                       dict(identity.files)], "wanted": sorted(wanted),
-           "transforms": [spec.model_dump(mode="json") for spec, (one, _) in zip(
-               transforms, resolve(transforms), strict=True) if one.layer is None]}
+           "transforms": [spec.model_dump(mode="json") for spec, (transform, _) in zip(
+               transforms, resolve(transforms), strict=True) if transform.layer is None]}
     file = folder.with_name("gradients") / f"{_digest(key)}.safetensors"
-    found = _read(file, wanted)
-    if found is None:
-        found = find()
+    gradients = _read(file, wanted)
+    if gradients is None:
+        gradients = find()
         with contextlib.suppress(OSError, SafetensorError, SourceError):  # what can't be kept is found again
-            _write(file, found)
-    return found
+            _write(file, gradients)
+    return gradients
 
 
 def _digest(key: Mapping[str, Any]) -> str:
@@ -79,24 +79,24 @@ def _read(file: Path, wanted: Sequence[str]) -> Gradients | None:
     try:
         if sha256_file(file) != file.with_suffix(HASH).read_text(encoding="ascii"):
             return None
-        found = load_file(file)
-        return {name: found[name] for name in wanted}
+        tensors = load_file(file)
+        return {name: tensors[name] for name in wanted}
     except (OSError, ValueError, KeyError, SafetensorError, SourceError):
         return None
 
 
-def _write(file: Path, found: Gradients) -> None:
+def _write(file: Path, gradients: Gradients) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, suffix=PART) as folder:
         part = Path(folder) / file.name
-        save_file({name: one.contiguous().clone() for name, one in found.items()}, part)
+        save_file({name: tensor.contiguous().clone() for name, tensor in gradients.items()}, part)
         part.with_suffix(HASH).write_text(sha256_file(part), encoding="ascii")
-        for one in (part, part.with_suffix(HASH)):
-            one.replace(file.parent / one.name)
-    others = sorted(file.parent.glob("*.safetensors"), key=lambda one: one.stat().st_mtime, reverse=True)
-    for one in others[MOST:]:
-        one.unlink(missing_ok=True)
-        one.with_suffix(HASH).unlink(missing_ok=True)
-    for left in file.parent.glob(f"*{PART}"):  # of a run that was killed
-        if time.time() - left.stat().st_mtime > DAY:
-            shutil.rmtree(left, ignore_errors=True)
+        for path in (part, part.with_suffix(HASH)):
+            path.replace(file.parent / path.name)
+    others = sorted(file.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in others[MOST:]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(HASH).unlink(missing_ok=True)
+    for partial in file.parent.glob(f"*{PART}"):  # of a run that was killed
+        if time.time() - partial.stat().st_mtime > DAY:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -68,9 +68,9 @@ def repeated(windows: NDArray[np.int64]) -> tuple[int, int]:
     of their 32-token shingles with earlier ones."""
     first = np.unique(windows, axis=0, return_index=True)[1]
     hashes = ngrams(windows, min(SHINGLE, windows.shape[1]))
-    _, found, which = np.unique(hashes.ravel(), return_index=True, return_inverse=True)
-    own = np.arange(len(windows))[:, None]
-    earlier = (found // hashes.shape[1])[which.reshape(hashes.shape)] < own
+    _, first_places, inverse = np.unique(hashes.ravel(), return_index=True, return_inverse=True)
+    numbers = np.arange(len(windows))[:, None]
+    earlier = (first_places // hashes.shape[1])[inverse.reshape(hashes.shape)] < numbers
     near = set(np.flatnonzero(earlier.mean(axis=1) >= 0.5).tolist())
     same = set(range(len(windows))) - set(first.tolist())
     return len(same), len(near - same)

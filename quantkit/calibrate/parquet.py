@@ -45,7 +45,7 @@ def read_rows(path: Path, name: str, known: Sequence[str], limit: int) -> list[d
     if not has_pyarrow():
         raise CalibrationError(f"{name} is a parquet file, which needs pyarrow", next=GET_PYARROW)
     try:
-        found = isolated.call("quantkit.calibrate.parquet:rows_of", {
+        answer = isolated.call("quantkit.calibrate.parquet:rows_of", {
             "path": str(path.absolute()), "known": sorted(known), "limit": min(limit, MOST)},
             seconds=SECONDS, memory=MEMORY, keep=False)
     except isolated.LimitError as error:
@@ -54,11 +54,11 @@ def read_rows(path: Path, name: str, known: Sequence[str], limit: int) -> list[d
     except isolated.RaisedError as error:
         raise CalibrationError(f"{name} can't be read as parquet", why=" ".join(str(error).split())[:200],
                                next="get the file again") from None
-    if (columns := found["columns"]) is not None:
+    if (columns := answer["columns"]) is not None:
         raise CalibrationError(f"{name} has no column of text that is known",
                                why=f"its columns: {', '.join(columns)[:200] or 'none'}",
                                next=f"known: {', '.join(known)}")
-    rows: list[dict[str, Any]] = found["rows"]
+    rows: list[dict[str, Any]] = answer["rows"]
     return rows
 
 
@@ -107,7 +107,7 @@ def _plain(scalar: Any) -> Any:
     if types.is_struct(kind):
         return {field.name: _plain(scalar[field.name]) for field in kind if _is_text(field.type)}
     if types.is_list(kind) or types.is_large_list(kind):
-        return [_plain(one) for one in scalar.values]
+        return [_plain(value) for value in scalar.values]
     return scalar.as_py()
 
 

@@ -62,14 +62,14 @@ def document(row: Mapping[str, Any], where: str) -> Document | None:
     Raises:
         CalibrationError: the row is of no known form, a text isn't one, or nobody asks in the conversation.
     """
-    found = _turns(row, where)
-    if found is None:
+    turns_of_row = _turns(row, where)
+    if turns_of_row is None:
         if "text" not in row:
             raise CalibrationError(f"{where} is of no known form", next=f"known: {FORMS}",
                                    why=f"its keys: {', '.join(map(repr, row))[:200] or 'none'}")
         text = _text(row["text"], where, "text")
         return Document(where, text) if text.strip() else None
-    turns = tuple({"role": role, "content": content} for role, content in found)
+    turns = tuple({"role": role, "content": content} for role, content in turns_of_row)
     if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
         raise CalibrationError(f"{where} is a conversation without a user's turn",
                                why=f"roles: {', '.join(turn['role'] for turn in turns) or 'none'}",
@@ -83,19 +83,19 @@ def _turns(row: Mapping[str, Any], where: str) -> list[tuple[str, str]] | None:
                                ("conversation", "role", "content")):
         if row.get(key) is not None:
             return _listed(row[key], where, key, role, content)
-    asked = next((key for key in ("prompt", "instruction", "question") if row.get(key) is not None), None)
-    if asked is None:
+    question = next((key for key in ("prompt", "instruction", "question") if row.get(key) is not None), None)
+    if question is None:
         return None
     answer = next((key for key in _ANSWERS if row.get(key) is not None), None)
-    if answer is None and isinstance(row.get("text"), str) and not isinstance(row[asked], list):
+    if answer is None and isinstance(row.get("text"), str) and not isinstance(row[question], list):
         return None  # what was asked for is the text
-    if isinstance(row[asked], list):  # a prompt may be a conversation itself, and so may its completion
-        turns = _listed(row[asked], where, asked, "role", "content")
+    if isinstance(row[question], list):  # a prompt may be a conversation itself, and so may its completion
+        turns = _listed(row[question], where, question, "role", "content")
         if answer is not None and isinstance(row[answer], list):
             return turns + _listed(row[answer], where, answer, "role", "content")
     else:
         more = [_text(row[key], where, key) for key in ("input", "context") if row.get(key)]
-        turns = [("user", "\n\n".join([_text(row[asked], where, asked), *filter(str.strip, more)]))]
+        turns = [("user", "\n\n".join([_text(row[question], where, question), *filter(str.strip, more)]))]
     return turns if answer is None else [*turns, ("assistant", _text(row[answer], where, answer))]
 
 

@@ -104,8 +104,8 @@ class LayerRunner:
         finally:
             for linear in linears.values():
                 linear.observer = None
-        found = {one: observer.result() for one, observer in observers.items()}
-        return {name: found[key[name]] for name in names}
+        statistics = {key_of_input: observer.result() for key_of_input, observer in observers.items()}
+        return {name: statistics[key[name]] for name in names}
 
     def forget(self, names: Collection[str]) -> None:
         """Let go of weights of the layer that was measured, which :meth:`advance` will be given anew."""
@@ -135,12 +135,12 @@ class LayerRunner:
         self._layer = None
         for i in range(self._batches):
             x = self._states.take(str(i)).to(self._positions.device)
-            left = self._forward(layer, x)
+            result = self._forward(layer, x)
             try:
-                require_finite_states(left, i * self._batch, f"model.layers.{index}", index)
+                require_finite_states(result, i * self._batch, f"model.layers.{index}", index)
             except NonFiniteError as error:
                 raise self._traced(layer, i, x, error) from None
-            self._states.put(str(i), left)
+            self._states.put(str(i), result)
         self.next += 1
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class LayerRunner:
             raise ValueError(f"the head was asked for, the hidden states are at {self.next}")
         norm = RMSNorm("model.norm", self._config.hidden_size, self._config, self._weights)
         observer = HessianObserver(name, self._importance.get(name) if self._importance else None)
-        samples = (one for i in range(self._batches) for one in self._states.get(str(i)))
+        samples = (state for i in range(self._batches) for state in self._states.get(str(i)))
         for sample, x in enumerate(samples):
             observer.first = sample * x.shape[0]
             try:
@@ -191,9 +191,9 @@ class LayerRunner:
     def _traced(self, layer: DecoderLayer, batch: int, entered: torch.Tensor,
                 error: NonFiniteError) -> NonFiniteError:
         """The same with sample and tensor."""
-        found = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), entered,
-                                batch * self._batch, self.next)
-        return found or error
+        first_error = first_nonfinite(lambda x: self._forward(layer, x), layer.linears(), entered,
+                                      batch * self._batch, self.next)
+        return first_error or error
 
 
 def embeddings(config: ModelConfig, weights: Weights, tokens: torch.Tensor, batch: int,

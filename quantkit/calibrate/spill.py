@@ -35,11 +35,11 @@ class Spill:
             self._left -= tensor.nbytes
             self._held[key] = tensor
             return
-        whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(whole.numpy().data)
+            path.write_bytes(data.numpy().data)
         except OSError as error:
             raise self._failed("written to", error) from error
         self._filed[key] = tensor.shape, tensor.dtype

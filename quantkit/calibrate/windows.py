@@ -62,14 +62,14 @@ def cut_windows(spec: CalibrationSpec, documents: Sequence[Encoded], packing: st
     Raises:
         CalibrationError: there are too few tokens.
     """
-    available = sum(len(one.ids) for one in documents)
-    made = _stream if packing == "stream" else _documents
-    return made(spec, documents, available, avoid)
+    available = sum(len(document.ids) for document in documents)
+    pack = _stream if packing == "stream" else _documents
+    return pack(spec, documents, available, avoid)
 
 
 def _stream(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
             avoid: Callable[[Ids], bool]) -> Windows:
-    ids = [token for one in documents for token in one.ids]
+    ids = [token for document in documents for token in document.ids]
     pieces = [ids[i:i + spec.length] for i in range(0, len(ids) - spec.length + 1, spec.length)]
     clean = [i for i, piece in enumerate(pieces) if not avoid(piece)]
     if len(clean) < spec.samples:
@@ -81,33 +81,33 @@ def _stream(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
 
 
 def _place(documents: Sequence[Encoded], token: int) -> str:
-    for one in documents:
-        if token < len(one.ids):
-            return f"{one.where}, from token {token}"
-        token -= len(one.ids)
+    for document in documents:
+        if token < len(document.ids):
+            return f"{document.where}, from token {token}"
+        token -= len(document.ids)
     raise IndexError(token)
 
 
 def _documents(spec: CalibrationSpec, documents: Sequence[Encoded], available: int,
                avoid: Callable[[Ids], bool]) -> Windows:
-    waiting = [one for one in documents if one.ids]
+    waiting = [document for document in documents if document.ids]
     random.Random(spec.seed).shuffle(waiting)
     rows: list[Ids] = []
     origins: list[str] = []
     row: Ids = []
     cut = lost = avoided = 0
-    for one in waiting:
+    for document in waiting:
         if len(rows) == spec.samples:
             break
-        if avoid(one.ids):
+        if avoid(document.ids):
             avoided += 1
             continue
         if not row:
-            origins.append(one.where)
+            origins.append(document.where)
         room = spec.length - len(row)
-        row = row + one.ids[:room]
-        if (left := len(one.ids) - room) > 0:
-            cut, lost = cut + 1, lost + left
+        row = row + document.ids[:room]
+        if (surplus := len(document.ids) - room) > 0:
+            cut, lost = cut + 1, lost + surplus
         if len(row) == spec.length:
             rows.append(row)
             row = []

@@ -63,11 +63,13 @@ class WritingPrompt:
             why = error.what + (f" ({error.why[:200]})" if error.why else "")
         if text.count(_ASKED) == text.count(_ANSWERED) == 1 and text.index(_ASKED) < text.index(_ANSWERED):
             before, rest = text.split(_ASKED)
-            between, after = (tuple(tokenizer.encode(one, special=False)) for one in rest.split(_ANSWERED))
+            between, after = (tuple(tokenizer.encode(part, special=False)) for part in rest.split(_ANSWERED))
             opening = tuple(tokenizer.encode(before, special=False))
-            asked, answered = (tokenizer.eos_ids | frozenset(one[:1]) for one in (between, after))
+            end_of_question, answered = (tokenizer.eos_ids | frozenset(tokens[:1])
+                                         for tokens in (between, after))
             if opening and between and answered:
-                return cls((opening, asked), ((between, answered), (after + opening, asked)))
+                return cls((opening, end_of_question),
+                           ((between, answered), (after + opening, end_of_question)))
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if begin is None:
             raise CalibrationError("the model can't write a calibration text", next="--calibration builtin",
@@ -89,8 +91,8 @@ class _Writer:
             return self._waiting.pop(0)
         if drawn in self._ends:
             self._part = (self._part + 1) % len(self._form.then)
-            said, self._ends = self._form.then[self._part]
-            self._waiting = list(said[1:] if said[:1] == (drawn,) else said)
+            forced, self._ends = self._form.then[self._part]
+            self._waiting = list(forced[1:] if forced[:1] == (drawn,) else forced)
         return drawn
 
 
@@ -156,7 +158,8 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
         cache = _Cache(config, len(part), spec.length, torch.empty(0, dtype=model.dtype, device=model.device))
         drawn = [0] * len(part)  # nobody begins with it: something is always put there first
         for at in range(spec.length):
-            part[:, at] = torch.tensor([one.next(token) for one, token in zip(writers, drawn, strict=True)])
+            part[:, at] = torch.tensor([writer.next(token)
+                                        for writer, token in zip(writers, drawn, strict=True)])
             if at + 1 < spec.length:
                 positions = torch.full((len(part), 1), at, device=model.device)
                 logits = model(part[:, at:at + 1].to(model.device), positions, cache)[:, 0, :known].float()
@@ -170,8 +173,8 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
 def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError:
     """Which tensor isn't finite, found by going through windows ``[B, T]`` again; ``first``: the first one's
     number."""
-    for sample, one in enumerate(tokens.to(model.device), first):
-        x, positions = model.embed(one[None]), torch.arange(len(one), device=model.device)[None]
+    for sample, window in enumerate(tokens.to(model.device), first):
+        x, positions = model.embed(window[None]), torch.arange(len(window), device=model.device)[None]
         try:
             require_finite_states(x, sample, "the embedding")
         except NonFiniteError as error:
@@ -179,10 +182,10 @@ def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError
         for index, layer in enumerate(model.layers):
             entered, x = x, layer(x, positions, None)
             if not all_finite(x):
-                found = first_nonfinite(functools.partial(layer, positions=positions, cache=None),
-                                        layer.linears(), entered, sample, index)
-                if found is not None:
-                    return found
+                first_error = first_nonfinite(functools.partial(layer, positions=positions, cache=None),
+                                              layer.linears(), entered, sample, index)
+                if first_error is not None:
+                    return first_error
         if not all_finite(model.logits(x)):
             return NonFiniteError(_OUTPUT, sample=sample)
     return NonFiniteError(_OUTPUT)

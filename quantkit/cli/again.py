@@ -25,6 +25,6 @@ def typed(*left_out: str) -> str:
         if isinstance(parameter, click.Option) and parameter.is_flag:
             words.append(option)
         else:
-            words += [word for one in (value if parameter.multiple else [value])
-                      for word in (option, quote(str(one)))]
+            words += [word for item in (value if parameter.multiple else [value])
+                      for word in (option, quote(str(item)))]
     return " ".join(words)

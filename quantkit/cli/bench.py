@@ -52,13 +52,15 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
     from quantkit.bench.kernels import bench_kernels, lines
 
     with ProgressLine("measuring", quiet) as progress:
-        found = bench_kernels([_shape(one) for one in shapes], _numbers("--rows", rows, 1), repeats, progress)
-    text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(found)),
+        report = bench_kernels([_shape(shape) for shape in shapes], _numbers("--rows", rows, 1), repeats,
+                               progress)
+    text = table(("format", "shape", "rows", "GB/s", "of read", "GMAC/s"), list(lines(report)),
                  right=(2, 3, 4, 5))
-    for one in found["left_out"]:
-        text += "\n" * (2 if one is found["left_out"][0] else 1) + (
-            f"left out: {one['format']} {one['shape'][0]}x{one['shape'][1]}, {one['why'].partition(';')[0]}")
-    _show(found, text, out, as_json)
+    for case in report["left_out"]:
+        text += "\n" * (2 if case is report["left_out"][0] else 1) + (
+            f"left out: {case['format']} {case['shape'][0]}x{case['shape'][1]}, "
+            f"{case['why'].partition(';')[0]}")
+    _show(report, text, out, as_json)
 
 
 @command.command("decode")
@@ -102,55 +104,55 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
 
         loaded = random_model(model, random, find_device(device))
     settings = DecodeSettings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
-                              [parse_kv(one) for one in split_settings(kv)] if kv else [loaded.kv],
+                              [parse_kv(setting) for setting in split_settings(kv)] if kv else [loaded.kv],
                               prompt, tokens, repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:
-        found = bench_decode(loaded, settings, progress, lambda found: _write(found, out))
-    rows = [(one["kv"], f"{one['tokens']}", "", f"{one['tok_s']['median']:.0f}", "", "")
-            for one in found["prefill"]]
-    rows += [(one["kv"], f"{one['context']}", f"{one['batch']}", f"{one['tok_s']['median']:.1f}",
-              f"{one['bytes_s']['median'] / 1e9:.1f}", f"{one['of_read']:.0%}" if one["of_read"] else "")
-             for one in found["cases"] if "left_out" not in one]
+        report = bench_decode(loaded, settings, progress, lambda report: _write(report, out))
+    rows = [(case["kv"], f"{case['tokens']}", "", f"{case['tok_s']['median']:.0f}", "", "")
+            for case in report["prefill"]]
+    rows += [(case["kv"], f"{case['context']}", f"{case['batch']}", f"{case['tok_s']['median']:.1f}",
+              f"{case['bytes_s']['median'] / 1e9:.1f}", f"{case['of_read']:.0%}" if case["of_read"] else "")
+             for case in report["cases"] if "left_out" not in case]
     text = table(("kv", "tokens", "batch", "tok/s", "GB/s", "of read"), rows, right=(1, 2, 3, 4, 5))
-    for one in found["cases"]:
-        if "left_out" in one:
-            text += (f"\nleft out: {one['kv']}, {one['batch']} sequences of {one['context']} tokens: "
-                     f"{one['left_out']}")
+    for case in report["cases"]:
+        if "left_out" in case:
+            text += (f"\nleft out: {case['kv']}, {case['batch']} sequences of {case['context']} tokens: "
+                     f"{case['left_out']}")
     kinds: dict[str, int] = {}
-    for name in found["kernels"].values():
+    for name in report["kernels"].values():
         kinds[name] = kinds.get(name, 0) + 1
     used = ", ".join(f"{count} {name}" for name, count in kinds.items())
-    text += f"\n\n{found['label']}: {human_bytes(found['bytes'])} of weights a step"
+    text += f"\n\n{report['label']}: {human_bytes(report['bytes'])} of weights a step"
     text += f"\nLinears by kernel: {used}"
-    if found["unfused"]:
-        text += f"\noperation by operation, because: {found['unfused']}"
-    _show(found, text, out, as_json)
+    if report["unfused"]:
+        text += f"\noperation by operation, because: {report['unfused']}"
+    _show(report, text, out, as_json)
 
 
-def _show(found: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
-    machine = found["machine"]
+def _show(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+    machine = report["machine"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
-    _print(found, f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}", out, as_json)
+    _print(report, f"{text}\n\n{where}, quantkit {machine['quantkit']}, {machine['date']}", out, as_json)
 
 
-def _print(found: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
+def _print(report: dict[str, Any], text: str, out: Path | None, as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
         click.echo(text)
     if out is not None:
-        _write(found, out)
+        _write(report, out)
         note(f"wrote {out}")
 
 
-def _write(found: dict[str, Any], out: Path | None) -> None:
+def _write(report: dict[str, Any], out: Path | None) -> None:
     """A file as a whole or not at all: a run may be stopped while it writes."""
     if out is None:
         return
     special = out.exists() and not out.is_file()  # such as /dev/stdout
     part = out if special else out.with_name(f"{out.name}.partial")
     try:
-        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if not special:
             part.replace(out)
     except OSError as error:
@@ -159,12 +161,12 @@ def _write(found: dict[str, Any], out: Path | None) -> None:
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        found = [least - 1]
-    if min(found) < least:
+        numbers = [least - 1]
+    if min(numbers) < least:
         raise UsageError(f"{option} is {text!r}", why=f"it must be whole numbers from {least} on: 1,8")
-    return found
+    return numbers
 
 
 def _shape(text: str) -> tuple[int, int]:

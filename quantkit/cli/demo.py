@@ -42,10 +42,10 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     from quantkit.report.folder import write_report
 
     stages = Stages(len(RECIPES) + 2, quiet)
-    made = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
+    results = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
-        result = evaluate([model, *made], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
+        result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
                           progress)
     stages.begin("asking each variant the same question")
     result.question = QUESTION
@@ -128,13 +128,13 @@ def _check(model: str, recipe: str, calibration: CalibrationSpec | None, folder:
         wanted = load_recipe(recipe)
         if calibration is not None:
             wanted = wanted.model_copy(update={"calibration": calibration})
-        for what, is_so, should in (
+        for claim, is_so, should in (
                 ("model", manifest.source, SourceRecord.of(source.identity())),
                 ("recipe", manifest.recipe, make_plan(wanted, source).recipe.snapshot()),
                 ("version of quantkit", manifest.quantkit_version, __version__)):
             if is_so != should:
                 raise CheckpointError(f"{folder} is not what this demo would make",
-                                      why=f"it was made from another {what}", next=again)
+                                      why=f"it was made from another {claim}", next=again)
     finally:
         source.close()
     report = verify(folder)

@@ -90,8 +90,8 @@ def doctor_facts() -> dict[str, Any]:
                 "torch_capability": torch.backends.cpu.get_cpu_capability()},
         "memory": _memory(), "gpu": _gpu(),
         "packages": {name: _version(name) for name in REQUIRED},
-        "optional": {name: {"version": _version(name), "for": what, "install": how}
-                     for name, (what, how) in OPTIONAL.items()},
+        "optional": {name: {"version": _version(name), "for": use, "install": install}
+                     for name, (use, install) in OPTIONAL.items()},
         "kernels": list(_kernel_cases()),
         "operations": _operations(),
         "plugins": plugin_facts()["plugins"],
@@ -110,7 +110,7 @@ def _operations() -> list[dict[str, Any]]:
     from quantkit.spec import KVSpec
 
     config = parse_config(CONFIGS["llama-8b"])
-    return [dataclasses.asdict(one) for one in other_kernels(
+    return [dataclasses.asdict(choice) for choice in other_kernels(
         config, KVSpec(), torch.bfloat16, torch.device(best_device()[0]), {})]
 
 
@@ -153,9 +153,9 @@ def _reasons(cases: list[dict[str, Any]]) -> Iterator[str]:
                 labels = seen.setdefault((entry["kernel"], entry["reason"]), {})
                 labels.setdefault(case["label"], []).append(phase)
     for (kernel, reason), labels in seen.items():
-        phases = sorted({phase for found in labels.values() for phase in found})
-        which = ", ".join(labels) if len(labels) <= FEW else f"{len(labels)} specs"
-        yield wrapped("  declined", f"{kernel}: {reason} [{which}; {' and '.join(phases)}]", 12)
+        phases = sorted({phase for phases_of_spec in labels.values() for phase in phases_of_spec})
+        specs = ", ".join(labels) if len(labels) <= FEW else f"{len(labels)} specs"
+        yield wrapped("  declined", f"{kernel}: {reason} [{specs}; {' and '.join(phases)}]", 12)
 
 
 def _version(distribution: str) -> str | None:

@@ -65,7 +65,7 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         windows=windows or (chosen.windows if chosen else 40),
         dtype=dtype, device=device, prefill=prefill, decode=decode, repeats=repeats, speed=not no_speed,
         noise_floor=noise_floor, revision=revision, prompt=prompt,
-        kv=tuple(parse_kv(one) for text in kv for one in split_settings(text)),
+        kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
         limit=limit)
     with ProgressLine("evaluating", quiet) as progress:

@@ -66,7 +66,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
     whens: dict[str, tuple[When, ...]] = {"both": ("known", "later"), "known": ("known",),
                                           "later": ("later",)}
     settings = LongSettings(
-        kv=tuple(parse_kv(one) for given in kv for one in split_settings(given)),
+        kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")), lengths=_whole(lengths), depths=depths,
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
         new_tokens=new_tokens, seed=seed, dtype=dtype, device=device, revision=revision)

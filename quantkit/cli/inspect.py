@@ -173,7 +173,7 @@ def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
         "kernel": kernel, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
         for phase, (kernel, declined) in phases.items()} for name, phases in named.items()}
     others = other_kernels(config, kv, dtype, device, layers)
-    return found | {OPERATIONS: [dataclasses.asdict(one) for one in others]}
+    return found | {OPERATIONS: [dataclasses.asdict(other) for other in others]}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:

@@ -61,20 +61,20 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
     from quantkit.fit.candidates import candidates
     from quantkit.fit.combinations import Requirements, combine
 
-    there = candidates(model, revision, recipes, settings)
-    found = combine(there.pairs, Requirements(context, concurrency, size, prompt))
-    chosen = next((one for one in found if one.left >= 0), None)
+    possible = candidates(model, revision, recipes, settings)
+    combinations = combine(possible.pairs, Requirements(context, concurrency, size, prompt))
+    chosen = next((combination for combination in combinations if combination.left >= 0), None)
     if chosen is None:
-        raise _nothing_fits(min(found, key=lambda one: one.total))
+        raise _nothing_fits(min(combinations, key=lambda combination: combination.total))
     ceilings = _ceilings(chosen, *rates)
     commands = _commands(chosen, model, revision)
     from quantkit.cli.planned import facts, lines
 
     if as_json:
-        print_json({"model": model, **facts(chosen, found, ceilings), "left_out": there.left_out,
+        print_json({"model": model, **facts(chosen, combinations, ceilings), "left_out": possible.left_out,
                     "next": commands})
         return
-    for line in lines(model, chosen, found, ceilings, there.left_out):
+    for line in lines(model, chosen, combinations, ceilings, possible.left_out):
         click.echo(line)
     for label, text in zip(("next", *[""] * len(commands)), commands):
         click.echo(f"{label:<14}{text}")  # not folded: it is there to be copied
@@ -82,16 +82,16 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
 
 def _nothing_fits(closest: Combination) -> UsageError:
     """With the combination that needs the least, and what it would take for that one to fit."""
-    asked = closest.asked
+    requirements = closest.asked
     context, count = closest.most_context(), closest.most_sequences()
     ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
     if context:
         ways.append(f"{typed('context', 'prompt')} --context {context}")
     if count:
         ways.append(f"{typed('concurrency')} --concurrency {count}")
-    many = f"{asked.concurrency:,} sequences" if asked.concurrency > 1 else "a sequence"
+    many = f"{requirements.concurrency:,} sequences" if requirements.concurrency > 1 else "a sequence"
     return UsageError(
-        f"nothing fits: {many} of {asked.context:,} tokens in {human_bytes(asked.memory)}",
+        f"nothing fits: {many} of {requirements.context:,} tokens in {human_bytes(requirements.memory)}",
         why=f"closest are weights {closest.weights.name} ({human_bytes(closest.weights.bytes)}) with a KV "
             f"cache {closest.kv} ({human_bytes(closest.kv_bytes + closest.spare_bytes)}):\n"
             f"{human_bytes(closest.total)} in all, {human_bytes(-closest.left)} too much",
@@ -115,10 +115,10 @@ def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None)
 def _commands(chosen: Combination, model: str, revision: str | None) -> list[str]:
     """What to type now."""
     at = f" --revision {quote(revision)}" if revision else ""
-    made, served = [], f"{quote(model)}{at}"
+    commands, served = [], f"{quote(model)}{at}"
     if (recipe := chosen.weights.recipe) is not None:
-        made, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
-    return [*made, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
+        commands, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
+    return [*commands, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
                    f"--max-batch {chosen.asked.concurrency}"]
 
 

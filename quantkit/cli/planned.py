@@ -23,36 +23,38 @@ _SAID = {"activations": f"of {MAX_ROWS} tokens, between operations",
          "runtime": "Python, torch, LLVM"}
 
 
-def facts(chosen: Combination, found: Sequence[Combination], ceilings: Ceilings | str) -> dict[str, Any]:
+def facts(chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings
+          | str) -> dict[str, Any]:
     """All of it as plain data; bytes exact."""
-    asked, config, cache = chosen.asked, chosen.weights.config, chosen.found
-    one = None if isinstance(ceilings, str) else step(chosen.weights, cache, ceilings, asked.concurrency)
+    requirements, config, cache = chosen.asked, chosen.weights.config, chosen.found
+    cost = None if isinstance(ceilings, str) else step(chosen.weights, cache, ceilings,
+                                                              requirements.concurrency)
     return {
-        "asked": {"context": asked.context, "concurrency": asked.concurrency, "memory_bytes": asked.memory,
-                  "prompt": asked.prompt_tokens},
+        "asked": {"context": requirements.context, "concurrency": requirements.concurrency,
+                  "memory_bytes": requirements.memory, "prompt": requirements.prompt_tokens},
         "chosen": chosen.to_dict() | {"unfused": chosen.weights.fallback_reason},
         "kv": {"layers": cache.layers, "key_heads": cache.heads, "head_dim": config.head_dim,
                "numbers_per_token": _numbers(chosen), "bytes_per_token": cache.bytes_per_token,
                "waiting_bytes_per_token": cache.residual_bytes_per_token, "page_tokens": PAGE,
                "sequence_bytes": cache.sequence_bytes, "sequence_slots": cache.slots,
-               "allocated_bytes": cache.allocated_bytes(asked.concurrency),
+               "allocated_bytes": cache.allocated_bytes(requirements.concurrency),
                "windows": [window for window in config.sliding_windows if window]},
         "room": {"sequences": chosen.most_sequences(), "context": chosen.most_context()},
-        "decoding": {"unknown": ceilings} if one is None or isinstance(ceilings, str) else {
+        "decoding": {"unknown": ceilings} if cost is None or isinstance(ceilings, str) else {
             "bandwidth": ceilings.bandwidth, "flops": ceilings.flops, "ceilings": ceilings.whose,
-            **one.to_dict(), "bound_by_compute_from_batch": turns(chosen.weights, cache, ceilings)},
+            **cost.to_dict(), "bound_by_compute_from_batch": turns(chosen.weights, cache, ceilings)},
         "losses": {"model": losses().model, "weights": losses().weights_measured, "kv": losses().kv_measured},
-        "combinations": [other.to_dict() for other in found]}
+        "combinations": [other.to_dict() for other in combinations]}
 
 
-def lines(model: str, chosen: Combination, found: Sequence[Combination], ceilings: Ceilings | str,
+def lines(model: str, chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings | str,
           left_out: Mapping[str, str]) -> Iterator[str]:
     """Lines for a terminal, but for the commands to type next."""
-    asked, config = chosen.asked, chosen.weights.config
+    requirements, config = chosen.asked, chosen.weights.config
     yield wrapped("model", f"{model}: {config.model_type}, {config.num_layers} layers, {config.num_heads} "
                            f"heads of {config.head_dim} ({config.num_kv_heads} KV)")
-    yield wrapped("asked", f"{_sequences(asked.concurrency)} of {asked.context:,} tokens in "
-                           f"{human_bytes(asked.memory)}")
+    yield wrapped("asked", f"{_sequences(requirements.concurrency)} of {requirements.context:,} tokens in "
+                           f"{human_bytes(requirements.memory)}")
     yield wrapped("chosen", f"weights {chosen.weights.name} ({chosen.weights.description.rstrip('.')}), "
                             f"KV cache {chosen.kv}")
     yield ""
@@ -63,14 +65,14 @@ def lines(model: str, chosen: Combination, found: Sequence[Combination], ceiling
     for text in _remarks(chosen):
         yield wrapped("note", text)
     yield ""
-    yield from _others(chosen, found)
+    yield from _others(chosen, combinations)
     if left_out:
         yield wrapped("left out", "; ".join(f"{name}: {why}" for name, why in left_out.items()))
 
 
 def _sum(chosen: Combination) -> Iterator[str]:
     """Every term, down to the total."""
-    cache, asked, config = chosen.found, chosen.asked, chosen.weights.config
+    cache, requirements, config = chosen.found, chosen.asked, chosen.weights.config
     numbers = _numbers(chosen)
     rows = [("weights", f"{chosen.weights.name}; {human_bytes(chosen.weights.file_bytes)} in files",
              _mega(chosen.weights.bytes)),
@@ -87,29 +89,30 @@ def _sum(chosen: Combination) -> Iterator[str]:
              *(("  own windows", f"of that {kind.layers} layers: {kind.decoding.slots:,} tokens at most",
                 _mega(cache.heads * kind.layers * kind.decoding.bytes))
                for kind in cache.groups if kind.model_window),
-             ("KV", f"{_sequences(asked.concurrency)}, one of them a prompt that comes in",
+             ("KV", f"{_sequences(requirements.concurrency)}, one of them a prompt that comes in",
               _mega(chosen.kv_bytes)),
              ("KV to spare", "blocks grow by an eighth; a layer's is moved then",
               _mega(chosen.spare_bytes))]
     rows += [(name, _SAID[name], _mega(size)) for name, size in chosen.scratch.items() if size]
-    rows += [("total", f"of {_mega(asked.memory)}", _mega(chosen.total)), ("left", "", _mega(chosen.left))]
+    rows += [("total", f"of {_mega(requirements.memory)}", _mega(chosen.total)),
+             ("left", "", _mega(chosen.left))]
     yield table(["what", "how", "bytes"], rows, right=(2,), shrink=1)
 
 
 def _room(chosen: Combination) -> str:
-    asked, config = chosen.asked, chosen.weights.config
-    more, longest = chosen.most_sequences() - asked.concurrency, chosen.most_context()
-    said = [f"{_sequences(more)} more of that length" if more else "no sequence more"]
+    requirements, config = chosen.asked, chosen.weights.config
+    more, longest = chosen.most_sequences() - requirements.concurrency, chosen.most_context()
+    parts = [f"{_sequences(more)} more of that length" if more else "no sequence more"]
     limit = " (the model's own limit)" if longest == config.max_position_embeddings else ""
-    said.append(f"or {_sequences(asked.concurrency)} of up to {longest:,} tokens{limit}")
-    return ", ".join(said)
+    parts.append(f"or {_sequences(requirements.concurrency)} of up to {longest:,} tokens{limit}")
+    return ", ".join(parts)
 
 
 def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
     if isinstance(ceilings, str):
         return f"not known what bounds it: {ceilings}; give --bandwidth and --flops"
     batch = chosen.asked.concurrency
-    one = step(chosen.weights, chosen.found, ceilings, batch)
+    cost = step(chosen.weights, chosen.found, ceilings, batch)
     turn = turns(chosen.weights, chosen.found, ceilings)
     if turn is None:
         when = "at no batch by compute: a sequence's own keys and values take longer to read than to use"
@@ -117,23 +120,24 @@ def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
         when = f"up to {turn - 1} by memory" if turn > 1 else "at every batch"
     else:
         when = f"from {turn:,} sequences on by compute"
-    return (f"bound by {one.bound}: a step of {_sequences(batch)} reads {human_bytes(one.weight_bytes)} of "
-            f"weights and {human_bytes(one.kv_bytes)} of KV, {_seconds(one.memory_s)} at "
-            f"{human_bytes(ceilings.bandwidth)}/s ({ceilings.whose['bandwidth']}), and computes "
-            f"{one.flops / 1e9:,.3g} GFLOP, {_seconds(one.compute_s)} at {ceilings.flops / 1e9:,.4g} GFLOP/s "
-            f"({ceilings.whose['flops']}); {when}. At most {one.tokens_s:,.3g} tokens a second in all")
+    return (f"bound by {cost.bound}: a step of {_sequences(batch)} reads {human_bytes(cost.weight_bytes)} of "
+            f"weights and {human_bytes(cost.kv_bytes)} of KV, {_seconds(cost.memory_s)} at "
+            f"{human_bytes(ceilings.bandwidth)}/s ({ceilings.whose['bandwidth']}), "
+            f"and computes {cost.flops / 1e9:,.3g} GFLOP, {_seconds(cost.compute_s)} at "
+            f"{ceilings.flops / 1e9:,.4g} GFLOP/s ({ceilings.whose['flops']}); {when}. At most {cost.tokens_s:,.3g} tokens a second in all")
 
 
 def _remarks(chosen: Combination) -> Iterator[str]:
     config, policy = chosen.weights.config, build_policy(chosen.kv)
-    if (own := [kind for kind in chosen.found.groups if kind.model_window]):
-        yield (f"{sum(kind.layers for kind in own)} of {config.num_layers} layers see "
-               f"{max(kind.window or 0 for kind in own):,} tokens only, and hold not many more, whatever the "
-               "context and the KV setting")
+    if (windows := [kind for kind in chosen.found.groups if kind.model_window]):
+        yield (f"{sum(kind.layers for kind in windows)} of {config.num_layers} layers see "
+               f"{max(kind.window or 0 for kind in windows):,} tokens only, and hold not many more, "
+               "whatever the context and the KV setting")
     if chosen.weights.fallback_reason is not None:
         yield (f"no single program for this model on a CPU (it {chosen.weights.fallback_reason}): "
                "activations are an estimate")
-    if any(one.row.spec is not None and one.row.spec.kind == "trellis" for one in chosen.weights.layers):
+    if any(layer.row.spec is not None and layer.row.spec.kind == "trellis"
+           for layer in chosen.weights.layers):
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
                "slower than these bounds (docs/results.md)")
     if not policy.keeps_all:
@@ -141,22 +145,25 @@ def _remarks(chosen: Combination) -> Iterator[str]:
                f"the {chosen.asked.context:,} tokens (--prompt)")
 
 
-def _others(chosen: Combination, found: Sequence[Combination]) -> Iterator[str]:
+def _others(chosen: Combination, combinations: Sequence[Combination]) -> Iterator[str]:
     """The chosen one among those that lose less and don't fit, and those that need less and lose more."""
     figures = losses()
-    all_of_them = front(found)
-    before = [one for one in all_of_them if one.rank < chosen.rank][-BETTER:]
-    after = [one for one in all_of_them if one.rank > chosen.rank and one.total < chosen.total][:WORSE]
-    rows = [["→" if one is chosen else "", one.weights.name, str(one.kv), _kl(one.weights_kl), _kl(one.kv_kl),
-             _kl(one.kl), f"{one.total / 1e6:,.1f}", f"{one.left / 1e6:,.1f}"]
-            for one in (*before, chosen, *after)]
+    all_of_them = front(combinations)
+    before = [combination for combination in all_of_them if combination.rank < chosen.rank][-BETTER:]
+    after = [combination for combination in all_of_them if combination.rank > chosen.rank
+             and combination.total < chosen.total][:WORSE]
+    rows = [["→" if combination is chosen else "", combination.weights.name, str(combination.kv),
+             _kl(combination.weights_kl), _kl(combination.kv_kl), _kl(combination.kl),
+             f"{combination.total / 1e6:,.1f}", f"{combination.left / 1e6:,.1f}"]
+            for combination in (*before, chosen, *after)]
     longest = max((1, 2), key=lambda column: max(len(row[column]) for row in rows))
     yield table(["", "weights", "KV", "KL", "+ KV's", "=", "MB needed", "left"], rows, right=(3, 4, 5, 6, 7),
                 shrink=longest)
     yield wrapped("", f"KL: nats a token, measured on {figures.model}; on another model the order is a "
                       "guess. Measured of both at once it is their sum, near enough", 2).lstrip()
-    unknown = sorted({one.weights.name for one in found if one.weights_kl is None and one.weights.recipe}
-                     | {str(one.kv) for one in found if one.kv_kl is None})
+    unknown = sorted({combination.weights.name for combination in combinations
+                      if combination.weights_kl is None and combination.weights.recipe}
+                     | {str(combination.kv) for combination in combinations if combination.kv_kl is None})
     if unknown:
         yield wrapped("", f"Never measured, and taken last: {', '.join(unknown)}", 2).lstrip()
 

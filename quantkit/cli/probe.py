@@ -29,7 +29,7 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
 
     phases: tuple[Phase, ...] = ("decode", "prefill")
     device, capability = best_device()
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for phase in phases:
         query = KernelQuery("linear", device, capability, dtype, shape[0], shape[1], format, spec, phase)
         try:
@@ -39,8 +39,8 @@ def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: tor
             declined: tuple[tuple[str, str], ...] = (("all", error.why or error.what),)
         else:
             chosen, declined = choice.kernel.name, choice.declined
-        found[phase] = {"kernel": chosen, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
-    return found
+        facts[phase] = {"kernel": chosen, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
+    return facts
 
 
 def best_device() -> tuple[str, tuple[int, int] | None]:
@@ -52,5 +52,6 @@ def best_device() -> tuple[str, tuple[int, int] | None]:
 
 def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:
     """For people: an operation a line."""
-    for one in choices:
-        yield wrapped(f"  {one['op']}", one["kernel"] + (f": {one['reason']}" if one["reason"] else ""), 20)
+    for choice in choices:
+        yield wrapped(f"  {choice['op']}", choice["kernel"] + (f": {choice['reason']}"
+                                                               if choice["reason"] else ""), 20)

@@ -29,8 +29,8 @@ class CompileNotice:
             note(f"compiling {step.total} kernels for this CPU; the next time they are there")
         elif step.done < step.total and now - self._said > 1:
             self._said = now
-            left = (now - self._begun) * (step.total - step.done) / step.done
-            note(f"compiling: {step.done} of {step.total}, about {left:.0f} s left")
+            seconds_left = (now - self._begun) * (step.total - step.done) / step.done
+            note(f"compiling: {step.done} of {step.total}, about {seconds_left:.0f} s left")
 
 
 class ProgressLine:

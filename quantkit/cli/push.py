@@ -37,8 +37,8 @@ def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_
     if result.left_out:
         note(f"left here, quantkit.json doesn't list them: {', '.join(result.left_out)}")
     who = "private" if result.private else "public"
-    said = "would be uploaded to" if dry_run else "uploaded to"
-    click.echo(wrapped("files", f"{len(result.files)}, {human_bytes(sum(result.files.values()))}, {said} "
+    verb = "would be uploaded to" if dry_run else "uploaded to"
+    click.echo(wrapped("files", f"{len(result.files)}, {human_bytes(sum(result.files.values()))}, {verb} "
                                 f"{result.repo} ({who})"))
     if result.url:
         click.echo(wrapped("commit", result.url))

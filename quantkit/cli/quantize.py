@@ -117,9 +117,9 @@ def _check_machine(executor: str, device: str) -> None:
     from quantkit.device import find_device
     from quantkit.executor.choose import check_executor
 
-    found = find_device(device)
-    check_executor(executor, found)
-    if found.type != "cpu":
+    target = find_device(device)
+    check_executor(executor, target)
+    if target.type != "cpu":
         show_warning(f"what layers cost is measured on the CPU; they are solved on --device {device} then")
 
 
@@ -208,8 +208,9 @@ def _print_choice(choice: BudgetChoice) -> None:
     click.echo(table(["layers", "bits", "KL", "how many of each"], rows, right=(1, 2)))
     click.echo()
     click.echo(table(["one for all", "bits", "KL", "size"],
-                     [[one.label, f"{one.bits:.2f}", f"{one.kl:.2g}", human_bytes(one.disk_bytes)]
-                      for one in choice.uniform], right=(1, 2, 3)))
+                     [[uniform.label, f"{uniform.bits:.2f}", f"{uniform.kl:.2g}",
+                       human_bytes(uniform.disk_bytes)]
+                      for uniform in choice.uniform], right=(1, 2, 3)))
     click.echo()
 
 

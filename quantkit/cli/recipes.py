@@ -24,13 +24,13 @@ def list_(as_json: bool) -> None:
     """List every recipe that can be named, with who ships it."""
     from quantkit.recipe import list_recipes
 
-    found = list_recipes()
+    recipes = list_recipes()
     if as_json:
         print_json([{"name": i.name, "description": i.description, "owner": i.owner,
-                     "path": str(i.path), "error": i.error} for i in found])
+                     "path": str(i.path), "error": i.error} for i in recipes])
         return
-    room = max((len(info.name) for info in found), default=0) + 2
-    for info in found:
+    room = max((len(info.name) for info in recipes), default=0) + 2
+    for info in recipes:
         told = f"unusable: {info.error}" if info.error else info.description
         by = "" if info.owner == "quantkit" else f" (of {info.owner})"
         click.echo(wrapped(info.name, " ".join(told.split()) + by, room))
@@ -62,8 +62,8 @@ def show(recipe: str, as_json: bool) -> None:
     click.echo(f"{'next':<14}quantkit quantize SOURCE --recipe {quote(recipe)}{budget} --out OUT")
 
 
-def _does(one: Candidate) -> str:
-    if one.method is None or one.spec is None:
+def _does(candidate: Candidate) -> str:
+    if candidate.method is None or candidate.spec is None:
         return "kept as it is"
-    options = "".join(f", {key} {value}" for key, value in one.options.items())
-    return f"{one.method}, {one.spec.label()}, format {one.format_name}{options}"
+    options = "".join(f", {key} {value}" for key, value in candidate.options.items())
+    return f"{candidate.method}, {candidate.spec.label()}, format {candidate.format_name}{options}"

@@ -137,8 +137,8 @@ def _called(model: str, name: str | None) -> str:
     """The model's name in requests."""
     if name is None:
         path = local_path(model)
-        there = path is not None and path.exists()
-        name = path.resolve().name if path and there else model.rstrip("/").rpartition("/")[2]
+        exists = path is not None and path.exists()
+        name = path.resolve().name if path and exists else model.rstrip("/").rpartition("/")[2]
         name = name.partition("@")[0] or model
     if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
         raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
@@ -167,12 +167,12 @@ def _curl(address: str, name: str, loaded: LoadedModel, has_key: bool) -> str:
     except QuantkitError as error:
         show_warning(f"no chat: {error.what}: {error.why}")
         chat = False
-    asked: dict[str, Any] = {"model": name, "max_tokens": 64}
-    asked |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    body: dict[str, Any] = {"model": name, "max_tokens": 64}
+    body |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
     return (f"curl {address}{path}{key} -H 'Content-Type: application/json' "
-            f"-d {shlex.quote(json.dumps(asked, ensure_ascii=False))}")
+            f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
 
 
 def _announce(where: dict[str, Any]) -> None:

@@ -46,30 +46,30 @@ def candidates(uri: str, revision: str | None = None, recipes: Sequence[str] = (
         UsageError: recipes for a checkpoint, or one that leaves a choice to a budget.
         QuantkitError: the model isn't there or isn't known; what is given doesn't exist or doesn't fit.
     """
-    given = [parse_kv(text) for text in settings]
-    found, left_out = open_model(uri, revision), dict[str, str]()
+    specs = [parse_kv(text) for text in settings]
+    source, left_out = open_model(uri, revision), dict[str, str]()
     try:
-        if isinstance(found, Checkpoint | ForeignCheckpoint):
+        if isinstance(source, Checkpoint | ForeignCheckpoint):
             if recipes:
                 raise UsageError(f"{uri} is quantized already", why="a recipe is for weights as they were",
                                  next="leave out --recipe, or name the original")
-            weights = [of_checkpoint(found)]
+            weights = [of_checkpoint(source)]
         elif recipes:
-            weights = [_named(name, found, uri) for name in dict.fromkeys(recipes)]
+            weights = [_named(name, source, uri) for name in dict.fromkeys(recipes)]
         else:
-            weights = _all(found, left_out)
+            weights = _all(source, left_out)
     finally:
-        found.close()
-    if not given:
+        source.close()
+    if not specs:
         for text in losses().kv:
             spec = parse_kv(text)
             try:
                 KVCache(weights[0].config, spec, weights[0].dtype, "meta")
-                given.append(spec)
+                specs.append(spec)
             except UsageError as error:
                 left_out[text] = error.why or error.what
-    pairs = [(one, kv) for one in weights
-             for kv in (given if settings or one.kv is None else [parse_kv(one.kv)])]
+    pairs = [(option, kv) for option in weights
+             for kv in (specs if settings or option.kv is None else [parse_kv(option.kv)])]
     return Candidates(tuple(pairs), left_out)
 
 
@@ -83,11 +83,11 @@ def _named(name: str, source: ModelSource, uri: str) -> WeightOption:
 
 
 def _all(source: ModelSource, left_out: dict[str, str]) -> list[WeightOption]:
-    found = [kept(source)]
+    options = [kept(source)]
     for info in list_recipes():
         try:
             if not load_recipe(info.name).candidates:
-                found.append(by_recipe(info.name, source))
+                options.append(by_recipe(info.name, source))
         except QuantkitError as error:
             left_out[info.name] = error.what
-    return found
+    return options

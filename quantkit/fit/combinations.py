@@ -104,12 +104,12 @@ class Combination:
 
     def at(self, **changes: int) -> Combination:
         """The same for something else asked: ``context=…``, ``concurrency=…``."""
-        asked = dataclasses.replace(self.asked, **changes)
-        found = self.found
-        if asked.context != self.asked.context:
-            found = _footprint(self.weights, self.kv, asked)
-        return dataclasses.replace(self, found=found, asked=asked, scratch=scratch_bytes(
-            self.weights, found, asked.context, asked.concurrency))
+        requirements = dataclasses.replace(self.asked, **changes)
+        footprint = self.found
+        if requirements.context != self.asked.context:
+            footprint = _footprint(self.weights, self.kv, requirements)
+        return dataclasses.replace(self, found=footprint, asked=requirements, scratch=scratch_bytes(
+            self.weights, footprint, requirements.context, requirements.concurrency))
 
     def most_sequences(self) -> int:
         """So many fit at this context; 0: none."""
@@ -121,38 +121,39 @@ class Combination:
         return _most(lambda tokens: self.at(context=tokens).left >= 0, limit)
 
 
-def combine(pairs: Sequence[tuple[WeightOption, KVSpec]], asked: Requirements) -> list[Combination]:
+def combine(pairs: Sequence[tuple[WeightOption, KVSpec]], requirements: Requirements) -> list[Combination]:
     """Every combination counted, the best first, fitting or not.
 
     Raises:
         UsageError: the context is longer than the model's, or a KV setting doesn't fit the model.
     """
     limit = pairs[0][0].config.max_position_embeddings
-    if asked.context > limit:
-        raise UsageError(f"a context of {asked.context:,} tokens is asked for",
+    if requirements.context > limit:
+        raise UsageError(f"a context of {requirements.context:,} tokens is asked for",
                          why=f"the model was made for {limit:,}", next=f"--context {limit}")
-    figures, found, made = losses(), dict[str, Footprint](), []
+    figures, footprints, combinations = losses(), dict[str, Footprint](), []
     for weights, kv in pairs:
-        if (name := str(kv)) not in found:
-            found[name] = _footprint(weights, kv, asked)
-        made.append(Combination(
-            weights, kv, found[name], asked,
-            scratch_bytes(weights, found[name], asked.context, asked.concurrency),
+        if (name := str(kv)) not in footprints:
+            footprints[name] = _footprint(weights, kv, requirements)
+        combinations.append(Combination(
+            weights, kv, footprints[name], requirements,
+            scratch_bytes(weights, footprints[name], requirements.context, requirements.concurrency),
             figures.of_weights(weights.name), figures.of_kv(name)))
-    return sorted(made, key=lambda one: one.rank)
+    return sorted(combinations, key=lambda combination: combination.rank)
 
 
-def front(found: Sequence[Combination]) -> list[Combination]:
+def front(combinations: Sequence[Combination]) -> list[Combination]:
     """Of combinations in order of :attr:`Combination.rank` those that need less than every better one."""
     kept: list[Combination] = []
-    for one in found:
-        if not kept or one.total < kept[-1].total:
-            kept.append(one)
+    for combination in combinations:
+        if not kept or combination.total < kept[-1].total:
+            kept.append(combination)
     return kept
 
 
-def _footprint(weights: WeightOption, kv: KVSpec, asked: Requirements) -> Footprint:
-    return footprint(weights.config, kv, weights.dtype, asked.context, asked.prompt_tokens, PREFILL_CHUNK)
+def _footprint(weights: WeightOption, kv: KVSpec, requirements: Requirements) -> Footprint:
+    return footprint(weights.config, kv, weights.dtype, requirements.context, requirements.prompt_tokens,
+                     PREFILL_CHUNK)
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

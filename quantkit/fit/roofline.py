@@ -67,34 +67,34 @@ class DecodeStep:
                 "tokens_per_second_at_most": self.tokens_s}
 
 
-def step(weights: WeightOption, found: Footprint, ceilings: Ceilings, batch: int) -> DecodeStep:
+def step(weights: WeightOption, footprint: Footprint, ceilings: Ceilings, batch: int) -> DecodeStep:
     """A decode step of sequences that hold all that they ever will. A layer with a sliding window of the
     model's own reads only what it sees, though the cache may hold more."""
     config, read = weights.config, weights.read_bytes(batch)
     kv, seen = 0.0, 0
-    for kind in found.groups:
+    for kind in footprint.groups:
         visible = kind.decoding.slots if kind.window is None else min(kind.decoding.slots, kind.window)
-        residual_slots = min(found.residual_slots, visible)
+        residual_slots = min(footprint.residual_slots, visible)
         codes, residual = kind.page_bytes
-        kv += batch * found.heads * kind.layers * ((visible - residual_slots) * codes
-                                                   + residual_slots * residual) / PAGE
+        kv += batch * footprint.heads * kind.layers * ((visible - residual_slots) * codes
+                                                       + residual_slots * residual) / PAGE
         seen += kind.layers * visible
     attention = 2 * config.num_heads * config.head_dim * seen  # with keys, with values
     flops = 2 * batch * (weights.multiplications() + attention)
     return DecodeStep(batch, read, kv, flops, (read + kv) / ceilings.bandwidth, flops / ceilings.flops)
 
 
-def turns(weights: WeightOption, found: Footprint, ceilings: Ceilings) -> int | None:
+def turns(weights: WeightOption, footprint: Footprint, ceilings: Ceilings) -> int | None:
     """The smallest batch that is bound by compute; ``None``: every one is bound by memory, since what a
     sequence adds of its own keys and values takes longer to read than its arithmetic."""
     low, high = 0, 1
-    while step(weights, found, ceilings, high).bound == "memory":
+    while step(weights, footprint, ceilings, high).bound == "memory":
         low, high = high, 2 * high
         if high > MOST_BATCH:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        if step(weights, found, ceilings, middle).bound == "compute":
+        if step(weights, footprint, ceilings, middle).bound == "compute":
             high = middle
         else:
             low = middle

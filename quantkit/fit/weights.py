@@ -97,33 +97,33 @@ class WeightOption:
     @property
     def bytes(self) -> int:
         """Of all weights in memory."""
-        return self.other_bytes + sum(one.bytes for one in self.layers)
+        return self.other_bytes + sum(layer.bytes for layer in self.layers)
 
     @property
     def multiplied(self) -> tuple[LinearMemory, ...]:
         """What a decode step multiplies by: Linears and the head, which may be the embedding."""
         tied = self.config.tie_word_embeddings
-        return tuple(one for one in self.layers if tied or one.name != EMBEDDING)
+        return tuple(layer for layer in self.layers if tied or layer.name != EMBEDDING)
 
     def read_bytes(self, batch: int) -> float:
         """Bytes that a decode step of so many tokens reads; of experts, those that as many tokens reach if
         a router chooses evenly."""
-        return sum(one.read * self._reached(one, batch) for one in self.multiplied)
+        return sum(layer.read * self._reached(layer, batch) for layer in self.multiplied)
 
     def multiplications(self) -> float:
         """Of one token, attention aside."""
-        return sum(math.prod(one.shape) * self._reached(one, 1) for one in self.multiplied)
+        return sum(math.prod(layer.shape) * self._reached(layer, 1) for layer in self.multiplied)
 
     def sample(self, rows: int) -> CpuWeight:
         """So many rows of the largest layer as a CPU kernel multiplies them; in bfloat16 if none does."""
-        row = max(self.multiplied, key=lambda one: one.read).row
+        row = max(self.multiplied, key=lambda layer: layer.read).row
         kind = row.format, row.spec, row.shape[1]
         packed = _packed(*kind, row.dtype, self.dtype, rows)
         return packed or cpu_weight.pack_plain(torch.zeros(rows, row.shape[1], dtype=torch.bfloat16))
 
-    def _reached(self, one: LinearMemory, tokens: int) -> float:
+    def _reached(self, layer: LinearMemory, tokens: int) -> float:
         experts = self.config.experts
-        if experts is None or ".experts." not in one.name:
+        if experts is None or ".experts." not in layer.name:
             return 1.0
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
 
@@ -155,9 +155,9 @@ def by_recipe(name: str, source: ModelSource) -> WeightOption:
     seen = with_own_head(recipe, transformed(recipe.transforms, source))
     plan = make_plan(recipe, seen)
     rows = [LayerRow.of(row) for row in plan.rows]
-    made = _weights(recipe.name, recipe.description, parse_config(seen.config()),
-                    dtype_of(seen.config(), "auto"), rows, plan.other_bytes, plan.disk_bytes)
-    return dataclasses.replace(made, recipe=name, kv=recipe.kv)
+    option = _weights(recipe.name, recipe.description, parse_config(seen.config()),
+                      dtype_of(seen.config(), "auto"), rows, plan.other_bytes, plan.disk_bytes)
+    return dataclasses.replace(option, recipe=name, kv=recipe.kv)
 
 
 def of_checkpoint(checkpoint: AnyCheckpoint) -> WeightOption:
@@ -185,7 +185,7 @@ def _weights(name: str, description: str, config: ModelConfig, dtype: torch.dtyp
         other -= size
     samples = {row.name: _sample(row.format, row.spec, row.shape[1], row.dtype) for row in rows}
     reason = declines(config, dtype, torch.device("cpu"),
-                      {name: one for name, one in samples.items() if one is not None})
+                      {name: tensor for name, tensor in samples.items() if tensor is not None})
     kernels = cpu_machine.unavailable() is None
     layers = [_held(row, _packed(row.format, row.spec, row.shape[1], row.dtype, dtype) if kernels else None)
               for row in rows]
@@ -196,9 +196,9 @@ def _held(row: LayerRow, packed: CpuWeight | None) -> LinearMemory:
     """A layer in memory: packed, or as it is stored if no kernel of ours multiplies it."""
     if packed is None:
         return LinearMemory(row, row.bytes, row.bytes)
-    whole = dataclasses.replace(packed, shape=row.shape)
-    size = packed.nbytes // packed.stripes * whole.stripes
-    return LinearMemory(row, size, size, whole)
+    full = dataclasses.replace(packed, shape=row.shape)
+    size = packed.nbytes // packed.stripes * full.stripes
+    return LinearMemory(row, size, size, full)
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,5 +221,5 @@ def _sample(form: str | None, spec: QuantSpec | None, columns: int, dtype: str,
     scales = spec.scale_shape(shape)
     zero = torch.zeros(scales, dtype=torch.uint8) if spec.kind == "int" and not spec.symmetric else None
     codes = Codes(spec, torch.zeros(shape, dtype=torch.uint8), torch.ones(scales), zero)
-    made: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
-    return made
+    quantized: QuantizedTensor = registry("formats").get(form).pack(codes, FLOATS[dtype])
+    return quantized

@@ -56,5 +56,5 @@ def _sizes(cols: int, wanted: int) -> str:
     fast = sorted((s for s in PREFERRED_GROUPS if s in divisors), key=lambda s: abs(s - wanted))
     below = [s for s in divisors if s < wanted][-1:]
     above = [s for s in divisors if s > wanted][:1]
-    found = list(dict.fromkeys([*fast[:1], *below, *above]))
-    return f"group size {' or '.join(map(str, found))}, or " if found else ""
+    candidates = list(dict.fromkeys([*fast[:1], *below, *above]))
+    return f"group size {' or '.join(map(str, candidates))}, or " if candidates else ""

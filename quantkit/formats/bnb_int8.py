@@ -64,10 +64,10 @@ class BnbInt8Format:
         spec = resolve(codes.spec, dtype, self)
         shape = (codes.codes.shape[0], codes.codes.shape[1])
         self.layout(spec, shape, dtype)
-        most = codes.scale.reshape(-1) * 127
-        if not bool(torch.isfinite(most).all()):
+        largest = codes.scale.reshape(-1) * 127
+        if not bool(torch.isfinite(largest).all()):
             raise SpecError("127 scales of a row overflow float32", next="format: pack-quantized")
-        tensors = {"weight": (codes.codes ^ MIDDLE).view(torch.int8), "SCB": _nearest(most, codes.scale),
+        tensors = {"weight": (codes.codes ^ MIDDLE).view(torch.int8), "SCB": _nearest(largest, codes.scale),
                    "weight_format": torch.zeros((), dtype=torch.uint8, device=codes.codes.device)}
         return QuantizedTensor(self.name, spec, shape, dtype, tensors)
 
@@ -85,10 +85,11 @@ class BnbInt8Format:
         return packed.tensors["weight"] * packed.tensors["SCB"].unsqueeze(1) * INVERSE
 
 
-def _nearest(most: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _nearest(largest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Of a maximum and its two neighbours the one whose scale is nearest."""
     wanted = scale.reshape(-1)
-    tried = torch.stack([most, most.nextafter(torch.tensor(0.0)), most.nextafter(torch.tensor(torch.inf))])
+    tried = torch.stack([largest, largest.nextafter(torch.tensor(0.0)),
+                         largest.nextafter(torch.tensor(torch.inf))])
     best = (tried * INVERSE - wanted).abs().argmin(dim=0)
     return tried.gather(0, best.unsqueeze(0)).squeeze(0)
 

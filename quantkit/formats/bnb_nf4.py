@@ -124,8 +124,8 @@ class BnbNF4Format:
         # one lookup yields the pair that a byte holds, as one 64-bit number: a plain index_select of
         # numbers is ten times as fast as one of rows
         pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=-1).view(torch.int64)
-        found = pairs.reshape(-1).index_select(0, packed.tensors["weight"].reshape(-1).to(torch.int32))
-        weight = found.view(torch.float32)[:count]
+        values = pairs.reshape(-1).index_select(0, packed.tensors["weight"].reshape(-1).to(torch.int32))
+        weight = values.view(torch.float32)[:count]
         full = count // block * block
         weight[:full].view(-1, block).mul_(absmax[: full // block].unsqueeze(1))
         if full < count:
@@ -189,15 +189,15 @@ def _read_state(packed: QuantizedTensor) -> float | None:
     """The nested offset, or ``None`` for plain scales, after checking the rest of the state."""
     raw = bytes(packed.tensors[STATE].cpu().numpy())
     try:
-        found = parse_object(raw, "it", error=CheckpointError)
-        offset = float(found["nested_offset"]) if packed.spec.nested else None
+        state = parse_object(raw, "it", error=CheckpointError)
+        offset = float(state["nested_offset"]) if packed.spec.nested else None
     except (CheckpointError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{STATE} is not the quantization state of {packed.spec.label()}",
                               why=f"{type(error).__name__}: {error}"[:200]) from error
     expected = json.loads(quant_state(packed.spec, packed.shape, packed.dtype, offset))
-    if found != expected or (offset is not None and not math.isfinite(offset)):
+    if state != expected or (offset is not None and not math.isfinite(offset)):
         raise CheckpointError(f"{STATE} contradicts the weight it lies beside",
-                              why=f"it says {json.dumps(found)[:200]}, the weight is {json.dumps(expected)}")
+                              why=f"it says {json.dumps(state)[:200]}, the weight is {json.dumps(expected)}")
     return offset
 
 

@@ -15,11 +15,12 @@ def require_fit(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: to
     its own (its attribute ``scales``), else that of the model, ``dtype``."""
     if (reason := form.refuses(spec, shape)) is not None:
         raise SpecError(f"{form.name} can't hold {spec.label()} of shape {list(shape)}", why=reason)
-    own: str | None = getattr(form, "scales", None)
-    asked = resolve(spec, dtype, form).scale_dtype
-    if own is not None and asked != own:
-        raise SpecError(f"{form.name} can't store {asked} scales", why=f"its readers take {own} scales",
-                        next=f"scale_dtype: {own}, or leave it out")
-    if own is None and asked != dtype_name(dtype):
-        raise SpecError(f"{form.name} can't store {asked} scales for {dtype_name(dtype)}",
+    format_dtype: str | None = getattr(form, "scales", None)
+    requested = resolve(spec, dtype, form).scale_dtype
+    if format_dtype is not None and requested != format_dtype:
+        raise SpecError(f"{form.name} can't store {requested} scales",
+                        why=f"its readers take {format_dtype} scales",
+                        next=f"scale_dtype: {format_dtype}, or leave it out")
+    if format_dtype is None and requested != dtype_name(dtype):
+        raise SpecError(f"{form.name} can't store {requested} scales for {dtype_name(dtype)}",
                         why="its readers take scales in the model's dtype", next="scale_dtype: model")

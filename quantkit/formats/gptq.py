@@ -51,9 +51,9 @@ class GptqFormat:
             return reason
         if spec.bits not in BITS:
             return f"{self.name} holds 2, 3, 4 or 8 bits, not {spec.bits}; use format pack-quantized"
-        for what, size in (("in", shape[1]), ("out", shape[0])):
+        for side, size in (("in", shape[1]), ("out", shape[0])):
             if size * spec.bits % 32:
-                return (f"{what}_features {size} of {spec.bits} bits don't fill whole words of 32 bits; "
+                return (f"{side}_features {size} of {spec.bits} bits don't fill whole words of 32 bits; "
                         f"use format pack-quantized, or keep the layer with method: null")
         return None
 

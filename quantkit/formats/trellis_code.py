@@ -75,10 +75,10 @@ def states(symbols: torch.Tensor, bits: int, window: int) -> torch.Tensor:
         int64, the shape of ``symbols``.
     """
     wide = symbols.to(torch.int64)
-    found = wide.clone()
+    codes = wide.clone()
     for back in range(1, -(-window // bits)):
-        found |= wide.roll(back, dims=-1) << back * bits
-    return found & 2**window - 1
+        codes |= wide.roll(back, dims=-1) << back * bits
+    return codes & 2**window - 1
 
 
 def decode(symbols: torch.Tensor, bits: int, window: int) -> torch.Tensor:

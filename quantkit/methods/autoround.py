@@ -91,14 +91,14 @@ def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
     reached = bool((hessian.diagonal() > 0).any())
     damped = hessian.clone()  # a pivot of 0 has no best level
     damped.diagonal().add_(0.01 * hessian.diagonal().mean())
-    made = []
+    results = []
     for part in row_parts(weight, spec, TOGETHER):
         rows = weight[part]
         best = _learn(rows, hessian, spec, options)
         if reached and options.descent_passes:
             _visit(best, rows, hessian, damped, spec, options)
-        made.append(to_codes(best.levels, Grid(best.scale, best.zero), spec))
-    return join(made, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
+        results.append(to_codes(best.levels, Grid(best.scale, best.zero), spec))
+    return join(results, () if reached else (f"rounded to nearest in place of autoround: {UNREACHED}",))
 
 
 def _visit(best: _Best, weight: torch.Tensor, hessian: torch.Tensor, damped: torch.Tensor, spec: QuantSpec,

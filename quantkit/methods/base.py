@@ -52,7 +52,7 @@ class LayerStats:
     @property
     def device(self) -> torch.device:
         """Where they are: there a Linear is solved, too."""
-        return next((one.device for one in (self.hessian, self.largest) if one is not None),
+        return next((tensor.device for tensor in (self.hessian, self.largest) if tensor is not None),
                     torch.device("cpu"))
 
     def to(self, device: torch.device) -> LayerStats:
@@ -107,9 +107,10 @@ class Method:
                      spec: QuantSpec, options: MethodOptions) -> list[Codes]:
         """The same for several weights of one shape, in whatever way the method does that."""
         if self.together is None or len(weights) == 1:
-            return [self.run(weight, own, spec, options) for weight, own in zip(weights, stats, strict=True)]
-        made = self.together(weights, stats, spec, options)
-        return [self._checked(codes, weight, spec) for codes, weight in zip(made, weights, strict=True)]
+            return [self.run(weight, stat, spec, options) for weight, stat in zip(weights, stats,
+                                                                                  strict=True)]
+        results = self.together(weights, stats, spec, options)
+        return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
 
     def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
         rows, cols = weight.shape

@@ -105,10 +105,10 @@ def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessi
 def _curves(units: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """``u_g H u_k`` of every row and pair of groups, ``[rows, groups, groups]``."""
     rows, groups, size = units.shape
-    made = torch.empty(rows, groups, groups, device=units.device)
+    result = torch.empty(rows, groups, groups, device=units.device)
     for group, part in enumerate(hessian.split(size)):
-        torch.sum((units[:, group] @ part).view(units.shape).mul_(units), dim=-1, out=made[:, group])
-    return made
+        torch.sum((units[:, group] @ part).view(units.shape).mul_(units), dim=-1, out=result[:, group])
+    return result
 
 
 def _descend(scale: torch.Tensor, moved: torch.Tensor, slopes: torch.Tensor, curves: torch.Tensor,

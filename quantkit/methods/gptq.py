@@ -89,26 +89,26 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         CalibrationError, SpecError: as :func:`quantize`.
     """
     assert isinstance(options, GptqOptions)
-    begun, found = [], {}
+    begun, results = [], {}
     for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
         require_finite(weight)
         hessian = hessian_of(weight, known)
         factors, notes = factorize(hessian, options.damp, options.act_order)
         if spec.kind == "trellis":
-            found[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
+            results[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue
         plain = find_grid(weight, spec)
         if factors is None:
-            found[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
+            results[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
             continue
         grid = plain if not options.clip_search else find_grid(
             weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
         begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
         del factors  # as large as the Hessian
     if begun:
-        numbers = [one.number for one in begun]
-        found |= zip(numbers, _solved(begun, spec, options), strict=True)
-    return [found[number] for number in range(len(weights))]
+        numbers = [task.number for task in begun]
+        results |= zip(numbers, _solved(begun, spec, options), strict=True)
+    return [results[number] for number in range(len(weights))]
 
 
 @dataclass
@@ -126,53 +126,54 @@ class _Begun:
 
 def _solved(begun: Sequence[_Begun], spec: QuantSpec, options: GptqOptions) -> list[Codes]:
     parts = row_parts(begun[0].weight, spec, TOGETHER // len(begun))
-    levels = [torch.empty_like(one.weight) for one in begun]
-    factors = [one.factors for one in begun if one.factors]
-    upper, order = stacked([one.upper for one in factors]), torch.stack([one.order for one in factors])
+    levels = [torch.empty_like(task.weight) for task in begun]
+    factors = [task.factors for task in begun if task.factors]
+    upper, order = stacked([factor.upper for factor in factors]), torch.stack([factor.order
+                                                                               for factor in factors])
     for part in parts:
-        solved = _solve([one.weight[part] for one in begun], [one.grid.rows(part) for one in begun], upper,
-                        order, spec, options.block)
-        for mine, one in zip(levels, solved, strict=True):
-            mine[part] = one
-    damping = [one.damping for one in factors]
-    for one in begun:
-        one.factors = None
+        solved = _solve([task.weight[part] for task in begun], [task.grid.rows(part) for task in begun],
+                        upper, order, spec, options.block)
+        for mine, result in zip(levels, solved, strict=True):
+            mine[part] = result
+    damping = [factor.damping for factor in factors]
+    for task in begun:
+        task.factors = None
     del upper, factors  # as large as what comes now
-    form = stacked([damped(one.hessian, mine) for one, mine in zip(begun, damping, strict=True)])
-    made: list[list[Codes]] = [[] for _ in begun]
+    form = stacked([damped(task.hessian, mine) for task, mine in zip(begun, damping, strict=True)])
+    codes_of_tasks: list[list[Codes]] = [[] for _ in begun]
     failed: list[list[torch.Tensor]] = [[] for _ in begun]
     for part in parts:
         grids = _settled(begun, levels, part, form, spec, options)
-        for one, mine, grid, codes, worse in zip(begun, levels, grids, made, failed, strict=True):
-            better, rounded = _unless_rounded(one, mine[part], grid, part, spec)
+        for task, mine, grid, codes, worse in zip(begun, levels, grids, codes_of_tasks, failed, strict=True):
+            better, rounded = _unless_rounded(task, mine[part], grid, part, spec)
             codes.append(better)
             worse.append(rounded)
-    return [join(codes, one.notes + (NO_BETTER,) * all(bool(part.all()) for part in worse))
-            for one, codes, worse in zip(begun, made, failed, strict=True)]
+    return [join(codes, task.notes + (NO_BETTER,) * all(bool(part.all()) for part in worse))
+            for task, codes, worse in zip(begun, codes_of_tasks, failed, strict=True)]
 
 
 def _settled(begun: Sequence[_Begun], levels: Sequence[torch.Tensor], part: slice, form: torch.Tensor,
              spec: QuantSpec, options: GptqOptions) -> list[Grid]:
     """Coordinate descent on ``form``, the damped Hessians; writes these rows' levels."""
     def refitted() -> list[Grid]:
-        return [descend_scales(one.weight[part], mine[part], grid, own, spec, options.refit)
-                for one, mine, grid, own in zip(begun, levels, grids, form, strict=True)]
+        return [descend_scales(task.weight[part], mine[part], grid, hessian, spec, options.refit)
+                for task, mine, grid, hessian in zip(begun, levels, grids, form, strict=True)]
 
-    grids = [one.grid.rows(part) for one in begun]
+    grids = [task.grid.rows(part) for task in begun]
     grids = refitted()
     for _ in range(options.descent_passes):
-        visited = descend_levels(stacked([one.weight[part] for one in begun]),
+        visited = descend_levels(stacked([task.weight[part] for task in begun]),
                                  stacked([mine[part] for mine in levels]), grids, form, spec, options.block)
-        for mine, one in zip(levels, visited, strict=True):
-            mine[part] = one
+        for mine, result in zip(levels, visited, strict=True):
+            mine[part] = result
         grids = refitted()
     return grids
 
 
-def _unless_rounded(one: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
+def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
                     spec: QuantSpec) -> tuple[Codes, torch.Tensor]:
     """Solved rows; rounded where that is no worse, bool ``[out]``."""
-    weight, plain, hessian = one.weight[part], one.plain.rows(part), one.hessian
+    weight, plain, hessian = task.weight[part], task.plain.rows(part), task.hessian
     rounded = round_to_grid(weight, plain, spec)
     solved = losses(weight - from_grid(levels, grid), hessian)
     baseline = losses(weight - from_grid(rounded, plain), hessian)
@@ -201,17 +202,18 @@ def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.
     errors = torch.empty(linears, min(block, count), out, device=work.device)
     for start in range(0, count, block):
         stop = min(start + block, count)
-        here = slice(start, stop)
-        corner, found = upper[:, here, here], errors[:, :stop - start]
+        columns = slice(start, stop)
+        corner, block_errors = upper[:, columns, columns], errors[:, :stop - start]
         if fused:
-            solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec.bits, levels[:, here],
-                        found)
+            solve_block(work[:, columns], corner, scales, zeros, groups[:, columns], spec.bits,
+                        levels[:, columns], block_errors)
         else:
-            _solve_block(work[:, here], corner, scales, zeros, groups[:, here], spec, levels[:, here], found)
-        work[:, stop:].baddbmm_(upper[:, here, stop:].mT, found, alpha=-1)
+            _solve_block(work[:, columns], corner, scales, zeros, groups[:, columns], spec,
+                         levels[:, columns], block_errors)
+        work[:, stop:].baddbmm_(upper[:, columns, stop:].mT, block_errors, alpha=-1)
     solved = torch.empty_like(levels)
-    for mine, one, made in zip(order, levels, solved, strict=True):
-        made[mine] = one
+    for mine, levels_of_task, solution in zip(order, levels, solved, strict=True):
+        solution[mine] = levels_of_task
     return solved.mT.contiguous()
 
 

@@ -120,9 +120,10 @@ def row_parts(weight: torch.Tensor, spec: QuantSpec, values: int) -> list[slice]
 
 def join(parts: list[Codes], notes: tuple[str, ...] = ()) -> Codes:
     """Parts of a weight's rows, one below the other."""
-    zero = None if parts[0].zero is None else torch.cat([one.zero for one in parts if one.zero is not None])
-    return Codes(parts[0].spec, torch.cat([one.codes for one in parts]),
-                 torch.cat([one.scale for one in parts]), zero, notes)
+    zero = None if parts[0].zero is None else torch.cat([part.zero for part in parts
+                                                         if part.zero is not None])
+    return Codes(parts[0].spec, torch.cat([part.codes for part in parts]),
+                 torch.cat([part.scale for part in parts]), zero, notes)
 
 
 def settle_(quotients: torch.Tensor, zero: torch.Tensor, spec: QuantSpec) -> torch.Tensor:

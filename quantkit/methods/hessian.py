@@ -69,12 +69,12 @@ def factorize(hessian: torch.Tensor, damp: float,
     mean = float(diagonal.mean())
     if not mean > 0:
         return None, (f"rounded to nearest in place of gptq: {UNREACHED}",)
-    asked, notes = damp, tuple[str, ...]()
+    requested, notes = damp, tuple[str, ...]()
     while damp <= MOST_DAMPING:
         if (upper := _upper(hessian, damp * mean, order)) is not None:
             return HessianFactors(damp * mean, upper, order), notes
         damp *= 10
-        notes = (f"damping raised from {asked:g} to {damp:g}: the Hessian is not positive definite",)
+        notes = (f"damping raised from {requested:g} to {damp:g}: the Hessian is not positive definite",)
     return None, ("rounded to nearest in place of gptq: the Hessian is not positive definite at damping "
                   f"{damp / 10:g}",)
 
@@ -82,13 +82,13 @@ def factorize(hessian: torch.Tensor, damp: float,
 def damped(hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None) -> torch.Tensor:
     """A copy ``[in, in]`` with ``damping`` added to the diagonal; rows and columns in ``order`` if given."""
     if order is None:
-        made = hessian.clone()
+        result = hessian.clone()
     else:
-        made = torch.empty_like(hessian)
-        for rows, places in zip(made.split(_ROWS), order.split(_ROWS), strict=True):
+        result = torch.empty_like(hessian)
+        for rows, places in zip(result.split(_ROWS), order.split(_ROWS), strict=True):
             torch.index_select(hessian[places], 1, order, out=rows)
-    made.diagonal().add_(damping)
-    return made
+    result.diagonal().add_(damping)
+    return result
 
 
 def symmetric_(matrix: torch.Tensor) -> torch.Tensor:
@@ -135,13 +135,13 @@ def _invert_upper_(matrix: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve_triangular(matrix, eye, upper=True)
     for start in range(0, size, WHOLE):
         stop = min(start + WHOLE, size)
-        here = slice(start, stop)
+        block = slice(start, stop)
         eye = torch.eye(stop - start, dtype=matrix.dtype, device=matrix.device)
-        corner = torch.linalg.solve_triangular(matrix[here, here], eye, upper=True)
+        corner = torch.linalg.solve_triangular(matrix[block, block], eye, upper=True)
         for first in range(0, start, WHOLE):  # a row needs those below it, as they were
-            above = matrix[first:first + WHOLE, first:start] @ matrix[first:start, here]
-            matrix[first:first + WHOLE, here] = (above @ corner).neg_()
-        matrix[here, here] = corner
+            above = matrix[first:first + WHOLE, first:start] @ matrix[first:start, block]
+            matrix[first:first + WHOLE, block] = (above @ corner).neg_()
+        matrix[block, block] = corner
     return matrix
 
 

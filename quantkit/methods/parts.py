@@ -27,8 +27,8 @@ def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
     rows, columns = shape
     step = max(1, PART // (columns * TILE)) * TILE
     block = spec.granularity.size if spec.granularity.strategy == "block" else None
-    whole = spec.granularity.strategy == "tensor" or (block is not None and step * columns % block)
-    return rows if whole else min(rows, step)
+    indivisible = spec.granularity.strategy == "tensor" or (block is not None and step * columns % block)
+    return rows if indivisible else min(rows, step)
 
 
 def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats | None, spec: QuantSpec,
@@ -50,14 +50,14 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
     """
     step = rows_at_once(spec, (weight.shape[0], weight.shape[1]))
     device = stats.device if stats else weight.device
-    found = [method.run(_exact(part.to(device), spec), stats, spec, options).to(weight.device)
-             for part in weight.split(step)]
-    zeros = [one.zero for one in found if one.zero is not None]
-    codes = Codes(found[0].spec, torch.cat([one.codes for one in found]),
-                  torch.cat([one.scale for one in found]) if len(found) > 1 else found[0].scale,
+    results = [method.run(_exact(part.to(device), spec), stats, spec, options).to(weight.device)
+               for part in weight.split(step)]
+    zeros = [result.zero for result in results if result.zero is not None]
+    codes = Codes(results[0].spec, torch.cat([result.codes for result in results]),
+                  torch.cat([result.scale for result in results]) if len(results) > 1 else results[0].scale,
                   torch.cat(zeros) if zeros else None,
-                  tuple(dict.fromkeys(note for one in found for note in one.notes)))
-    del found
+                  tuple(dict.fromkeys(note for result in results for note in result.notes)))
+    del results
     packed = form.pack(codes, weight.dtype)
     off = of = 0.0
     rows: Any = getattr(form, "rows", None)

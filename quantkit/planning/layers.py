@@ -64,7 +64,7 @@ class PlanRow:
                 "label": self.spec.label() if self.spec else None, "bits": self.bits}
 
 
-def together(rows: Iterable[PlanRow], needs: Container[str], most: int) -> list[tuple[PlanRow, ...]]:
+def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list[tuple[PlanRow, ...]]:
     """Quantized Linears in the groups in which they are solved, each in the place of its first.
 
     Args:
@@ -72,7 +72,7 @@ def together(rows: Iterable[PlanRow], needs: Container[str], most: int) -> list[
         needs: names of those whose methods need statistics.
         most: weights, and values of Hessians, of a group that is more than one Linear.
     """
-    found: list[list[PlanRow]] = []
+    groups: list[list[PlanRow]] = []
     open_groups: dict[str, list[PlanRow]] = {}
     for row in rows:
         if row.method is None:
@@ -80,14 +80,14 @@ def together(rows: Iterable[PlanRow], needs: Container[str], most: int) -> list[
         method: Method = registry("methods").get(row.method)
         alike = repr((row.shape, row.dtype, row.method, row.format, row.spec, sorted(row.options.items())))
         size = max(row.shape) * row.shape[1]
-        if method.together is None or row.name not in needs or 2 * size > most:
-            found.append([row])
-        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= most:
+        if method.together is None or row.name not in needs or 2 * size > limit:
+            groups.append([row])
+        elif alike in open_groups and (len(open_groups[alike]) + 1) * size <= limit:
             open_groups[alike].append(row)
         else:
-            found.append([row])
-            open_groups[alike] = found[-1]
-    return [tuple(group) for group in found]
+            groups.append([row])
+            open_groups[alike] = groups[-1]
+    return [tuple(group) for group in groups]
 
 
 class LayerRefusal(Exception):
@@ -199,10 +199,10 @@ class RowResolver:
                 self._options[index] = filled.model_dump(mode="json")
             except ValidationError as error:
                 self._options[index] = LayerRefusal(_options_fault(method, error))
-        found = self._options[index]
-        if isinstance(found, LayerRefusal):
-            raise found
-        return found
+        options = self._options[index]
+        if isinstance(options, LayerRefusal):
+            raise options
+        return options
 
 
 def _options_fault(method: Method, error: ValidationError) -> str:

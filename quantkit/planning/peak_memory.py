@@ -76,8 +76,8 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         if row.spec is not None:
             largest = max(largest, _outside(row, row.name in needs))
     for unit in units.values():
-        whole = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
-        largest = max(largest, whole + _solving(unit, needs, weighed))
+        plain = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
+        largest = max(largest, plain + _solving(unit, needs, weighed))
     if calibration is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
@@ -107,22 +107,22 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
 
 def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
-    most = packed = 0
+    peak = packed = 0
     groups = together(unit, needs, BATCH)
-    left = [row for group in groups for row in group]
+    remaining = [row for group in groups for row in group]
     for group in groups:
         row, count = group[0], len(group)
         weights, form = count * row.shape[0] * row.shape[1], count * row.shape[1] ** 2
-        packed += sum(one.bytes_after for one in group)
+        packed += sum(member.bytes_after for member in group)
         working = 11 * weights
         if row.name in needs:
             copies = 4 * form * (1 if count == 1 else 2)
             working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        most = max(most, packed + working + _hessians(left, needs, apart))
-        left = left[count:]
-    return most
+        peak = max(peak, packed + working + _hessians(remaining, needs, apart))
+        remaining = remaining[count:]
+    return peak
 
 
 def _hessians(unit: list[PlanRow], needs: set[str], apart: bool) -> int:

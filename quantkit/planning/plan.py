@@ -192,9 +192,9 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
         RecipeError: no candidate fits some layer.
     """
     slots, infos = linear_slots(parse_config(source.config())), source.tensors()
-    rules = tuple(Rule(match="*", **dict(one)) for one in recipe.candidates)
+    rules = tuple(Rule(match="*", **dict(candidate)) for candidate in recipe.candidates)
     resolver = RowResolver(recipe.model_copy(update={"rules": rules}))
-    found: dict[str, dict[int, PlanRow]] = {}
+    rows_by_name: dict[str, dict[int, PlanRow]] = {}
     refused = []
     for slot in slots:
         if any(rule.matches(slot.name) for rule in recipe.rules):
@@ -205,12 +205,12 @@ def candidate_rows(recipe: Recipe, source: ModelSource) -> dict[str, dict[int, P
                 rows[index] = resolver.row(slot, index, infos)
             except LayerRefusal as refusal:
                 whys.append(f"{recipe.candidates[index].label()}: {refusal}")
-        found[slot.name] = rows
+        rows_by_name[slot.name] = rows
         if not rows:
             refused.append((slot.name, "no candidate fits: " + "; ".join(whys)))
     if refused:
         raise _unfit(recipe, source.uri, refused, len(slots))
-    return found
+    return rows_by_name
 
 
 def _check_kv(recipe: Recipe) -> None:
@@ -230,10 +230,11 @@ def _check_alone(recipe: Recipe, rows: list[PlanRow], resolver: RowResolver) -> 
         other = next((o for o in packed if (o.format, o.spec, o.dtype) != (row.format, row.spec, row.dtype)),
                      None)
         if other is not None:
-            said = [f"{one.name}: {one.format} {one.spec.label()}" for one in (row, other) if one.spec]
+            specs = [f"{quantized.name}: {quantized.format} {quantized.spec.label()}"
+                     for quantized in (row, other) if quantized.spec]
             raise RecipeError(f"recipe {recipe.name!r} makes what no quantization_config can say",
                               why=f"format {row.format} has place for one spec, and here are two:\n"
-                                  + "\n".join(said),
+                                  + "\n".join(specs),
                               next=f"give every rule format {row.format} and one spec (or method: null), "
                                    "or leave out 'format': pack-quantized can say a mix of integers")
 

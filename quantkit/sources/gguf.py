@@ -116,9 +116,9 @@ class GGUFSource:
     def _hf_name(self, name: str) -> str:
         if name in _TOP:
             return _TOP[name]
-        found = _BLOCK.fullmatch(name)
-        if found and found[2] in _LAYER:
-            return f"model.layers.{found[1]}.{_LAYER[found[2]]}.{found[3]}"
+        match = _BLOCK.fullmatch(name)
+        if match and match[2] in _LAYER:
+            return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
         architecture = str(self._metadata.get("general.architecture"))[:40]
         raise SourceError(f"{self.path} has a tensor {name[:80]!r}",
                           why=f"no place for it is known in {architecture!r} models", next=HF_FOLDER)

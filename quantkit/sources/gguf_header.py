@@ -170,19 +170,19 @@ class _Reader:
     def numbers(self, kind: int, count: int) -> list[Any]:
         form = np.dtype("u1" if kind == _BOOL else _FORMS[kind])  # a bool may hold any byte
         start = self.take(form.itemsize * count)
-        found = np.frombuffer(self.data[start:self.at], form)
-        return [bool(v) for v in found] if kind == _BOOL else found.tolist()
+        values = np.frombuffer(self.data[start:self.at], form)
+        return [bool(v) for v in values] if kind == _BOOL else values.tolist()
 
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
         from gguf.constants import GGML_QUANT_SIZES
 
         sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
-        found: dict[str, GGUFTensor] = {}
+        tensors: dict[str, GGUFTensor] = {}
         for _ in range(count):
             self.where = "a tensor's name"
             name = self.identifier()
             self.where = f"tensor {name[:80]!r}"
-            if name in found:
+            if name in tensors:
                 raise self.bad("it stands twice")
             dims = [self.number("Q") for _ in range(self.count("I", MAX_DIMS, 8))]
             kind, offset = self.number("I"), self.number("Q")
@@ -194,8 +194,8 @@ class _Reader:
                 raise self.bad(f"shape {dims} of type {kind}, whose blocks have {block} values")
             if offset % alignment or offset > MAX_SIZE:
                 raise self.bad(f"data offset {offset} is not aligned to {alignment}, or absurd")
-            found[name] = GGUFTensor(name, tuple(reversed(dims)), kind, offset, total // block * width)
-        return self.placed(found, -(-self.at // alignment) * alignment)
+            tensors[name] = GGUFTensor(name, tuple(reversed(dims)), kind, offset, total // block * width)
+        return self.placed(tensors, -(-self.at // alignment) * alignment)
 
     def placed(self, tensors: dict[str, GGUFTensor], start: int) -> dict[str, GGUFTensor]:
         """The same with offsets from the file's start; none overlaps another or the file's end."""

@@ -161,15 +161,15 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int], where: str) -
             raise SourceError(f"{where} has no tokenizer.ggml.{name} with a number a token",
                               next="use another conversion")
     assert isinstance(scores, list)
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     # sorting keeps the order of equals, as in Hugging Face's converter
     for token in sorted(vocab, key=lambda t: -scores[vocab[t]]):
         if kinds[vocab[token]] in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE):
             continue
         ways = [(token[:cut], token[cut:]) for cut in range(1, len(token))
                 if token[:cut] in vocab and token[cut:] in vocab]
-        found += sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))
-    return found
+        pairs += sorted(ways, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    return pairs
 
 
 def _add_special(tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
@@ -215,8 +215,8 @@ def _add_ends(tokenizer: Any, config: Mapping[str, Any]) -> None:
     after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []
     if before or after:
         used = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
-        one, two = [*before, "$A", *after], [*before, "$B:1", *after]
-        tokenizer.post_processor = processors.TemplateProcessing(single=one, pair=[*one, *two],
+        single, two = [*before, "$A", *after], [*before, "$B:1", *after]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=[*single, *two],
                                                                  special_tokens=used)
 
 

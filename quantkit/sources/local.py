@@ -67,13 +67,13 @@ class LocalSource:
         Raises:
             SourceError: one is a link that leaves the folder, unreadable, or absurdly large.
         """
-        found: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         for name, path in self._side_paths().items():
             try:
-                found[name] = path.read_bytes()
+                files[name] = path.read_bytes()
             except OSError as error:
                 raise SourceError(f"{path} can't be read", why=error.strerror or str(error)) from error
-        return found
+        return files
 
     def identity(self) -> SourceIdentity:
         """With the sha256 of the config, the index, every weight file and every side file.
@@ -107,12 +107,12 @@ class LocalSource:
         self._tensors.close()
 
     def _side_paths(self) -> dict[str, Path]:
-        found = {name: plain_file(self.folder, name) for name in SIDE_FILES if (self.folder / name).exists()}
-        for path in found.values():
+        files = {name: plain_file(self.folder, name) for name in SIDE_FILES if (self.folder / name).exists()}
+        for path in files.values():
             if path.stat().st_size > MAX_SIDE_FILE:
                 raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
                                   why="no such file needs to be")
-        return found
+        return files
 
 
 def sha256_file(path: Path) -> str:

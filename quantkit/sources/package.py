@@ -38,9 +38,9 @@ def _open(uri: str, revision: str | None) -> ModelSource:
     folders = sorted({f.parent for f in files
                       if f.suffix == ".safetensors" and (f.parent / CONFIG).is_file()})
     if len(models) + len(folders) != 1:
-        found = ", ".join(p.name for p in [*models, *folders]) or "none"
+        names = ", ".join(p.name for p in [*models, *folders]) or "none"
         raise SourceError(f"the package {name!r} holds {len(models) + len(folders)} models",
-                          why=f"found: {found}", next="give the file or folder itself, if there is one")
+                          why=f"found: {names}", next="give the file or folder itself, if there is one")
     if models:
         return GGUFSource(models[0], uri, identity)
     return LocalSource(folders[0], uri, identity)

@@ -45,8 +45,8 @@ class SyntheticSource:
             raise SourceError(f"{self.uri} has no tensor {name!r}")
         shape = self._infos[name].shape
         if len(shape) == 1:
-            one = 0.0 if "gemma" in self._config["model_type"] else 1.0  # Gemma's are stored less 1
-            return torch.full(shape, one, dtype=torch.bfloat16)
+            identity = 0.0 if "gemma" in self._config["model_type"] else 1.0  # Gemma's are stored less 1
+            return torch.full(shape, identity, dtype=torch.bfloat16)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(shape, dtype=torch.bfloat16)
@@ -86,18 +86,18 @@ def _open(uri: str, revision: str | None) -> ModelSource:
                          next=f"{PREFIX}llama-8b")
     if revision is not None:
         raise UsageError("--revision makes no sense for a synthetic model", next=f"{PREFIX}{name}?seed=1")
-    asked: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for part in query.split("&") if query else ():
         key, _, value = part.partition("=")
-        if key not in ("seed", "layers") or key in asked or not value.isdecimal() or len(value) > 9:
+        if key not in ("seed", "layers") or key in numbers or not value.isdecimal() or len(value) > 9:
             raise UsageError(f"{uri!r} has a query that is not seed=NUMBER or layers=NUMBER",
                              next=f"{PREFIX}{name}?seed=1&layers=2")
-        asked[key] = int(value)
-    most = CONFIGS[name]["num_hidden_layers"]
-    if not 1 <= asked.get("layers", 1) <= most:
-        raise UsageError(f"{uri!r} can't have {asked['layers']} layers", why=f"{name} has {most}",
-                         next=f"{PREFIX}{name}?layers={most}")
-    return SyntheticSource(name, asked.get("seed", 0), uri, asked.get("layers"))
+        numbers[key] = int(value)
+    layers = CONFIGS[name]["num_hidden_layers"]
+    if not 1 <= numbers.get("layers", 1) <= layers:
+        raise UsageError(f"{uri!r} can't have {numbers['layers']} layers", why=f"{name} has {layers}",
+                         next=f"{PREFIX}{name}?layers={layers}")
+    return SyntheticSource(name, numbers.get("seed", 0), uri, numbers.get("layers"))
 
 
 KIND = SourceKind(matches=lambda uri: uri.startswith(PREFIX), open=_open,

@@ -73,14 +73,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of every tensor, by its Hugging Face name."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for i in range(config["num_hidden_layers"]):
         parts = (*_attention(config), *_mlp(config), *_norms(config))
-        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in parts}
-    found["model.norm.weight"] = (hidden,)
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in parts}
+    shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (vocab, hidden)
-    return found
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
 
 
 _Parts = Iterator[tuple[str, tuple[int, ...]]]

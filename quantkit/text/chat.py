@@ -55,16 +55,16 @@ class ChatTemplate:
         """
         if FILE in files:
             return cls(files[FILE].decode("utf-8", "replace"))
-        found = settings.get("chat_template")
-        if isinstance(found, list):
-            named = {t["name"]: t["template"] for t in found
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            named = {t["name"]: t["template"] for t in template
                      if isinstance(t, dict) and isinstance(t.get("name"), str) and "template" in t}
-            found = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
-            if found is None:
+            template = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
+            if template is None:
                 raise TemplateError("the model has no default chat template",
                                     why=f"named ones: {', '.join(map(str, named)) or 'none'}",
                                     next="name one of them 'default' in tokenizer_config.json")
-        return cls(found) if isinstance(found, str) else None
+        return cls(template) if isinstance(template, str) else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True, **tokens: str) -> str:
         """The conversation as text, up to where the assistant answers.

@@ -79,14 +79,14 @@ class ControlTokens:
         free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used)
         stand_ins: dict[str, str] = {}
 
-        def stand_in(found: re.Match[str]) -> str:
-            if found[0] not in stand_ins:
+        def stand_in(match: re.Match[str]) -> str:
+            if match[0] not in stand_ins:
                 if (character := next(free, None)) is None:
                     raise UsageError("a message uses every private character of Unicode",
                                      why="one is needed to keep the control tokens in it apart",
                                      next="leave some out")
-                stand_ins[found[0]] = character
-            return stand_ins[found[0]]
+                stand_ins[match[0]] = character
+            return stand_ins[match[0]]
 
         hidden = _changed(list(messages), lambda text: self._written.sub(stand_in, text))
         return hidden, {character: token for token, character in stand_ins.items()}
@@ -103,8 +103,8 @@ class ControlTokens:
         """
         if not stand_ins:
             ids = library.encode(self._inner, text, False)
-            own = sum(self.ids[found[0]] in self._watched for found in self._written.finditer(text))
-            if sum(one in self._watched for one in ids) == own:
+            count = sum(self.ids[match[0]] in self._watched for match in self._written.finditer(text))
+            if sum(token in self._watched for token in ids) == count:
                 return ids
         return self._apart(text, stand_ins, False)
 
@@ -119,15 +119,16 @@ class ControlTokens:
 
     def _apart(self, text: str, stand_ins: Mapping[str, str], special: bool) -> list[int]:
         twin, secret, real, cut = self._twin
-        text = self._written.sub(lambda found: secret[found[0]], text)
+        text = self._written.sub(lambda match: secret[match[0]], text)
         for between in ("", cut):  # the second time, typed tokens are cut in two
             typed = {ord(character): token[:1] + between + token[1:]
                      for character, token in stand_ins.items()}
             ids = library.encode(twin, text.translate(typed), special)
             around = library.encode(twin, "", special) if special else []
-            if sum(one in self._watched for one in ids) <= sum(one in self._watched for one in around):
+            if sum(token in self._watched for token in ids) <= sum(token in self._watched
+                                                                   for token in around):
                 cut_id = twin.token_to_id(cut)
-                return [real.get(one, one) for one in ids if one != cut_id]
+                return [real.get(token, token) for token in ids if token != cut_id]
         raise SourceError("the tokenizer can't write a control token as plain text",
                           why="its vocabulary has it as a word", next="leave it out of the message")
 
@@ -141,8 +142,9 @@ class ControlTokens:
             twin.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in self._added])
             twin.encode_special_tokens = True  # those are text like any other
             twin.add_tokens([tokenizers.AddedToken(
-                secret[token], single_word=one.single_word, lstrip=one.lstrip, rstrip=one.rstrip,
-                normalized=one.normalized) for token, one in self._added.items()])
+                secret[token], single_word=token_info.single_word, lstrip=token_info.lstrip,
+                rstrip=token_info.rstrip, normalized=token_info.normalized)
+                             for token, token_info in self._added.items()])
             twin.add_tokens([tokenizers.AddedToken(cut, normalized=False)])
             real = {number: self.ids[token] for token in self._added
                     if (number := twin.token_to_id(secret[token])) is not None}
@@ -159,16 +161,16 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _texts(one)
+        for item in value.values():
+            yield from _texts(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _changed(one, change) for key, one in value.items()}
-    return [_changed(one, change) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _changed(item, change) for key, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -48,22 +48,22 @@ def token_length(content: Mapping[str, Any]) -> TokenLength | None:
     if model.get("type", "BPE") != "BPE" or not isinstance(vocab, dict) or not vocab:
         return None
     parts = [*_parts(content.get("normalizer")), *_parts(content.get("pre_tokenizer"))]
-    swallows = any(one.get("lstrip") or one.get("rstrip") for one in added)
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in added)
     if swallows or not all(map(_keeps, parts)):
         return None
     kinds = {part.get("type") for part in parts}
     shortens = UNICODE_FORMS if kinds & _FORMS else 1
     if "ByteLevel" in kinds:  # there a letter stands for a byte
-        own = max(map(len, vocab))
+        longest = max(map(len, vocab))
         dropped = bytes(byte for byte, letter in enumerate(_letters()) if letter not in vocab)
     elif model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
-        own, dropped = max(map(_bytes, vocab)), b""
+        longest, dropped = max(map(_bytes, vocab)), b""
     else:
         return None
     # what another form of a character would be, is not looked at
     if shortens > 1 and dropped:
         return None
-    return TokenLength(shortens * max([own, *(_bytes(one["content"]) for one in added)]), dropped)
+    return TokenLength(shortens * max([longest, *(_bytes(token["content"]) for token in added)]), dropped)
 
 
 def _letters() -> list[str]:

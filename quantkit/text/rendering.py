@@ -39,8 +39,8 @@ def ask(function: str, arguments: Mapping[str, Any]) -> Outcome:
         QuantkitError: no process can be started.
     """
     try:
-        found: Outcome = isolated.call(function, dict(arguments), seconds=SECONDS, memory=MEMORY)
-        return found
+        outcome: Outcome = isolated.call(function, dict(arguments), seconds=SECONDS, memory=MEMORY)
+        return outcome
     except isolated.LimitError as error:
         return {"refused": f"it {error}"}
     except isolated.RaisedError as error:

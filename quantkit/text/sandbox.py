@@ -92,16 +92,16 @@ class UsageMeter:
     def _size(self, value: Any) -> int:
         size, waiting = 0, [value]
         while waiting:
-            one = waiting.pop()
-            size += len(one) if isinstance(one, str) else 8
+            node = waiting.pop()
+            size += len(node) if isinstance(node, str) else 8
             if size > MAX_OUTPUT:
                 raise LimitExceeded(f"a value in it has more than {MAX_OUTPUT} characters")
-            if isinstance(one, dict):
-                waiting += [*one.keys(), *one.values()]
-            elif isinstance(one, list | tuple):
-                size += 8 * len(one)
-                waiting += one[:MAX_OUTPUT // 8]
-            elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS:
+            if isinstance(node, dict):
+                waiting += [*node.keys(), *node.values()]
+            elif isinstance(node, list | tuple):
+                size += 8 * len(node)
+                waiting += node[:MAX_OUTPUT // 8]
+            elif isinstance(node, int) and node.bit_length() > MAX_INTEGER_BITS:
                 raise LimitExceeded("a number in it is too large")
         return size
 
@@ -172,9 +172,9 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         self.globals.clear()
         self.globals.update(raise_exception=_refuse, strftime_now=_now, range=_range, dict=dict,
                             namespace=_Namespace)
-        kept = {name: self.filters[name] for name in _FILTERS}
+        allowed = {name: self.filters[name] for name in _FILTERS}
         self.filters.clear()
-        self.filters.update(kept)
+        self.filters.update(allowed)
         self.filters.update({"replace": self._replace, "join": self._join, "indent": self._indent,
                              "sum": self._sum, "tojson": _tojson, _CHARGE: _charge, _WRITE: _write})
 
@@ -224,8 +224,9 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _check_replace(self, text: str, old: str, new: str, count: int = -1) -> None:
-        found = text.count(str(old))
-        grown = len(text) + (found if count is None or count < 0 else min(found, count)) * len(str(new))
+        occurrences = text.count(str(old))
+        grown = len(text) + (occurrences if count is None
+                             or count < 0 else min(occurrences, count)) * len(str(new))
         if grown > MAX_OUTPUT:
             raise LimitExceeded(f"a replacement makes more than {MAX_OUTPUT} characters")
         self.meter.spend(grown)

@@ -44,8 +44,8 @@ class Tokenizer:
         self._files = files
         self._inner = library.read_tokenizer(files)
         self._settings = _json(files, SETTINGS)
-        found = {role: _token(self._settings, role) for role in _ROLES}
-        self._special = {role: token for role, token in found.items() if token is not None}
+        tokens = {role: _token(self._settings, role) for role in _ROLES}
+        self._special = {role: token for role, token in tokens.items() if token is not None}
         self.bos_id, self.eos_id = self._id("bos_token"), self._id("eos_token")
         self.eos_ids = self._eos_ids(_json(files, GENERATION), config)
 
@@ -163,8 +163,8 @@ class Tokenizer:
         return ChatTemplate.find(self._files, self._settings)
 
     def _id(self, role: str) -> int | None:
-        found: int | None = self._inner.token_to_id(self._special[role]) if role in self._special else None
-        return found
+        token: int | None = self._inner.token_to_id(self._special[role]) if role in self._special else None
+        return token
 
     def _eos_ids(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
         ids: set[int] = set()

@@ -17,11 +17,11 @@ from quantkit.transforms.base import Transform
 
 def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
     """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options."""
-    table, found = registry("transforms"), []
+    table, resolved = registry("transforms"), []
     for spec in specs:
         transform: Transform = table.get(spec.name)
         try:
-            found.append((transform, transform.options.model_validate(spec.options)))
+            resolved.append((transform, transform.options.model_validate(spec.options)))
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             key = ".".join(map(str, fault["loc"]))
@@ -29,7 +29,7 @@ def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptio
             why = did_you_mean(key, transform.options.model_fields) if extra else fault["msg"]
             raise RecipeError(f"transform {spec.name} can't take option {key!r}", why=why,
                               next="quantkit plugins list") from None
-    return found
+    return resolved
 
 
 def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSource:

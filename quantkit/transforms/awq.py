@@ -76,9 +76,9 @@ def _search(seam: ScaleGroup, names: list[str], tensors: LayerTensors, steps: in
 
     best, least = None, loss(None)
     for scale in _scales(inputs, size, steps):
-        found = loss(scale)
-        if found < least:
-            best, least = scale, found
+        current = loss(scale)
+        if current < least:
+            best, least = scale, current
     return best
 
 

@@ -80,11 +80,11 @@ class LayerTensors:
 
     def _scale_norm(self, name: str, by: torch.Tensor) -> torch.Tensor:
         stored, now = self._read(name), self.tensor(name) + self._offset
-        made = (now / by - self._offset).to(stored.dtype)
-        left = made.float() + self._offset
-        lost = (now == 0) | (left == 0) | ~torch.isfinite(left)
-        self.changed[name] = torch.where(lost, self.tensor(name).to(stored.dtype), made)
-        return torch.where(lost, torch.ones_like(by), now / left)
+        rounded = (now / by - self._offset).to(stored.dtype)
+        effective = rounded.float() + self._offset
+        lost = (now == 0) | (effective == 0) | ~torch.isfinite(effective)
+        self.changed[name] = torch.where(lost, self.tensor(name).to(stored.dtype), rounded)
+        return torch.where(lost, torch.ones_like(by), now / effective)
 
     def _scale_rows(self, writer: str, rows: tuple[int, int], by: torch.Tensor) -> None:
         part = slice(*rows)

@@ -83,43 +83,43 @@ class RotatedSource(SourceWrapper):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The source's, rotated in float32, in the dtype that it has there."""
-        found = self._source.tensor(EMBEDDING if name == HEAD and self._tied else name)
+        tensor = self._source.tensor(EMBEDDING if name == HEAD and self._tied else name)
         if name in self._norms:
-            return torch.full_like(found, self._one)
+            return torch.full_like(tensor, self._one)
         layer = name.rpartition(".")[0]
         if name == EMBEDDING:
-            return _by_rows(found, None)
+            return _by_rows(tensor, None)
         if name in self._read_by:
             norm = self._source.tensor(self._read_by[name]).float() + 1 - self._one
-            found = _by_rows(found, norm)
+            tensor = _by_rows(tensor, norm)
         elif layer in self._writes:
-            found = self._written(name, found)
-        return self._with_values(found, self._values[layer].rows) if layer in self._values else found
+            tensor = self._written(name, tensor)
+        return self._with_values(tensor, self._values[layer].rows) if layer in self._values else tensor
 
-    def _written(self, name: str, found: torch.Tensor) -> torch.Tensor:
+    def _written(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What adds to the hidden states; of o also its columns, which read the heads' values."""
-        exact = found.float()
+        exact = tensor.float()
         if name in self._reads_values:
             exact = apply_hadamard(exact.view(exact.shape[0], -1, self._dim)).view(exact.shape)
         # a bias, or a weight's columns
         rotated = apply_hadamard(exact) if exact.dim() == 1 else apply_hadamard(exact.T).T
-        return rotated.to(found.dtype).contiguous()
+        return rotated.to(tensor.dtype).contiguous()
 
-    def _with_values(self, found: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
+    def _with_values(self, tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
         """The rows (or the bias) that make values, head by head."""
         assert rows is not None
-        part, made = slice(*rows), found.clone()
-        heads = found[part].float().unflatten(0, (-1, self._dim))
-        made[part] = apply_hadamard(heads.movedim(1, -1)).movedim(-1, 1).flatten(0, 1).to(found.dtype)
-        return made
+        part, result = slice(*rows), tensor.clone()
+        heads = tensor[part].float().unflatten(0, (-1, self._dim))
+        result[part] = apply_hadamard(heads.movedim(1, -1)).movedim(-1, 1).flatten(0, 1).to(tensor.dtype)
+        return result
 
 
-def _by_rows(found: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-    made = torch.empty_like(found)
-    for start in range(0, found.shape[0], ROWS):
-        part = found[start:start + ROWS].float()
-        made[start:start + ROWS] = apply_hadamard(part if norm is None else part * norm).to(found.dtype)
-    return made
+def _by_rows(tensor: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    result = torch.empty_like(tensor)
+    for start in range(0, tensor.shape[0], ROWS):
+        part = tensor[start:start + ROWS].float()
+        result[start:start + ROWS] = apply_hadamard(part if norm is None else part * norm).to(tensor.dtype)
+    return result
 
 
 def source(model: ModelSource, config: ModelConfig, options: MethodOptions) -> ModelSource:

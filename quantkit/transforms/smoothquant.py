@@ -36,8 +36,8 @@ def layer(config: ModelConfig, index: int, tensors: LayerTensors, options: Metho
         if seam.rows is not None and options.where == "norms":
             continue
         names = [name for name in seam.readers if (spec := tensors.specs.get(name)) and spec.activations]
-        largest = [found for name in names if (stats := tensors.stats.get(name)) is not None
-                   and (found := stats.largest) is not None]
+        largest = [magnitude for name in names if (stats := tensors.stats.get(name)) is not None
+                   and (magnitude := stats.largest) is not None]
         if not largest:
             continue
         inputs = seam.gather(torch.stack(largest).amax(dim=0))

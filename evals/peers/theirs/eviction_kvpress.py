@@ -47,26 +47,26 @@ def main() -> None:
         with press(model):
             model.model(prompt, past_key_values=cache)
             prefill = time.perf_counter() - begin
-            kept, held = [], 0
-            for index, (layer, whole) in enumerate(zip(cache.layers, full.layers)):
+            kept, cache_bytes = [], 0
+            for index, (layer, full_layer) in enumerate(zip(cache.layers, full.layers)):
                 masked = getattr(model.model.layers[index].self_attn, "masked_key_indices", None)
                 rows = []
-                for head in range(whole.keys.shape[1]):
+                for head in range(full_layer.keys.shape[1]):
                     if masked is None:
-                        distance = torch.cdist(layer.keys[0, head], whole.keys[0, head])
+                        distance = torch.cdist(layer.keys[0, head], full_layer.keys[0, head])
                         rows.append(sorted(distance.argmin(-1).tolist()))
                     else:
                         gone = set(masked[2][masked[1] == head].tolist())
                         rows.append([at for at in range(prompt.shape[1]) if at not in gone])
                 kept.append(rows)
-                held += layer.keys.nbytes + layer.values.nbytes
+                cache_bytes += layer.keys.nbytes + layer.values.nbytes
             begin = time.perf_counter()
             for token in answer:
                 model(token[None, None], past_key_values=cache)
             decode = time.perf_counter() - begin
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
     Path(sys.argv[3]).write_text(json.dumps({
-        "kept": kept, "bytes": held, "prefill_s": prefill, "decode_s": decode / len(answer),
+        "kept": kept, "bytes": cache_bytes, "prefill_s": prefill, "decode_s": decode / len(answer),
         "versions": versions}), encoding="utf-8")
 
 

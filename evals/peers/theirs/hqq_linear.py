@@ -19,11 +19,11 @@ def make(model: Path, tokens: torch.Tensor, spec: dict[str, Any], scratch: Path)
     for layer, (rows, columns) in common.linears(model).items():
         linear = torch.nn.Linear(columns, rows, bias=False)
         linear.weight.data = tensors[f"{layer}.weight"].float()
-        made = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu", del_orig=False)
-        bits += 8 * (made.W_q.nbytes + made.meta["scale"].nbytes + made.meta["zero"].nbytes)
-        exact = made.meta | {"scale": made.meta["scale"].float(), "zero": made.meta["zero"].float(),
-                             "compute_dtype": torch.float32}
-        weights[layer] = Quantizer.dequantize(made.W_q, exact)
+        quantized = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu", del_orig=False)
+        bits += 8 * (quantized.W_q.nbytes + quantized.meta["scale"].nbytes + quantized.meta["zero"].nbytes)
+        exact = quantized.meta | {"scale": quantized.meta["scale"].float(),
+                                  "zero": quantized.meta["zero"].float(), "compute_dtype": torch.float32}
+        weights[layer] = Quantizer.dequantize(quantized.W_q, exact)
     return weights, bits, {"axis": 1}
 
 

@@ -223,7 +223,8 @@ def _plain(slot: LinearSlot, spec: QuantSpec, infos: Infos) -> ForeignLayer:
 
     def convert(tensors: Tensors) -> Tensors:
         contents, again = dict(tensors), "download the checkpoint again"
-        if spec.symmetric and "weight_zero_point" in contents and bool(contents.pop("weight_zero_point").any()):
+        zeros = contents.pop("weight_zero_point", None) if spec.symmetric else None
+        if zeros is not None and bool(zeros.any()):
             raise CheckpointError(f"{slot.name} has zero points", next=again,
                                   why="its quantization_config says that it has none")
         if not packs:
