@@ -82,7 +82,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
 
 def _nothing_fits(closest: Combination) -> UsageError:
     """With the combination that needs the least, and what it would take for that one to fit."""
-    requirements = closest.asked
+    requirements = closest.requirements
     context, count = closest.most_context(), closest.most_sequences()
     ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
     if context:
@@ -119,7 +119,7 @@ def _commands(chosen: Combination, model: str, revision: str | None) -> list[str
     if (recipe := chosen.weights.recipe) is not None:
         commands, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
     return [*commands, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
-                   f"--max-batch {chosen.asked.concurrency}"]
+                   f"--max-batch {chosen.requirements.concurrency}"]
 
 
 def _flops(text: str) -> float:

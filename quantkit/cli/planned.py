@@ -26,7 +26,7 @@ _SAID = {"activations": f"of {MAX_ROWS} tokens, between operations",
 def facts(chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings
           | str) -> dict[str, Any]:
     """All of it as plain data; bytes exact."""
-    requirements, config, cache = chosen.asked, chosen.weights.config, chosen.found
+    requirements, config, cache = chosen.requirements, chosen.weights.config, chosen.footprint
     cost = None if isinstance(ceilings, str) else step(chosen.weights, cache, ceilings,
                                                               requirements.concurrency)
     return {
@@ -50,7 +50,7 @@ def facts(chosen: Combination, combinations: Sequence[Combination], ceilings: Ce
 def lines(model: str, chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings | str,
           left_out: Mapping[str, str]) -> Iterator[str]:
     """Lines for a terminal, but for the commands to type next."""
-    requirements, config = chosen.asked, chosen.weights.config
+    requirements, config = chosen.requirements, chosen.weights.config
     yield wrapped("model", f"{model}: {config.model_type}, {config.num_layers} layers, {config.num_heads} "
                            f"heads of {config.head_dim} ({config.num_kv_heads} KV)")
     yield wrapped("asked", f"{_sequences(requirements.concurrency)} of {requirements.context:,} tokens in "
@@ -72,7 +72,7 @@ def lines(model: str, chosen: Combination, combinations: Sequence[Combination], 
 
 def _sum(chosen: Combination) -> Iterator[str]:
     """Every term, down to the total."""
-    cache, requirements, config = chosen.found, chosen.asked, chosen.weights.config
+    cache, requirements, config = chosen.footprint, chosen.requirements, chosen.weights.config
     numbers = _numbers(chosen)
     rows = [("weights", f"{chosen.weights.name}; {human_bytes(chosen.weights.file_bytes)} in files",
              _mega(chosen.weights.bytes)),
@@ -100,7 +100,7 @@ def _sum(chosen: Combination) -> Iterator[str]:
 
 
 def _room(chosen: Combination) -> str:
-    requirements, config = chosen.asked, chosen.weights.config
+    requirements, config = chosen.requirements, chosen.weights.config
     more, longest = chosen.most_sequences() - requirements.concurrency, chosen.most_context()
     parts = [f"{_sequences(more)} more of that length" if more else "no sequence more"]
     limit = " (the model's own limit)" if longest == config.max_position_embeddings else ""
@@ -111,9 +111,9 @@ def _room(chosen: Combination) -> str:
 def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
     if isinstance(ceilings, str):
         return f"not known what bounds it: {ceilings}; give --bandwidth and --flops"
-    batch = chosen.asked.concurrency
-    cost = step(chosen.weights, chosen.found, ceilings, batch)
-    turn = turns(chosen.weights, chosen.found, ceilings)
+    batch = chosen.requirements.concurrency
+    cost = step(chosen.weights, chosen.footprint, ceilings, batch)
+    turn = turns(chosen.weights, chosen.footprint, ceilings)
     if turn is None:
         when = "at no batch by compute: a sequence's own keys and values take longer to read than to use"
     elif turn <= batch:
@@ -124,12 +124,13 @@ def _decoding(chosen: Combination, ceilings: Ceilings | str) -> str:
             f"weights and {human_bytes(cost.kv_bytes)} of KV, {_seconds(cost.memory_s)} at "
             f"{human_bytes(ceilings.bandwidth)}/s ({ceilings.whose['bandwidth']}), "
             f"and computes {cost.flops / 1e9:,.3g} GFLOP, {_seconds(cost.compute_s)} at "
-            f"{ceilings.flops / 1e9:,.4g} GFLOP/s ({ceilings.whose['flops']}); {when}. At most {cost.tokens_s:,.3g} tokens a second in all")
+            f"{ceilings.flops / 1e9:,.4g} GFLOP/s ({ceilings.whose['flops']}); {when}. "
+            f"At most {cost.tokens_s:,.3g} tokens a second in all")
 
 
 def _remarks(chosen: Combination) -> Iterator[str]:
     config, policy = chosen.weights.config, build_policy(chosen.kv)
-    if (windows := [kind for kind in chosen.found.groups if kind.model_window]):
+    if (windows := [kind for kind in chosen.footprint.groups if kind.model_window]):
         yield (f"{sum(kind.layers for kind in windows)} of {config.num_layers} layers see "
                f"{max(kind.window or 0 for kind in windows):,} tokens only, and hold not many more, "
                "whatever the context and the KV setting")
@@ -141,8 +142,8 @@ def _remarks(chosen: Combination) -> Iterator[str]:
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
                "slower than these bounds (docs/results.md)")
     if not policy.keeps_all:
-        yield (f"what {chosen.kv.policy} drops is counted for a prompt of {chosen.asked.prompt_tokens:,} of "
-               f"the {chosen.asked.context:,} tokens (--prompt)")
+        yield (f"what {chosen.kv.policy} drops is counted for a prompt of {chosen.requirements.prompt_tokens:,} of "
+               f"the {chosen.requirements.context:,} tokens (--prompt)")
 
 
 def _others(chosen: Combination, combinations: Sequence[Combination]) -> Iterator[str]:
@@ -169,7 +170,7 @@ def _others(chosen: Combination, combinations: Sequence[Combination]) -> Iterato
 
 
 def _numbers(chosen: Combination) -> int:
-    return 2 * chosen.found.layers * chosen.found.heads * chosen.weights.config.head_dim
+    return 2 * chosen.footprint.layers * chosen.footprint.heads * chosen.weights.config.head_dim
 
 
 def _kl(value: float | None) -> str:

@@ -54,8 +54,8 @@ class Combination:
 
     weights: WeightOption
     kv: KVSpec
-    found: Footprint = field(repr=False)
-    asked: Requirements
+    footprint: Footprint = field(repr=False)
+    requirements: Requirements
     scratch: dict[str, int]
     weights_kl: float | None
     kv_kl: float | None
@@ -63,13 +63,13 @@ class Combination:
     @property
     def kv_bytes(self) -> int:
         """Of the pages of all sequences, in use at the worst moment."""
-        return self.found.used_bytes(self.asked.concurrency)
+        return self.footprint.used_bytes(self.requirements.concurrency)
 
     @property
     def spare_bytes(self) -> int:
         """Of pages that exist without being in use, and of those that are moved, at most."""
-        count = self.asked.concurrency
-        return self.found.allocated_bytes(count) - self.kv_bytes + self.found.moving_bytes(count)
+        count = self.requirements.concurrency
+        return self.footprint.allocated_bytes(count) - self.kv_bytes + self.footprint.moving_bytes(count)
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ class Combination:
     @property
     def left(self) -> int:
         """Bytes of memory that nothing needs; negative: so many are missing."""
-        return self.asked.memory - self.total
+        return self.requirements.memory - self.total
 
     @property
     def kl(self) -> float | None:
@@ -104,11 +104,11 @@ class Combination:
 
     def at(self, **changes: int) -> Combination:
         """The same for something else asked: ``context=…``, ``concurrency=…``."""
-        requirements = dataclasses.replace(self.asked, **changes)
-        footprint = self.found
-        if requirements.context != self.asked.context:
+        requirements = dataclasses.replace(self.requirements, **changes)
+        footprint = self.footprint
+        if requirements.context != self.requirements.context:
             footprint = _footprint(self.weights, self.kv, requirements)
-        return dataclasses.replace(self, found=footprint, asked=requirements, scratch=scratch_bytes(
+        return dataclasses.replace(self, footprint=footprint, requirements=requirements, scratch=scratch_bytes(
             self.weights, footprint, requirements.context, requirements.concurrency))
 
     def most_sequences(self) -> int:

@@ -54,7 +54,7 @@ def test_the_sum_is_of_its_parts(big):
             said["other_bytes"].values())
         assert said["left_bytes"] == 10**10 - said["total_bytes"]
         assert said["fits"] == (said["left_bytes"] >= 0)
-        assert said["kv_spare_bytes"] >= one.found.moving_bytes(3) > 0
+        assert said["kv_spare_bytes"] >= one.footprint.moving_bytes(3) > 0
 
 
 def test_what_was_never_measured_comes_last(big):

@@ -121,7 +121,7 @@ def _item(tokenizer: Tokenizer, frame: PromptFrame, draft: ContextDraft, hay: Ha
     task, length, sample = key
     # what a user says is text: a control token written out in it is none
     intro = tokenizer.encode(f"{draft.intro}\n\n", special=False, parse_special=False)
-    questions = tuple(_question(tokenizer, frame, question) for question in draft.asked)
+    questions = tuple(_question(tokenizer, frame, question) for question in draft.questions)
     hidden = [(depth, tokenizer.encode(f" {text}", special=False, parse_special=False))
               for depth, text in draft.hidden]
     fixed = len(frame.before) + len(intro) + sum(len(ids) for _, ids in hidden)

@@ -58,12 +58,12 @@ class ContextDraft:
     Attributes:
         intro: says what to look for.
         hidden: depth (0 to 1) and sentence, in rising order.
-        asked: the questions; all are about this one context.
+        questions: what is asked; all are about this one context.
     """
 
     intro: str
     hidden: tuple[tuple[float, str], ...]
-    asked: tuple[QuestionText, ...]
+    questions: tuple[QuestionText, ...]
 
 
 @dataclass(frozen=True)
