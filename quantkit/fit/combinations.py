@@ -46,8 +46,8 @@ class Combination:
 
     Attributes:
         weights, kv: which.
-        found: what the cache takes of a sequence.
-        asked: for what.
+        footprint: the bytes that the cache takes for a sequence.
+        requirements: the context, the sequences and the memory that it must fit.
         scratch: everything else by what it is for, bytes.
         weights_kl, kv_kl: measured on another model, nats a token; ``None``: never measured.
     """
