@@ -142,8 +142,9 @@ def _remarks(chosen: Combination) -> Iterator[str]:
         yield ("only quantkit loads a trellis, and unpacking one takes longer than reading it: decoding is "
                "slower than these bounds (docs/results.md)")
     if not policy.keeps_all:
-        yield (f"what {chosen.kv.policy} drops is counted for a prompt of {chosen.requirements.prompt_tokens:,} of "
-               f"the {chosen.requirements.context:,} tokens (--prompt)")
+        requirements = chosen.requirements
+        yield (f"what {chosen.kv.policy} drops is counted for a prompt of {requirements.prompt_tokens:,} of "
+               f"the {requirements.context:,} tokens (--prompt)")
 
 
 def _others(chosen: Combination, combinations: Sequence[Combination]) -> Iterator[str]:

@@ -108,8 +108,8 @@ class Combination:
         footprint = self.footprint
         if requirements.context != self.requirements.context:
             footprint = _footprint(self.weights, self.kv, requirements)
-        return dataclasses.replace(self, footprint=footprint, requirements=requirements, scratch=scratch_bytes(
-            self.weights, footprint, requirements.context, requirements.concurrency))
+        scratch = scratch_bytes(self.weights, footprint, requirements.context, requirements.concurrency)
+        return dataclasses.replace(self, footprint=footprint, requirements=requirements, scratch=scratch)
 
     def most_sequences(self) -> int:
         """So many fit at this context; 0: none."""

@@ -53,7 +53,7 @@ def _solved(result: LongResult) -> TextGrid:
                              for length in result.protocol.lengths)))
     heads = ("task", *map(str, result.protocol.lengths))
     return TextGrid("what the full cache answers", heads, tuple(rows),
-                    ("right of asked; where the full cache itself fails, a setting can't be judged",))
+                    ("right answers of all questions; where the full cache fails, settings can't be judged",))
 
 
 def _memory(result: LongResult) -> TextGrid:
@@ -71,17 +71,19 @@ def _memory(result: LongResult) -> TextGrid:
         heads.append("decode tok/s")
         for row, variant in zip(rows, result.variants):
             row.append(speeds.get(variant.kv, "–"))
-    notes = ["bytes of the pages held when a prompt of so many tokens was read"] if lengths else []
+    notes = []
+    if lengths:
+        notes.append(f"KV {lengths[-1]}: bytes of the pages that a prompt of that length holds at its end")
     if read:
         notes.append(f"KV text: allocated at the end of {max(result.protocol.lengths)} tokens by position")
     if any(variant.when for variant in result.variants):
-        notes.append("known: the question is in the prompt at whose end the policy acts; later: it comes "
-                     "when the policy has acted (query-agnostic)")
+        notes.append("known: the prompt contains the question, and the policy runs at its end; later: the "
+                     "question follows after the policy has run (query-agnostic)")
     return TextGrid("the KV cache", tuple(heads), tuple(map(tuple, rows)), tuple(notes))
 
 
 def _task(result: LongResult, task: str) -> TextGrid:
-    """Right of asked by depth or hops, a column a length."""
+    """Right answers by depth or hops, a column a length."""
     solved, lengths = result.solved(), result.protocol.lengths
     rows: list[tuple[str, ...]] = []
     for variant in result.variants:
@@ -99,8 +101,8 @@ def _task(result: LongResult, task: str) -> TextGrid:
                 cells.append(cell if (task, length, depth, hops) in solved else f"({cell})")
             rows.append((f"  {name}", *cells))
     return TextGrid(task, ("setting", *map(str, lengths)), tuple(rows),
-                    ("right of asked; in parentheses cells that the full cache doesn't solve (below 3 of 4)",
-                     ))
+                    ("right answers of all questions; in parentheses: cells of which the full cache answers "
+                     "less than 3 of 4",))
 
 
 def _score(replies: Sequence[RecordedAnswer]) -> str:
@@ -121,9 +123,9 @@ def _against(result: LongResult, task: str) -> TextGrid:
                      span.replace("–", " to ")))
     return TextGrid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                     tuple(rows),
-                    ("of all questions: right answers kept, wrong ones righted, McNemar's "
-                     "exact p (as if questions about one context were independent), mean change of the right "
-                     "answer's log-probability (nats an answer, bootstrap over contexts)",)
+                    ("kept: of the questions that the full cache answers right; gained: of the others; p: "
+                     "McNemar's exact test, which treats questions about one context as independent; Δ logprob: mean "
+                     "change of the right answer's log-probability (nats an answer, bootstrap over contexts)",)
                     if rows else ())
 
 

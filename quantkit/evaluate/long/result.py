@@ -70,8 +70,8 @@ class LongProtocol:
         gpu = f"{self.gpu}; " if self.gpu else ""
         form = "by the chat template" if self.chat else "as a text to continue"
         return [f"tasks {', '.join(self.tasks)}; text {self.text} (sha256 {self.text_sha256[:12]})",
-                f"hay: {hay}; depths: {self.depths}; samples: {self.samples}; seed {self.seed}; "
-                f"asked {form}",
+                f"haystack: {hay}; depths: {self.depths}; samples: {self.samples}; seed {self.seed}; "
+                f"questions {form}",
                 f"by position and generated: prompts of {self.prompt} tokens, {self.new_tokens} generated",
                 f"activations {self.dtype}; {gpu}{self.cpu}, "
                 f"{self.cores} cores, {self.threads} threads, torch "
