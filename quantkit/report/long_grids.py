@@ -123,9 +123,10 @@ def _against(result: LongResult, task: str) -> TextGrid:
                      span.replace("–", " to ")))
     return TextGrid(f"{task}: against the full cache", ("setting", "kept", "gained", "p", "Δ logprob", "95%"),
                     tuple(rows),
-                    ("kept: of the questions that the full cache answers right; gained: of the others; p: "
-                     "McNemar's exact test, which treats questions about one context as independent; Δ logprob: mean "
-                     "change of the right answer's log-probability (nats an answer, bootstrap over contexts)",)
+                    ("kept: of the questions that the full cache answers right; gained: of the others; "
+                     "p: McNemar's exact test, which treats questions about one context as independent; "
+                     "Δ logprob: mean change of the right answer's log-probability (nats an answer, "
+                     "bootstrap over contexts)",)
                     if rows else ())
 
 
