@@ -160,10 +160,9 @@ class _Run:
                 done = len(writer.units())
                 raise Stopped(f"stopped; {done} of {total} units are kept in {writer.partial}",
                               next="run the same command again to go on") from None
-        published = read_manifest(out)
-        notes, seconds = tuple(published.fallbacks()), time.monotonic() - start
-        return QuantizeResult(out, self.plan, published.layers, notes, resumed, seconds,
-                              published.calibration)
+        made = read_manifest(out)
+        notes, seconds = tuple(made.fallbacks()), time.monotonic() - start
+        return QuantizeResult(out, self.plan, made.layers, notes, resumed, seconds, made.calibration)
 
     def _manifest(self) -> Manifest:
         """The manifest before the run: all that identifies it, and nothing that it will measure."""
@@ -173,8 +172,7 @@ class _Run:
         self.origin = dataclasses.replace(self.origin, revision=revision, identity=identity)
         owners = {table.entry(name).owner for row in self.plan.rows
                   for table, name in ((self.methods, row.method), (self.formats, row.format)) if name}
-        owners |= {registry("transforms").entry(transform.name).owner
-                   for transform in self.plan.recipe.transforms}
+        owners |= {registry("transforms").entry(spec.name).owner for spec in self.plan.recipe.transforms}
         return Manifest(quantkit_version=__version__, recipe=self.plan.recipe.snapshot(),
                         source=SourceRecord.of(identity),
                         calibration=CalibrationFacts.of(self.plan.recipe.calibration, self.data),
@@ -285,8 +283,7 @@ class _Run:
                 squares = gradients(
                     self.source, self.plan.recipe.transforms, tokens, spec.seed, wanted, self.device,
                     lambda: token_gradients(self.config, weights, tokens, wanted, spec.seed, walks, step))
-            writer.put(IMPORTANCE, {name: balanced(squares_of_layer)
-                                    for name, squares_of_layer in squares.items()}, [])
+            writer.put(IMPORTANCE, {name: balanced(square) for name, square in squares.items()}, [])
         walks.clear()
         return writer.get(IMPORTANCE)[0]
 
@@ -371,8 +368,7 @@ class _Run:
         if elsewhere is not None:
             return iter(next(elsewhere))
         groups = together(planned, self.measured, BATCH)
-        solved = (solved_layer for group in self.executor.map(solve, self._unsolved(groups, layer))
-                  for solved_layer in group)
+        solved = itertools.chain.from_iterable(self.executor.map(solve, self._unsolved(groups, layer)))
         return in_order(solved, planned)
 
     def _unsolved(self, groups: list[tuple[PlanRow, ...]], layer: LayerTensors) -> Iterator[Item]:

@@ -176,11 +176,10 @@ class CpuProgram:
 
         for weight in {packed_of(linear).input_key: packed_of(linear) for linear in linears}.values():
             family, columns, rotated = key = weight.input_key
-            activations = self._activations.setdefault((role, *key),
-                                                       Activations(weight, max(MAX_ROWS, self._pool.threads)))
+            rows = self._activations.setdefault((role, *key),
+                                                Activations(weight, max(MAX_ROWS, self._pool.threads)))
             self._program.add(RowKernel(source, family, rotated), x=x, x_stride=stride_of(x),
-                              subgroups=columns // SUB, **activations.written, **self._hadamard(rotated),
-                              **values)
+                              subgroups=columns // SUB, **rows.written, **self._hadamard(rotated), **values)
 
     def _hadamard(self, width: int) -> dict[str, Any]:
         """The arguments with which a row operation rotates rows of this width; none if it is 0."""
@@ -213,8 +212,8 @@ class CpuProgram:
         activations = self._activations[role, *weight.input_key]
         bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,
-                                  add=add, scratch=self._scratch, out_stride=stride
-                                  if out is None else stride_of(out),
+                                  add=add, scratch=self._scratch,
+                                  out_stride=stride if out is None else stride_of(out),
                                   scratch_private=self._scratch.shape[1], barrier=barrier)
         self._packed[index] = weight, activations.stride
 
