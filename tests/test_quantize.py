@@ -24,6 +24,7 @@ from quantkit.recipe import load_recipe
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 RECIPES = ["int8", "int8-gptq", "int5-asym", "int4", "int4-asym", "int4-rtn", "int3", "int2", "nf4",
            "nf4-nested", "w8a8", "fp8"]
@@ -63,10 +64,6 @@ def gptq_recipe(tmp_path_factory):
 def undisturbed(deep, gptq_recipe, tmp_path_factory):
     """The bytes of a calibrated run that nothing stops."""
     return contents(quantize(str(deep), gptq_recipe, tmp_path_factory.mktemp("whole") / "out").out)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def changed(folder: Path, to: Path, **tensors: torch.Tensor) -> Path:

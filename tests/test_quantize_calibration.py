@@ -24,6 +24,7 @@ from quantkit.recipe import load_recipe
 from quantkit.sources.open import open_source
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 OWN = CalibrationSpec(text="self", samples=3, length=48)
 SMALL = CalibrationSpec(samples=4, length=32)
@@ -32,10 +33,6 @@ SMALL = CalibrationSpec(samples=4, length=32)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("models") / "model"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def manifest(folder: Path) -> Manifest:

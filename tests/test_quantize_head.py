@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from quantkit.runtime.loader import load
 from quantkit.solve import ModelOrigin
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 G32 = "spec: {bits: 4, granularity: {strategy: group, size: 32}}"
 INT8 = "method: rtn, spec: {bits: 8, granularity: {strategy: channel}}"
@@ -58,10 +58,6 @@ def recipe(tmp_path):
         return str(path)
 
     return write
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 # -- the head

@@ -18,6 +18,7 @@ from quantkit.quantize import quantize
 from quantkit.recipe import load_recipe
 from quantkit.sources.open import open_source
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 RECIPE = """
 calibration: {{samples: 4, length: 32, importance: {importance}}}
@@ -50,10 +51,6 @@ def found(monkeypatch):
     calls, work = [], module.token_gradients
     monkeypatch.setattr(module, "token_gradients", lambda *args: (calls.append(1), work(*args))[1])
     return calls
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_it_is_worked_out_where_it_is_asked_for_and_changes_the_result(model, recipe, tmp_path, found):

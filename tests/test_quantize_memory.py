@@ -27,12 +27,9 @@ from quantkit.sources.safetensors_file import SafetensorsFile
 from quantkit.sources.untied import UntiedSource
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 SMALL = CalibrationSpec(samples=4, length=32)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")

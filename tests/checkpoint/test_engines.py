@@ -108,7 +108,7 @@ def test_w8a8_on_a_cpu_runs_in_bfloat16(tiny, tmp_path, device, what, noted):
     ("sglang", "cuda", spec(4, symmetric=False), "awq", "kernel on cuda", "[64, 128]"),
     ("sglang", "cuda", spec(3), "gptq", "GPTQ's bits", "float16 activations"),
     ("transformers", "cpu", spec(4, symmetric=False), None, "zero points", "dequantize=True")], ids=str)
-def test_what_is_refused(said, engine, device, what, form, name, words):
+def test_checkpoints_that_an_engine_refuses(said, engine, device, what, form, name, words):
     found = said(engine, device, what, form)
     assert words in found[name]
     if name != "quant_method":

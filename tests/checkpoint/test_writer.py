@@ -10,10 +10,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter, natural, refuse_existing
 from quantkit.errors import CheckpointError
-
-
-def contents(folder):
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+from tests.support.folders import contents
 
 
 def test_the_same_run_twice_is_byte_identical_and_leaves_nothing_else(tiny, tmp_path, rules):

@@ -55,7 +55,7 @@ def test_out_holds_the_report(cli, tiny, tmp_path):
     (("--window", "1"), 2, "--window"),
     (("--dtype", "int8"), 2, "--dtype"),
 ])
-def test_what_is_refused(cli, tiny, arguments, code, words):
+def test_eval_arguments_that_are_refused(cli, tiny, arguments, code, words):
     result = cli("eval", tiny, "--no-speed", *arguments)
     assert result.exit_code == code and words in result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr

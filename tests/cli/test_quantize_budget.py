@@ -78,7 +78,7 @@ def test_a_run_prints_the_choice_too(cli, tiny, ladder, tmp_path):
     (("-r", "int4", "--budget", "4bpw"), ("recipe 'int4' has no candidates", "leave out --recipe")),
     (("-r", "mixed"), ("recipe 'mixed' leaves a choice", "--budget 4.25bpw")),
 ])
-def test_what_it_refuses(cli, tiny, tmp_path, arguments, said, kept):
+def test_budgets_that_are_refused(cli, tiny, tmp_path, arguments, said, kept):
     result = cli("quantize", tiny, *arguments, "-o", tmp_path / "OUT", *FEW)
     assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
     assert all(words in result.stderr for words in said) and "next: " in result.stderr

@@ -31,7 +31,7 @@ def broken(change: Callable[[torch.Tensor, Codes], Codes]) -> Method:
     return Method(name="broken", paper="https://example.org", quantize=quantize)
 
 
-def random_codes(weight: torch.Tensor, codes: Codes) -> Codes:
+def draws_random_numbers(weight: torch.Tensor, codes: Codes) -> Codes:
     torch.rand(1)
     return codes
 
@@ -58,7 +58,7 @@ def in_place(weight: torch.Tensor, codes: Codes) -> Codes:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (random_codes, "global random generator"), (negative_scale, "not above 0"),
+    (draws_random_numbers, "global random generator"), (negative_scale, "not above 0"),
     (unrounded_scale, "not rounded"), (far_off, "zeros would be closer"), (missing_zero, "zero points"),
     (in_place, "wrote to an argument")])
 def test_the_kit_notices(change: Callable[[torch.Tensor, Codes], Codes], said: str) -> None:

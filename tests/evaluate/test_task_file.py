@@ -114,7 +114,7 @@ def test_a_broken_file_is_never_skipped(folder):
     ("test_split: test", "test_split: test\nfilter_list: [{name: a, filter: [{function: take_first, "
      "fallback: x}]}]", "regex"),
     ("metric: acc", "metric: acc\n  - metric: acc\n    code: x", "code")])
-def test_what_is_refused(tmp_path, old, new, said):
+def test_task_files_that_are_refused(tmp_path, old, new, said):
     assert old in GOOD
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)

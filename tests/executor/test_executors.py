@@ -18,6 +18,7 @@ from quantkit.executor.local import LocalExecutor
 from quantkit.quantize import quantize
 from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
+from tests.support.folders import contents
 
 MARK = "QUANTKIT_TEST_CLUSTER"
 """What the processes of this test's cluster have in their environment."""
@@ -28,10 +29,6 @@ rules:
   - {match: lm_head, method: rtn, spec: {bits: 8, granularity: {strategy: channel}}}
   - {match: "*", method: rtn, spec: {bits: 4, granularity: {strategy: group, size: 32}}}
 """
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,13 @@ from quantkit.errors import SpecError
 from quantkit.formats.awq import BACK, FORMAT, ORDER
 from quantkit.formats.base import Codes, Format
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import random_codes
 
 
-def spec_of(group: int | None, dtype: str = "float16", **more) -> QuantSpec:
+def awq_spec(group: int | None, dtype: str = "float16", **more) -> QuantSpec:
     granularity = Granularity(strategy="channel" if group is None else "group", size=group)
     return QuantSpec(**{"bits": 4, "symmetric": False, "granularity": granularity,
                         "scale_dtype": dtype} | more)
-
-
-def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    shape = spec.scale_shape((rows, cols))
-    return Codes(spec, torch.randint(0, 16, (rows, cols), dtype=torch.uint8, generator=random),
-                 (torch.rand(shape, generator=random) + 0.1).half().float(),
-                 torch.randint(0, 16, shape, dtype=torch.uint8, generator=random))
 
 
 def test_is_a_format() -> None:
@@ -36,7 +29,7 @@ def test_is_a_format() -> None:
 @given(rows=st.sampled_from([8, 16, 72]), groups=st.integers(1, 5), size=st.sampled_from([None, 3, 32]),
        seed=st.integers(0, 999))
 def test_round_trip_is_exact(rows, groups, size, seed) -> None:
-    spec = spec_of(size)
+    spec = awq_spec(size)
     codes = random_codes(spec, rows, groups * (size or 7), seed)
     packed = FORMAT.pack(codes, torch.bfloat16)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == FORMAT.layout(
@@ -49,7 +42,7 @@ def test_round_trip_is_exact(rows, groups, size, seed) -> None:
 
 @pytest.mark.parametrize("size", [None, 16])
 def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, size) -> None:
-    codes = random_codes(spec_of(size), 24, 48)
+    codes = random_codes(awq_spec(size), 24, 48)
     arrays = [t.numpy() for t in (codes.codes, codes.scale, codes.zero)]
     packed = FORMAT.pack(codes, torch.float16)
     for name, array in numpy_layouts.awq(*arrays).items():
@@ -58,19 +51,19 @@ def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, size) -> None
 
 
 def test_one_word_by_hand() -> None:
-    codes = Codes(spec_of(None), torch.arange(8, dtype=torch.uint8).unsqueeze(1), torch.ones(8, 1),
+    codes = Codes(awq_spec(None), torch.arange(8, dtype=torch.uint8).unsqueeze(1), torch.ones(8, 1),
                   torch.zeros(8, 1, dtype=torch.uint8))
     word = FORMAT.pack(codes, torch.float16).tensors["qweight"].view(torch.uint32).item()
     assert f"{word:08x}" == "75316420"
 
 
 def test_refusals() -> None:
-    assert "zero points always" in str(FORMAT.refuses(spec_of(32, symmetric=True), (8, 32)))
-    assert "holds 4 bits" in str(FORMAT.refuses(spec_of(32, bits=8), (8, 32)))
-    assert "out_features 12" in str(FORMAT.refuses(spec_of(32), (12, 32)))
-    assert "doesn't divide" in str(FORMAT.refuses(spec_of(32), (8, 40)))
+    assert "zero points always" in str(FORMAT.refuses(awq_spec(32, symmetric=True), (8, 32)))
+    assert "holds 4 bits" in str(FORMAT.refuses(awq_spec(32, bits=8), (8, 32)))
+    assert "out_features 12" in str(FORMAT.refuses(awq_spec(32), (12, 32)))
+    assert "doesn't divide" in str(FORMAT.refuses(awq_spec(32), (8, 40)))
     with pytest.raises(SpecError, match="float32 scales"):
-        FORMAT.layout(spec_of(32, "float32"), (8, 32), torch.bfloat16)
+        FORMAT.layout(awq_spec(32, "float32"), (8, 32), torch.bfloat16)
 
 
 @pytest.mark.oracle
@@ -78,7 +71,7 @@ def test_refusals() -> None:
 def test_autoawq_packs_and_dequantizes_the_same(size) -> None:
     gemm = pytest.importorskip("awq.modules.linear.gemm", reason="autoawq is not installed")
     packing = pytest.importorskip("awq.utils.packing_utils")
-    codes = random_codes(spec_of(size), 64, 96)
+    codes = random_codes(awq_spec(size), 64, 96)
     packed = FORMAT.pack(codes, torch.float16)
     dense = torch.nn.Linear(96, 64, bias=False)
     dense.weight.data = FORMAT.dequantize(packed)
@@ -94,7 +87,7 @@ def test_autoawq_packs_and_dequantizes_the_same(size) -> None:
 def test_gptqmodel_dequantizes_the_same() -> None:
     linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch_awq",
                                  reason="gptqmodel is not installed")
-    packed = FORMAT.pack(random_codes(spec_of(32), 64, 96), torch.float16)
+    packed = FORMAT.pack(random_codes(awq_spec(32), 64, 96), torch.float16)
     theirs = linear.AwqTorchLinear(bits=4, group_size=32, sym=False, desc_act=False, in_features=96,
                                    out_features=64, bias=False, register_buffers=True)
     for name, tensor in packed.tensors.items():

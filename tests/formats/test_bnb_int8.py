@@ -14,7 +14,7 @@ from quantkit.spec import Granularity, QuantSpec
 CHANNEL = Granularity(strategy="channel")
 
 
-def random_codes(rows: int, cols: int, dtype: str = "bfloat16", seed: int = 0) -> Codes:
+def int8_codes(rows: int, cols: int, dtype: str = "bfloat16", seed: int = 0) -> Codes:
     random = torch.Generator().manual_seed(seed)
     scale = torch.rand(rows, 1, generator=random) * 10.0 ** torch.randint(-6, 3, (rows, 1), generator=random)
     return Codes(QuantSpec(bits=8, granularity=CHANNEL, scale_dtype=dtype),
@@ -39,14 +39,14 @@ def test_scales_of_16_bits_come_back_exactly(dtype) -> None:
 
 
 def test_other_scales_come_back_as_a_neighbour() -> None:
-    codes = random_codes(4096, 2, "float32")
+    codes = int8_codes(4096, 2, "float32")
     back = FORMAT.unpack(FORMAT.pack(codes, torch.bfloat16)).scale
     assert 0.9 < (back == codes.scale).float().mean() < 1.0
     assert ((back - codes.scale).abs() <= codes.scale * 2**-23).all()
 
 
 def test_layout_and_numpy() -> None:
-    codes = random_codes(5, 7)
+    codes = int8_codes(5, 7)
     packed = FORMAT.pack(codes, torch.float16)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == FORMAT.layout(
         codes.spec, (5, 7), torch.float16)
@@ -65,11 +65,11 @@ def test_refusals() -> None:
     assert "zero points" in str(FORMAT.refuses(QuantSpec(bits=8, symmetric=False, granularity=CHANNEL),
                                                (4, 8)))
     with pytest.raises(SpecError, match="overflow"):
-        FORMAT.pack(replace(random_codes(2, 2, "float32"), scale=torch.full((2, 1), 3e38)), torch.float32)
+        FORMAT.pack(replace(int8_codes(2, 2, "float32"), scale=torch.full((2, 1), 3e38)), torch.float32)
 
 
 def test_tiled_rows_are_not_read() -> None:
-    packed = FORMAT.pack(random_codes(2, 2), torch.float16)
+    packed = FORMAT.pack(int8_codes(2, 2), torch.float16)
     tiled = replace(packed, tensors={**packed.tensors, "weight_format": torch.tensor(2, dtype=torch.uint8)})
     with pytest.raises(CheckpointError, match="weight_format"):
         FORMAT.unpack(tiled)
@@ -78,7 +78,7 @@ def test_tiled_rows_are_not_read() -> None:
 @pytest.mark.oracle
 def test_bitsandbytes_dequantizes_to_the_same_bits_and_its_codes_pass_through() -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-    ours = FORMAT.pack(random_codes(64, 96), torch.float16)
+    ours = FORMAT.pack(int8_codes(64, 96), torch.float16)
     theirs = functional.int8_vectorwise_dequant(ours.tensors["weight"], ours.tensors["SCB"])
     assert torch.equal(theirs, FORMAT.dequantize(ours))
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).half()

@@ -14,19 +14,9 @@ from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.bnb_nf4 import FORMAT, STATE
 from quantkit.formats.nf4_table import CODEBOOK, dynamic_map
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import nf4_spec, random_codes
 
 SHAPES = [(1, 1), (1, 63), (3, 43), (8, 64), (5, 64), (7, 13), (96, 192), (300, 64)]
-
-
-def spec_of(nested: bool, size: int = 64) -> QuantSpec:
-    return QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=size),
-                     scale_dtype="float32", nested=nested)
-
-
-def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    return Codes(spec, torch.randint(0, 16, (rows, cols), dtype=torch.uint8, generator=random),
-                 torch.rand(spec.scale_shape((rows, cols)), generator=random) + 0.01)
 
 
 def test_is_a_format() -> None:
@@ -39,7 +29,7 @@ def test_is_a_format() -> None:
        nested=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
        seed=st.integers(0, 999))
 def test_round_trip(rows: int, cols: int, size: int, nested: bool, dtype: torch.dtype, seed: int) -> None:
-    spec = spec_of(nested, size)
+    spec = nf4_spec(nested, size)
     codes = random_codes(spec, rows, cols, seed)
     packed = FORMAT.pack(codes, dtype)
     layout = FORMAT.layout(spec, (rows, cols), dtype)
@@ -56,40 +46,40 @@ def test_round_trip(rows: int, cols: int, size: int, nested: bool, dtype: torch.
 
 
 def test_layout_by_hand() -> None:
-    plain = FORMAT.layout(spec_of(False), (100, 130), torch.bfloat16)
+    plain = FORMAT.layout(nf4_spec(False), (100, 130), torch.bfloat16)
     text = '{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [100, 130]}'
     assert plain == {"weight": (torch.uint8, (6500, 1)), "weight.absmax": (torch.float32, (204,)),
                      "weight.quant_map": (torch.float32, (16,)), STATE: (torch.uint8, (len(text),))}
-    nested = FORMAT.layout(spec_of(True), (300, 128), torch.bfloat16)
+    nested = FORMAT.layout(nf4_spec(True), (300, 128), torch.bfloat16)
     assert nested["weight.absmax"] == (torch.uint8, (600,))
     assert nested["weight.nested_absmax"] == (torch.float32, (3,))
     assert nested["weight.nested_quant_map"] == (torch.float32, (256,))
 
 
 def test_high_nibble_is_the_even_element() -> None:
-    codes = Codes(spec_of(False), torch.tensor([[1, 2, 15]], dtype=torch.uint8), torch.ones(1))
+    codes = Codes(nf4_spec(False), torch.tensor([[1, 2, 15]], dtype=torch.uint8), torch.ones(1))
     assert FORMAT.pack(codes, torch.float32).tensors["weight"].tolist() == [[0x12], [0xF7]]
 
 
 @pytest.mark.parametrize("offset", [1e-30, 0.1, 0.123456789, 1.1754943508222875e-38, 3.4e37, 65504.0])
 def test_nested_state_has_one_length_for_every_offset(offset: float) -> None:
-    codes = replace(random_codes(spec_of(True), 4, 64), scale=torch.full((4,), offset))
+    codes = replace(random_codes(nf4_spec(True), 4, 64), scale=torch.full((4,), offset))
     packed = FORMAT.pack(codes, torch.float16)
-    assert packed.tensors[STATE].shape == FORMAT.layout(spec_of(True), (4, 64), torch.float16)[STATE][1]
+    assert packed.tensors[STATE].shape == FORMAT.layout(nf4_spec(True), (4, 64), torch.float16)[STATE][1]
     state = json.loads(bytes(packed.tensors[STATE].numpy()))
     assert state["nested_offset"] == pytest.approx(offset, rel=1e-6)
     assert torch.allclose(FORMAT.unpack(packed).scale, codes.scale)
 
 
 def test_nested_scales_that_overflow_are_refused() -> None:
-    codes = replace(random_codes(spec_of(True), 4, 64), scale=torch.full((4,), 3.4e38))
+    codes = replace(random_codes(nf4_spec(True), 4, 64), scale=torch.full((4,), 3.4e38))
     with pytest.raises(SpecError, match="overflows"):
         FORMAT.pack(codes, torch.float32)
 
 
 def test_tables_are_fresh_tensors() -> None:
     """safetensors refuses tensors that share memory."""
-    one, two = (FORMAT.pack(random_codes(spec_of(True), 2, 64), torch.float32) for _ in range(2))
+    one, two = (FORMAT.pack(random_codes(nf4_spec(True), 2, 64), torch.float32) for _ in range(2))
     for name in ("weight.quant_map", "weight.nested_quant_map"):
         assert one.tensors[name].data_ptr() != two.tensors[name].data_ptr()
 
@@ -97,10 +87,10 @@ def test_tables_are_fresh_tensors() -> None:
 def test_refusals() -> None:
     integer = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
     assert "pack-quantized" in str(FORMAT.refuses(integer, (4, 4)))
-    assert "use 64" in str(FORMAT.refuses(spec_of(False, 60), (4, 64)))
-    assert "empty" in str(FORMAT.refuses(spec_of(False), (0, 64)))
+    assert "use 64" in str(FORMAT.refuses(nf4_spec(False, 60), (4, 64)))
+    assert "empty" in str(FORMAT.refuses(nf4_spec(False), (0, 64)))
     with pytest.raises(SpecError, match="block size 63"):
-        FORMAT.layout(spec_of(False, 63), (4, 63), torch.float32)
+        FORMAT.layout(nf4_spec(False, 63), (4, 63), torch.float32)
 
 
 def damaged(packed: QuantizedTensor, state: bytes) -> QuantizedTensor:
@@ -114,13 +104,13 @@ def damaged(packed: QuantizedTensor, state: bytes) -> QuantizedTensor:
     b'"nested_dtype":"float32","nested_offset":NaN}'])
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_damaged_state_is_refused(state: bytes, nested: bool) -> None:
-    packed = FORMAT.pack(random_codes(spec_of(nested), 4, 64), torch.float32)
+    packed = FORMAT.pack(random_codes(nf4_spec(nested), 4, 64), torch.float32)
     with pytest.raises(CheckpointError, match="quant_state"):
         FORMAT.dequantize(damaged(packed, state))
 
 
 def test_a_state_of_another_shape_is_refused_and_compact_json_is_read() -> None:
-    packed = FORMAT.pack(random_codes(spec_of(False), 4, 64), torch.float32)
+    packed = FORMAT.pack(random_codes(nf4_spec(False), 4, 64), torch.float32)
     state = json.loads(bytes(packed.tensors[STATE].numpy()))
     compact = json.dumps(state, separators=(",", ":")).encode()
     assert torch.equal(FORMAT.dequantize(damaged(packed, compact)), FORMAT.dequantize(packed))
@@ -150,7 +140,7 @@ def test_bitsandbytes_writes_and_reads_the_same(shape: tuple[int, int], nested: 
     plain = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")[1]
     nibbles = theirs.reshape(-1)
     levels = torch.stack((nibbles >> 4, nibbles & 15), dim=-1).reshape(-1)[: weight.numel()].reshape(shape)
-    packed = FORMAT.pack(Codes(spec_of(nested), levels, plain.absmax), dtype)
+    packed = FORMAT.pack(Codes(nf4_spec(nested), levels, plain.absmax), dtype)
     assert torch.equal(packed.tensors["weight"], theirs)
     for name, tensor in state.as_dict(packed=True).items():
         ours = packed.tensors[f"weight.{name}"]

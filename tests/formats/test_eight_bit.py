@@ -8,27 +8,19 @@ from hypothesis import strategies as st
 
 from quantkit.errors import SpecError
 from quantkit.formats import float_quantized, int_quantized
-from quantkit.formats.base import Codes, Format
+from quantkit.formats.base import Format
 from quantkit.plugins import registry
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import random_codes
 
 FORMATS = {"int": int_quantized.FORMAT, "fp": float_quantized.FORMAT}
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 
-def spec_of(kind: str, strategy: str = "channel", dtype: str = "bfloat16", **keys: object) -> QuantSpec:
+def eight_bit_spec(kind: str, strategy: str = "channel", dtype: str = "bfloat16",
+                   **keys: object) -> QuantSpec:
     return QuantSpec.model_validate({"kind": kind, "bits": 8, "granularity": {"strategy": strategy},
                                      "scale_dtype": dtype, "activations": "token", **keys})
-
-
-def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    scale = (torch.rand(spec.scale_shape((rows, cols)), generator=random) + 0.1).to(
-        getattr(torch, spec.scale_dtype)).float()
-    codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, generator=random)
-    if spec.kind == "fp":
-        codes[codes & 0x7F == 0x7F] = 0
-    return Codes(spec, codes, scale)
 
 
 @KINDS
@@ -42,7 +34,7 @@ def test_is_a_registered_format(kind: str) -> None:
 @given(kind=st.sampled_from(sorted(FORMATS)), strategy=st.sampled_from(["tensor", "channel"]),
        rows=st.sampled_from([1, 2, 7, 33]), cols=st.sampled_from([1, 5, 32, 97]), seed=st.integers(0, 999))
 def test_round_trip_is_exact(kind: str, strategy: str, rows: int, cols: int, seed: int) -> None:
-    form, spec = FORMATS[kind], spec_of(kind, strategy)
+    form, spec = FORMATS[kind], eight_bit_spec(kind, strategy)
     codes = random_codes(spec, rows, cols, seed)
     packed = form.pack(codes, torch.bfloat16)
     layout = form.layout(spec, packed.shape, torch.bfloat16)
@@ -56,7 +48,7 @@ def test_round_trip_is_exact(kind: str, strategy: str, rows: int, cols: int, see
 
 @KINDS
 def test_dequantize_against_numpy(kind: str) -> None:
-    codes = random_codes(spec_of(kind), 5, 12)
+    codes = random_codes(eight_bit_spec(kind), 5, 12)
     levels = codes.codes.numpy().astype(np.int32)
     if kind == "fp":
         exponent, mantissa = levels >> 3 & 15, levels & 7
@@ -72,15 +64,15 @@ def test_dequantize_against_numpy(kind: str) -> None:
 @KINDS
 def test_refusals_say_what_to_do(kind: str) -> None:
     form = FORMATS[kind]
-    assert form.refuses(spec_of(kind), (8, 64)) is None
+    assert form.refuses(eight_bit_spec(kind), (8, 64)) is None
     other = "fp" if kind == "int" else "int"
     assert f"use format {FORMATS[other].name if other == 'fp' else 'pack-quantized'}" in str(
-        form.refuses(spec_of(other), (8, 64)))
+        form.refuses(eight_bit_spec(other), (8, 64)))
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
     assert "bnb-nf4" in str(form.refuses(nf, (8, 64)))
-    assert "empty" in str(form.refuses(spec_of(kind), (0, 64)))
+    assert "empty" in str(form.refuses(eight_bit_spec(kind), (0, 64)))
     with pytest.raises(SpecError, match="float32 scales for bfloat16"):
-        form.layout(spec_of(kind, dtype="float32"), (8, 64), torch.bfloat16)
+        form.layout(eight_bit_spec(kind, dtype="float32"), (8, 64), torch.bfloat16)
 
 
 def test_what_belongs_into_pack_quantized() -> None:
@@ -89,11 +81,11 @@ def test_what_belongs_into_pack_quantized() -> None:
                        ({"activations": None, "symmetric": False}, "symmetric: true"),
                        ({"activations": None, "bits": 4}, "int4"),
                        ({"activations": None, "granularity": {"strategy": "group", "size": 32}}, "groups")):
-        assert said in str(form.refuses(spec_of("int", **keys), (8, 64)))
-        assert pack.refuses(spec_of("int", **keys), (8, 64)) is None
-    assert "int-quantized" in str(pack.refuses(spec_of("int"), (8, 64)))
-    assert "float-quantized" in str(pack.refuses(spec_of("fp"), (8, 64)))
-    assert FORMATS["fp"].refuses(spec_of("fp", activations=None), (8, 64)) is None
+        assert said in str(form.refuses(eight_bit_spec("int", **keys), (8, 64)))
+        assert pack.refuses(eight_bit_spec("int", **keys), (8, 64)) is None
+    assert "int-quantized" in str(pack.refuses(eight_bit_spec("int"), (8, 64)))
+    assert "float-quantized" in str(pack.refuses(eight_bit_spec("fp"), (8, 64)))
+    assert FORMATS["fp"].refuses(eight_bit_spec("fp", activations=None), (8, 64)) is None
 
 
 @pytest.mark.oracle
@@ -105,7 +97,7 @@ def test_compressed_tensors_reads_and_writes_the_same(kind: str, strategy: str, 
     """Its compressors of these names decompress our tensors, and compress the result to the same bytes."""
     base = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    spec, real = spec_of(kind, strategy, dtype, activations=activations), getattr(torch, dtype)
+    spec, real = eight_bit_spec(kind, strategy, dtype, activations=activations), getattr(torch, dtype)
     codes = random_codes(spec, 13, 96, seed=1)
     packed = FORMATS[kind].pack(codes, real)
     arguments = {"num_bits": 8, "type": {"int": "int", "fp": "float"}[kind], "symmetric": True,

@@ -1,6 +1,7 @@
 """GPTQ's layout in both versions: exact, the quirk of the first, refusals, and GPTQModel as the oracle."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,22 +14,11 @@ from quantkit.formats import pack_quantized
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.gptq import FORMAT, V2
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import integer_spec, random_codes
 
+gptq_spec = partial(integer_spec, scale_dtype="float16")
+gptq_codes = partial(random_codes, lowest_zero=1)
 VERSIONS = pytest.mark.parametrize("form", [FORMAT, V2], ids=["v1", "v2"])
-
-
-def spec_of(bits: int, group: int | None, symmetric: bool = True, dtype: str = "float16") -> QuantSpec:
-    granularity = Granularity(strategy="channel" if group is None else "group", size=group)
-    return QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype=dtype)
-
-
-def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    shape = spec.scale_shape((rows, cols))
-    scale = (torch.rand(shape, generator=random) + 0.1).half().float()
-    codes = torch.randint(0, 2**spec.bits, (rows, cols), dtype=torch.uint8, generator=random)
-    zero = torch.randint(1, 2**spec.bits, shape, dtype=torch.uint8, generator=random)
-    return Codes(spec, codes, scale, None if spec.symmetric else zero)
 
 
 @VERSIONS
@@ -42,8 +32,8 @@ def test_is_a_format(form) -> None:
        seed=st.integers(0, 999))
 def test_round_trip_is_exact(bits, rows, groups, size, symmetric, second, seed) -> None:
     form = V2 if second else FORMAT
-    spec = spec_of(bits, size, symmetric)
-    codes = random_codes(spec, rows, groups * (size or 32), seed)
+    spec = gptq_spec(bits, size, symmetric)
+    codes = gptq_codes(spec, rows, groups * (size or 32), seed)
     packed = form.pack(codes, torch.bfloat16)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == form.layout(
         spec, packed.shape, torch.bfloat16)
@@ -60,7 +50,7 @@ def test_round_trip_is_exact(bits, rows, groups, size, symmetric, second, seed) 
 @pytest.mark.parametrize("symmetric", [True, False])
 @VERSIONS
 def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, form, bits, size, symmetric) -> None:
-    codes = random_codes(spec_of(bits, size, symmetric), 64, 96, seed=bits)
+    codes = gptq_codes(gptq_spec(bits, size, symmetric), 64, 96, seed=bits)
     shape = tuple(codes.scale.shape)
     zero = np.full(shape, 2 ** (bits - 1)) if codes.zero is None else codes.zero.numpy().astype(int)
     expected = numpy_layouts.gptq(codes.codes.numpy(), codes.scale.numpy(), zero, bits,
@@ -74,7 +64,7 @@ def test_an_independent_writer_makes_the_same_bytes(numpy_layouts, form, bits, s
 
 
 def test_the_words_of_symmetric_zero_points() -> None:
-    codes = random_codes(spec_of(4, 32), 8, 32)
+    codes = gptq_codes(gptq_spec(4, 32), 8, 32)
     for form, word in ((FORMAT, 0x77777777), (V2, 0x88888888)):
         assert set(form.pack(codes,
                              torch.float16).tensors["qzeros"].view(torch.uint32).flatten().tolist()) == {word}
@@ -82,14 +72,14 @@ def test_the_words_of_symmetric_zero_points() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_weights_are_those_of_pack_quantized_lying_down(bits) -> None:
-    codes = random_codes(spec_of(bits, 32), 32, 64)
+    codes = gptq_codes(gptq_spec(bits, 32), 32, 64)
     other = pack_quantized.FORMAT.pack(codes, torch.float16)
     assert torch.equal(FORMAT.pack(codes, torch.float16).tensors["qweight"], other.tensors["weight_packed"].T)
 
 
 def with_zero(level: int) -> Codes:
-    spec = spec_of(4, 32, symmetric=False)
-    codes = random_codes(spec, 8, 64)
+    spec = gptq_spec(4, 32, symmetric=False)
+    codes = gptq_codes(spec, 8, 64)
     zero, levels = codes.zero.clone(), codes.codes.clone()
     zero[3, 1] = 0
     levels[3, 32:] = level
@@ -111,7 +101,7 @@ def test_a_zero_point_of_0_is_refused_where_there_is_none() -> None:
 
 
 def test_an_ambiguous_word_is_not_read() -> None:
-    packed = FORMAT.pack(random_codes(spec_of(4, 32, False), 8, 64), torch.float16)
+    packed = FORMAT.pack(gptq_codes(gptq_spec(4, 32, False), 8, 64), torch.float16)
     packed.tensors["qzeros"][0, 0] = -1
     with pytest.raises(CheckpointError, match="word for a zero point") as caught:
         FORMAT.unpack(packed)
@@ -119,14 +109,14 @@ def test_an_ambiguous_word_is_not_read() -> None:
 
 
 def test_groups_out_of_order_are_not_read() -> None:
-    packed = FORMAT.pack(random_codes(spec_of(4, 32), 8, 64), torch.float16)
+    packed = FORMAT.pack(gptq_codes(gptq_spec(4, 32), 8, 64), torch.float16)
     index = packed.tensors["g_idx"].flip(0).contiguous()
     with pytest.raises(CheckpointError, match="desc_act"):
         FORMAT.unpack(replace(packed, tensors={**packed.tensors, "g_idx": index}))
 
 
 def test_symmetric_weights_with_other_zero_points_are_not_read() -> None:
-    packed = FORMAT.pack(random_codes(spec_of(4, 32), 8, 64), torch.float16)
+    packed = FORMAT.pack(gptq_codes(gptq_spec(4, 32), 8, 64), torch.float16)
     packed.tensors["qzeros"][0, 0] ^= 1
     with pytest.raises(CheckpointError, match="middle level"):
         FORMAT.dequantize(packed)
@@ -134,16 +124,17 @@ def test_symmetric_weights_with_other_zero_points_are_not_read() -> None:
 
 @VERSIONS
 def test_refusals(form) -> None:
-    assert "5" in str(form.refuses(spec_of(5, 32), (32, 64)))
-    assert "in_features 36" in str(form.refuses(spec_of(4, None), (32, 36)))
-    assert "out_features 33" in str(form.refuses(spec_of(4, None), (33, 64)))
-    assert "out_features 16" in str(form.refuses(spec_of(3, None), (16, 64)))
-    assert "group size 32" in str(form.refuses(spec_of(4, 64), (32, 96)))
+    assert "5" in str(form.refuses(gptq_spec(5, 32), (32, 64)))
+    assert "in_features 36" in str(form.refuses(gptq_spec(4, None), (32, 36)))
+    assert "out_features 33" in str(form.refuses(gptq_spec(4, None), (33, 64)))
+    assert "out_features 16" in str(form.refuses(gptq_spec(3, None), (16, 64)))
+    assert "group size 32" in str(form.refuses(gptq_spec(4, 64), (32, 96)))
     assert "channel or group" in str(form.refuses(
         QuantSpec(bits=8, granularity=Granularity(strategy="tensor")), (32, 64)))
     with pytest.raises(SpecError, match="bfloat16 scales"):
-        form.layout(spec_of(4, 32, dtype="bfloat16"), (32, 64), torch.bfloat16)
-    assert form.layout(spec_of(4, 32, dtype="model"), (32, 64), torch.bfloat16)["scales"][0] == torch.float16
+        form.layout(gptq_spec(4, 32, scale_dtype="bfloat16"), (32, 64), torch.bfloat16)
+    assert form.layout(gptq_spec(4, 32, scale_dtype="model"), (32, 64),
+                       torch.bfloat16)["scales"][0] == torch.float16
 
 
 @pytest.mark.oracle
@@ -151,7 +142,7 @@ def test_refusals(form) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gptqmodel_packs_and_dequantizes_the_same(bits, symmetric) -> None:
     linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch", reason="gptqmodel is not installed")
-    codes = random_codes(spec_of(bits, 32, symmetric), 64, 128, seed=bits)
+    codes = gptq_codes(gptq_spec(bits, 32, symmetric), 64, 128, seed=bits)
     packed = V2.pack(codes, torch.float16)
     theirs = linear.TorchLinear(bits=bits, group_size=32, sym=symmetric, desc_act=False, in_features=128,
                                 out_features=64, bias=False)

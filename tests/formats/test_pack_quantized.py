@@ -10,21 +10,7 @@ from quantkit.errors import SpecError
 from quantkit.formats.base import Codes, Format
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.spec import Granularity, QuantSpec
-
-
-def spec_of(bits: int, group: int | None, symmetric: bool = True, dtype: str = "bfloat16") -> QuantSpec:
-    granularity = Granularity(strategy="channel" if group is None else "group", size=group)
-    return QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype=dtype)
-
-
-def random_codes(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    shape = spec.scale_shape((rows, cols))
-    dtype = getattr(torch, spec.scale_dtype)
-    scale = (torch.rand(shape, generator=random) + 0.1).to(dtype).float()
-    codes = torch.randint(0, 2**spec.bits, (rows, cols), dtype=torch.uint8, generator=random)
-    zero = torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8, generator=random)
-    return Codes(spec, codes, scale, None if spec.symmetric else zero)
+from tests.support.quantized import integer_spec, random_codes
 
 
 def test_is_a_format() -> None:
@@ -37,7 +23,7 @@ def test_is_a_format() -> None:
        size=st.sampled_from([None, 2, 3, 13, 32]), symmetric=st.booleans(), seed=st.integers(0, 999))
 def test_round_trip_is_exact(bits: int, rows: int, groups: int, size: int | None, symmetric: bool,
                              seed: int) -> None:
-    spec = spec_of(bits, size, symmetric)
+    spec = integer_spec(bits, size, symmetric)
     codes = random_codes(spec, rows, groups * (size or 7), seed)
     packed = FORMAT.pack(codes, torch.bfloat16)
     layout = FORMAT.layout(spec, packed.shape, torch.bfloat16)
@@ -55,7 +41,7 @@ def test_round_trip_is_exact(bits: int, rows: int, groups: int, size: int | None
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_dequantize_against_numpy(bits: int, symmetric: bool) -> None:
-    codes = random_codes(spec_of(bits, 4, symmetric), 5, 12)
+    codes = random_codes(integer_spec(bits, 4, symmetric), 5, 12)
     zero = np.full((5, 3), 2 ** (bits - 1)) if codes.zero is None else codes.zero.numpy()
     levels = codes.codes.numpy().astype(np.float32).reshape(5, 3, 4)
     expected = (levels - zero[..., None].astype(np.float32)) * codes.scale.numpy()[..., None]
@@ -65,7 +51,7 @@ def test_dequantize_against_numpy(bits: int, symmetric: bool) -> None:
 
 
 def test_layout_by_hand() -> None:
-    assert FORMAT.layout(spec_of(4, 64, False), (100, 128), torch.bfloat16) == {
+    assert FORMAT.layout(integer_spec(4, 64, False), (100, 128), torch.bfloat16) == {
         "weight_packed": (torch.int32, (100, 16)), "weight_scale": (torch.bfloat16, (100, 2)),
         "weight_shape": (torch.int64, (2,)), "weight_zero_point": (torch.int32, (13, 2))}
     whole = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
@@ -86,24 +72,24 @@ def test_model_scale_dtype_becomes_the_models() -> None:
     (576, 128, ["group size 64", "channel"]), (100, 64, ["50", "100", "channel"]), (97, 64, ["97"]),
     (128, 63, ["64"]), (128, 65, ["64"]), (64, 128, ["64"])])
 def test_group_size_that_does_not_divide(cols: int, size: int, remedies: list[str]) -> None:
-    reason = FORMAT.refuses(spec_of(4, size), (8, cols))
+    reason = FORMAT.refuses(integer_spec(4, size), (8, cols))
     assert reason is not None and f"group size {size} doesn't divide in_features {cols}" in reason
     for remedy in remedies:
         assert remedy in reason
     with pytest.raises(SpecError, match="doesn't divide"):
-        FORMAT.layout(spec_of(4, size), (8, cols), torch.bfloat16)
+        FORMAT.layout(integer_spec(4, size), (8, cols), torch.bfloat16)
 
 
 def test_other_refusals() -> None:
     nf = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64))
     assert "bnb-nf4" in str(FORMAT.refuses(nf, (8, 64)))
-    assert "empty" in str(FORMAT.refuses(spec_of(4, None), (0, 64)))
-    assert "empty" in str(FORMAT.refuses(spec_of(4, None), (8, 0)))
+    assert "empty" in str(FORMAT.refuses(integer_spec(4, None), (0, 64)))
+    assert "empty" in str(FORMAT.refuses(integer_spec(4, None), (8, 0)))
     whole = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="tensor"))
     assert "channel" in str(FORMAT.refuses(whole, (8, 64)))
     with pytest.raises(SpecError, match="float32 scales for bfloat16"):
-        FORMAT.layout(spec_of(4, 64, dtype="float32"), (8, 64), torch.bfloat16)
-    assert FORMAT.refuses(spec_of(4, 64), (8, 64)) is None
+        FORMAT.layout(integer_spec(4, 64, dtype="float32"), (8, 64), torch.bfloat16)
+    assert FORMAT.refuses(integer_spec(4, 64), (8, 64)) is None
 
 
 @pytest.mark.oracle
@@ -113,7 +99,7 @@ def test_other_refusals() -> None:
 def test_compressed_tensors_reads_and_writes_the_same(bits: int, size: int | None, symmetric: bool) -> None:
     base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    spec = spec_of(bits, size, symmetric, "float32")
+    spec = integer_spec(bits, size, symmetric, "float32")
     codes = random_codes(spec, 13, 96, seed=bits)
     packed = FORMAT.pack(codes, torch.float32)
     arguments = {"num_bits": bits, "type": "int", "symmetric": symmetric,

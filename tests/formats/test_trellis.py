@@ -5,21 +5,10 @@ import torch
 
 from quantkit.errors import SpecError
 from quantkit.formats import trellis_code
-from quantkit.formats.base import Codes, Format
+from quantkit.formats.base import Format
 from quantkit.formats.trellis import FORMAT
 from quantkit.spec import Granularity, QuantSpec
-
-
-def spec_of(bits: int, window: int = 12, dtype: str = "bfloat16") -> QuantSpec:
-    return QuantSpec(kind="trellis", bits=bits, window=window, granularity=Granularity(strategy="channel"),
-                     scale_dtype=dtype)
-
-
-def codes_of(spec: QuantSpec, rows: int, cols: int, seed: int = 0) -> Codes:
-    random = torch.Generator().manual_seed(seed)
-    scale = (torch.rand(rows, 1, generator=random) + 0.1).to(getattr(torch, spec.scale_dtype)).float()
-    codes = torch.randint(0, 2**spec.bits, (rows, cols), dtype=torch.uint8, generator=random)
-    return Codes(spec, codes, scale)
+from tests.support.quantized import random_codes, trellis_spec
 
 
 def meaning(symbols: list[int], bits: int, window: int) -> list[int]:
@@ -38,7 +27,7 @@ def meaning(symbols: list[int], bits: int, window: int) -> list[int]:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("window", [10, 12, 13, 16])
 def test_what_symbols_mean(bits: int, window: int) -> None:
-    codes = codes_of(spec_of(bits, window), 128, 3, bits)
+    codes = random_codes(trellis_spec(bits, window), 128, 3, bits)
     found = FORMAT.dequantize(FORMAT.pack(codes, torch.bfloat16))
     for tile in range(2):
         for column in range(3):
@@ -58,8 +47,8 @@ def test_values_are_spread_like_a_sum_of_four_nibbles() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "cols"), [(64, 1), (64, 33), (192, 64)])
 def test_round_trip_is_exact(bits: int, rows: int, cols: int) -> None:
-    spec = spec_of(bits)
-    codes = codes_of(spec, rows, cols, 1)
+    spec = trellis_spec(bits)
+    codes = random_codes(spec, rows, cols, 1)
     packed = FORMAT.pack(codes, torch.bfloat16)
     assert {k: (t.dtype, tuple(t.shape)) for k, t in packed.tensors.items()} == FORMAT.layout(
         spec, (rows, cols), torch.bfloat16)
@@ -70,12 +59,12 @@ def test_round_trip_is_exact(bits: int, rows: int, cols: int) -> None:
 
 def test_refusals() -> None:
     assert isinstance(FORMAT, Format)
-    assert "multiples of 64, not 96" in str(FORMAT.refuses(spec_of(3), (96, 64)))
-    assert "empty" in str(FORMAT.refuses(spec_of(3), (64, 0)))
+    assert "multiples of 64, not 96" in str(FORMAT.refuses(trellis_spec(3), (96, 64)))
+    assert "empty" in str(FORMAT.refuses(trellis_spec(3), (64, 0)))
     whole = QuantSpec(bits=4, granularity=Granularity(strategy="channel"))
     assert "use format pack-quantized" in str(FORMAT.refuses(whole, (64, 64)))
     with pytest.raises(SpecError, match="can't store float32 scales"):
-        FORMAT.layout(spec_of(3, dtype="float32"), (64, 64), torch.bfloat16)
+        FORMAT.layout(trellis_spec(3, scale_dtype="float32"), (64, 64), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -133,7 +133,7 @@ def test_tokens_that_are_apart(on, randn, paged_cache):
     assert (out[:, :2] == 0).all() and (out[:, 6:] == 0).all() and torch.isfinite(splits.m).all()
 
 
-def test_what_it_refuses(randn, paged_cache):
+def test_decode_attention_refuses_arguments_that_do_not_match(randn, paged_cache):
     on = (torch.device("cpu"), torch.float32)
     cache, q = paged_cache.PagedCache([[3, 3]], [1], 32, on), randn(1, 4, 32, on=on)
     rest = (cache.pages, cache.tables, cache.step, cache.layer)

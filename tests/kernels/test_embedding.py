@@ -62,7 +62,7 @@ def test_into_a_part_of_a_wider_buffer(on, randn):
     assert embed(ids[:0], w16a16.pack(weight), on[1]).shape == (0, 600)
 
 
-def test_what_it_refuses():
+def test_embed_refuses_wrong_shapes_and_dtypes():
     packed, ids = w16a16.pack(torch.zeros(4, 8)), torch.zeros(2, dtype=torch.int64)
     for one, w, out in ((ids[None], packed, None), (ids.float(), packed, None),
                         (ids, w16a16.pack(torch.zeros(4, 8), gated=True), None),

@@ -128,7 +128,7 @@ def test_the_method_gives_the_codes_of_torch(device, monkeypatch, symmetric, siz
     assert differ == 0 if device.type == "cpu" else differ < 0.01  # there matrix products round differently
 
 
-def test_what_it_refuses():
+def test_solve_block_refuses_arguments_that_do_not_match():
     work, upper, scale, zero, places = problem(1, 4, 6, 2, torch.device("cpu"))
     good = (work, upper, scale, zero, places, 4, torch.empty_like(work), torch.empty_like(work))
     for at, bad in ((0, work[:, :3]), (0, work.double()), (1, upper[:, :3]), (2, scale[:, :, :5]),

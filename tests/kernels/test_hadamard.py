@@ -67,7 +67,7 @@ def test_the_largest_numbers_stay_finite(on, n):
     assert torch.isfinite(apply_hadamard(x, signs, factors(n, on)[1])).all()
 
 
-def test_what_it_refuses(randn):
+def test_apply_hadamard_refuses_arguments_that_do_not_match(randn):
     on = (torch.device("cpu"), torch.float32)
     x, (signs, mix) = randn(2, 96, on=on), factors(96, on)
     assert apply_hadamard(x[:0], signs, mix).shape == (0, 96)

@@ -378,7 +378,7 @@ def test_decoding_needs_nothing_from_the_host(on, randn):
     cache.same()
 
 
-def test_what_it_refuses(randn):
+def test_rope_store_and_close_pages_refuse_arguments_that_do_not_match(randn):
     on = (torch.device("cpu"), torch.float32)
     cache, turns = Cache(on, "int8", "int8", 32), angles(4, 32, "cpu")
     qkv = fused(randn, 2, 32, on)

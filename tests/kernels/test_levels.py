@@ -73,7 +73,7 @@ def test_rows_further_apart(on, randn, same):
     assert quantize(x[:0], torch.int8).values.shape == (0, 200)
 
 
-def test_what_it_refuses():
+def test_quantize_refuses_wrong_shapes_and_dtypes():
     for x, kind in ((torch.zeros(2, 4), torch.uint8), (torch.zeros(4), torch.int8),
                     (torch.zeros(1, LONGEST + 1), torch.int8)):
         with pytest.raises(ValueError, match="levels are"):

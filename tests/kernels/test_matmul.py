@@ -113,7 +113,7 @@ def test_gates_far_from_zero_stay_finite(on, gate):
     assert torch.allclose(got, exact, rtol=torch.finfo(on[1]).eps, atol=1e-6)
 
 
-def test_what_it_refuses():
+def test_multiply_refuses_arguments_that_do_not_match():
     packed = w8a16.pack(torch.zeros(4, 8, dtype=torch.int8), torch.ones(4))
     for x in (torch.zeros(2, 9), torch.zeros(8), torch.zeros(2, 8, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"\[m, 8\]"):

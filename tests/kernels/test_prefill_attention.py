@@ -95,7 +95,7 @@ def test_tiles():
     assert tiles_of([4, 2, 3], [33, 0, 5], 4) == [(0, 32, 4), (32, 1, 4), (33, 5, 3)]
 
 
-def test_what_it_refuses(randn, paged_cache):
+def test_prefill_attention_refuses_arguments_that_do_not_match(randn, paged_cache):
     on = (torch.device("cpu"), torch.float32)
     cache, q = paged_cache.PagedCache([[3, 3]], [1], 32, on), randn(1, 4, 32, on=on)
     rest = (cache.pages, cache.tables, cache.step, cache.layer)

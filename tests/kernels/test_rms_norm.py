@@ -44,7 +44,7 @@ def test_zeros_and_outliers(on, randn):
     assert torch.allclose(got[0, 5].float(), 128**0.5 * weight[5].float(), rtol=1e-2)
 
 
-def test_what_it_refuses():
+def test_rms_norm_refuses_wrong_shapes_and_dtypes():
     x = torch.zeros(2, 8)
     for weight, residual in ((torch.ones(7), None), (torch.ones(8), torch.zeros(3, 8))):
         with pytest.raises(ValueError, match="don't fit"):

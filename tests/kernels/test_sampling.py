@@ -164,7 +164,7 @@ def test_extremes_stay_finite(on):
     assert ids is out and ids.tolist() == [77, 599] and finite.all()
 
 
-def test_what_it_refuses():
+def test_sampling_refuses_wrong_shapes_and_dtypes():
     one = torch.zeros(2)
     for logits in (torch.zeros(3), torch.zeros(2, 0), torch.zeros(2, 3, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"\[B, V\]"):

@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone, zeros)
 
 
 
-def test_what_it_refuses():
+def test_pack_refuses_wrong_groups_and_shapes():
     codes, scale, zero = weight(4, 96, 48)
     with pytest.raises(ValueError, match="multiple of 128"):
         pack(codes, scale)

@@ -62,7 +62,7 @@ def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone, kind):
     rows_stand_alone(packed, randn(16, 1152, on=on), partial(quantize, kind=packed.decoder.takes[0]))
 
 
-def test_what_it_refuses():
+def test_w8a8_refuses_wrong_shapes_and_dtypes():
     with pytest.raises(ValueError, match=r"not torch\.uint8"):
         pack(torch.zeros(2, 2, dtype=torch.uint8), torch.ones(2))
     with pytest.raises(ValueError, match="32 bits"):

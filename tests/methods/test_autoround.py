@@ -13,11 +13,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.spec import Granularity, QuantSpec
-
-
-def spec_of(bits: int, size: int | None, symmetric: bool) -> QuantSpec:
-    return QuantSpec(bits=bits, symmetric=symmetric, scale_dtype="float32",
-                     granularity=Granularity(strategy="channel" if size is None else "group", size=size))
+from tests.support.quantized import integer_spec
 
 
 def problem(rows: int, cols: int, seed: int, tokens: int = 60) -> tuple[torch.Tensor, LayerStats]:
@@ -84,7 +80,7 @@ def by_autograd(weight: torch.Tensor, hessian: torch.Tensor, spec: QuantSpec, st
 def test_it_steps_as_autograd_does(bits: int, symmetric: bool, size: int | None) -> None:
     weight, stats = problem(64, 24, bits)
     assert stats.hessian is not None
-    spec = spec_of(bits, size, symmetric)
+    spec = integer_spec(bits, size, symmetric, "float32")
     codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=12, descent_passes=0))
     expected = by_autograd(weight, stats.hessian, spec, 12)
     found = losses(codes, weight, stats)
@@ -100,7 +96,7 @@ def test_it_steps_as_autograd_does(bits: int, symmetric: bool, size: int | None)
 def test_no_row_is_worse_than_rounded(bits: int, rows: int, groups: int, size: int | None, symmetric: bool,
                                       clip: bool, descent_passes: int, tokens: int, seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
-    spec = spec_of(bits, size, symmetric)
+    spec = integer_spec(bits, size, symmetric, "float32")
     codes = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=8, clip=clip,
                                                              descent_passes=descent_passes))
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats)
@@ -109,7 +105,7 @@ def test_no_row_is_worse_than_rounded(bits: int, rows: int, groups: int, size: i
 
 def test_learning_helps_and_learning_the_ends_helps_more() -> None:
     weight, stats = problem(64, 64, 0, 400)
-    spec = spec_of(3, 32, True)
+    spec = integer_spec(3, 32, True, "float32")
     plain = losses(RTN.run(weight, None, spec, RtnOptions()), weight, stats).sum()
     by = {name: float(losses(METHOD.run(weight, stats, spec, AutoRoundOptions(**options)), weight,
                              stats).sum() / plain)
@@ -120,16 +116,16 @@ def test_learning_helps_and_learning_the_ends_helps_more() -> None:
 
 def test_without_inputs_it_rounds_and_says_so() -> None:
     weight, _ = problem(8, 16, 1)
-    spec = spec_of(4, 8, False)
+    spec = integer_spec(4, 8, False, "float32")
     codes = METHOD.run(weight, LayerStats(0, torch.zeros(16, 16)), spec, AutoRoundOptions(steps=3))
     assert torch.equal(codes.codes, RTN.run(weight, None, spec, RtnOptions()).codes)
     assert codes.notes == ("rounded to nearest in place of autoround: no calibration input reached it",)
 
 
-def test_what_it_refuses() -> None:
+def test_autoround_refuses_missing_inputs_and_other_grids() -> None:
     weight, _ = problem(8, 16, 1)
     with pytest.raises(CalibrationError, match="autoround was given no Hessian"):
-        METHOD.run(weight, None, spec_of(4, 8, False), AutoRoundOptions())
+        METHOD.run(weight, None, integer_spec(4, 8, False, "float32"), AutoRoundOptions())
     whole = QuantSpec(bits=8, granularity=Granularity(strategy="tensor"))
     assert "row by row" in (METHOD.refuses(whole) or "")
     assert "not nf" in (METHOD.refuses(QuantSpec(kind="nf", bits=4, scale_dtype="float32",
@@ -138,7 +134,7 @@ def test_what_it_refuses() -> None:
 
 def test_rows_are_learned_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stats = problem(48, 64, 3, 400)
-    spec = spec_of(3, 32, False)
+    spec = integer_spec(3, 32, False, "float32")
     whole = METHOD.run(weight, stats, spec, AutoRoundOptions(steps=40))
     learned = []
     learn = autoround._learn

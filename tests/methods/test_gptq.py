@@ -15,13 +15,9 @@ from quantkit.methods.gptq import METHOD, GptqOptions
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
 from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import integer_spec
 
 PAPER = {"clip_search": False, "refit": 0, "descent_passes": 0}
-
-
-def spec_of(bits: int, size: int | None = None, symmetric: bool = True, dtype: str = "bfloat16") -> QuantSpec:
-    return QuantSpec(bits=bits, symmetric=symmetric, scale_dtype=dtype,
-                     granularity=Granularity(strategy="channel" if size is None else "group", size=size))
 
 
 def problem(rows: int, cols: int, seed: int = 0,
@@ -58,7 +54,7 @@ def test_loss_is_never_above_that_of_rounding(bits: int, rows: int, groups: int,
                                               descent_passes: int, block: int, tokens: int,
                                               seed: int) -> None:
     weight, stats = problem(rows, groups * (size or 11), seed, tokens)
-    spec = spec_of(bits, size, symmetric)
+    spec = integer_spec(bits, size, symmetric)
     options = GptqOptions(act_order=act_order, clip_search=clip_search, refit=refit,
                           descent_passes=descent_passes, block=block)
     solved = loss(METHOD.run(weight, stats, spec, options), weight, stats)
@@ -107,7 +103,7 @@ def numpy_gptq(weight: np.ndarray, hessian: np.ndarray, bits: int, size: int, sc
 def test_equals_the_paper_in_numpy(act_order: bool, bits: int, block: int) -> None:
     weight, stats = problem(8, 32, seed=bits)
     assert stats.hessian is not None
-    spec = spec_of(bits, 8, dtype="float32")
+    spec = integer_spec(bits, 8, dtype="float32")
     codes = METHOD.run(weight, stats, spec, GptqOptions(act_order=act_order, block=block, **PAPER))
     rounded = RTN.run(weight, None, spec, RtnOptions())
     expected = numpy_gptq(weight.numpy(), stats.hessian.numpy(), bits, 8, rounded.scale.numpy(), act_order)
@@ -125,7 +121,7 @@ def test_each_addition_lowers_the_loss() -> None:
     for seed in range(6):
         weight, stats = problem(48, 64, seed)
         for name, options in steps.items():
-            codes = METHOD.run(weight, stats, spec_of(3, 32), GptqOptions(**options))
+            codes = METHOD.run(weight, stats, integer_spec(3, 32), GptqOptions(**options))
             total[name] += loss(codes, weight, stats)
     assert total["descent_passes"] < total["refit"] < total["search"] < total["paper"]
 
@@ -133,7 +129,7 @@ def test_each_addition_lowers_the_loss() -> None:
 def test_refitted_scales_are_rounded_as_stored() -> None:
     weight, stats = problem(16, 64)
     for dtype in ("bfloat16", "float16"):
-        codes = METHOD.run(weight, stats, spec_of(4, 16, dtype=dtype), GptqOptions())
+        codes = METHOD.run(weight, stats, integer_spec(4, 16, dtype=dtype), GptqOptions())
         assert torch.equal(codes.scale, codes.scale.to(getattr(torch, dtype)).float())
         assert codes.spec.scale_dtype == dtype
 
@@ -146,9 +142,9 @@ def test_dead_inputs() -> None:
     hessian[[3, 17]] = 0
     hessian[:, [3, 17]] = 0
     stats = LayerStats(stats.tokens, hessian)
-    codes = METHOD.run(weight, stats, spec_of(8, 16), GptqOptions(**PAPER))
+    codes = METHOD.run(weight, stats, integer_spec(8, 16), GptqOptions(**PAPER))
     assert torch.allclose(values(codes)[:, [3, 17]], weight[:, [3, 17]], atol=2e-3)
-    assert bool(torch.isfinite(values(METHOD.run(weight, stats, spec_of(4, 16), GptqOptions()))).all())
+    assert bool(torch.isfinite(values(METHOD.run(weight, stats, integer_spec(4, 16), GptqOptions()))).all())
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -183,8 +179,8 @@ def test_floats_are_solved_far_below_rounding() -> None:
 
 def test_no_input_at_all_falls_back_to_rounding_with_a_note() -> None:
     weight, _ = problem(6, 32)
-    codes = METHOD.run(weight, LayerStats(9, torch.zeros(32, 32)), spec_of(4, 16), GptqOptions())
-    assert torch.equal(codes.codes, RTN.run(weight, None, spec_of(4, 16), RtnOptions()).codes)
+    codes = METHOD.run(weight, LayerStats(9, torch.zeros(32, 32)), integer_spec(4, 16), GptqOptions())
+    assert torch.equal(codes.codes, RTN.run(weight, None, integer_spec(4, 16), RtnOptions()).codes)
     assert len(codes.notes) == 1 and "no calibration input" in codes.notes[0]
 
 
@@ -195,15 +191,15 @@ def test_damping_is_raised_until_the_factorization_works_and_noted() -> None:
     direction = torch.ones(32, 1) / 32**0.5
     lowest = float(direction.T @ stats.hessian @ direction)
     indefinite = stats.hessian - (lowest + 0.5 * mean) * direction @ direction.T
-    codes = METHOD.run(weight, LayerStats(9, indefinite), spec_of(4, 16), GptqOptions())
+    codes = METHOD.run(weight, LayerStats(9, indefinite), integer_spec(4, 16), GptqOptions())
     assert any("damping raised from 0.01 to" in note for note in codes.notes)
 
 
 def test_hopeless_hessian_falls_back_with_a_note() -> None:
     weight, _ = problem(6, 32)
     hopeless = torch.full((32, 32), 100.0) - 99 * torch.eye(32)
-    codes = METHOD.run(weight, LayerStats(9, hopeless), spec_of(4, 16), GptqOptions())
-    assert torch.equal(codes.codes, RTN.run(weight, None, spec_of(4, 16), RtnOptions()).codes)
+    codes = METHOD.run(weight, LayerStats(9, hopeless), integer_spec(4, 16), GptqOptions())
+    assert torch.equal(codes.codes, RTN.run(weight, None, integer_spec(4, 16), RtnOptions()).codes)
     assert "not positive definite" in codes.notes[0]
 
 
@@ -214,7 +210,7 @@ def test_hopeless_hessian_falls_back_with_a_note() -> None:
 def test_awkward_weights(weight: torch.Tensor, symmetric: bool) -> None:
     _, stats = problem(3, 16)
     for dtype in ("bfloat16", "float16"):
-        spec = spec_of(4, 8, symmetric, dtype)
+        spec = integer_spec(4, 8, symmetric, dtype)
         codes = METHOD.run(weight, stats, spec, GptqOptions())
         assert bool((codes.scale > 0).all()) and bool(torch.isfinite(values(codes)).all())
         rounded = RTN.run(weight, None, spec, RtnOptions())
@@ -225,7 +221,7 @@ def test_the_arguments_are_left_alone_and_the_result_is_the_same_twice() -> None
     weight, stats = problem(16, 64)
     assert stats.hessian is not None
     before = weight.clone(), stats.hessian.clone()
-    one, two = (METHOD.run(weight, stats, spec_of(4, 16, False), GptqOptions()) for _ in range(2))
+    one, two = (METHOD.run(weight, stats, integer_spec(4, 16, False), GptqOptions()) for _ in range(2))
     assert torch.equal(weight, before[0]) and torch.equal(stats.hessian, before[1])
     assert torch.equal(one.codes, two.codes) and torch.equal(one.scale, two.scale)
 
@@ -237,9 +233,9 @@ def test_bad_statistics() -> None:
                          (LayerStats(3, torch.eye(8)), "16 inputs"),
                          (LayerStats(3, stats.hessian * float("nan")), "NaN")):
         with pytest.raises(CalibrationError, match=said):
-            METHOD.run(weight, broken, spec_of(4, 8), GptqOptions())
+            METHOD.run(weight, broken, integer_spec(4, 8), GptqOptions())
     with pytest.raises(SpecError, match="NaN or infinite"):
-        METHOD.run(weight * float("inf"), stats, spec_of(4, 8), GptqOptions())
+        METHOD.run(weight * float("inf"), stats, integer_spec(4, 8), GptqOptions())
 
 
 @pytest.mark.parametrize("wrong", [{"damp": 0}, {"damp": 2}, {"block": 0}, {"refit": -1},
@@ -252,7 +248,7 @@ def test_options_are_checked(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize("options", [{}, {"act_order": False, "descent_passes": 3}, PAPER])
 @pytest.mark.parametrize("size", [None, 8])
 def test_several_at_once_come_to_what_each_comes_to_alone(size, options):
-    spec, chosen = spec_of(4, size, symmetric=False), GptqOptions(**options)
+    spec, chosen = integer_spec(4, size, symmetric=False), GptqOptions(**options)
     problems = [problem(9, 48, seed) for seed in range(3)]
     unreached = LayerStats(0, torch.zeros(48, 48))
     weights = [weight for weight, _ in problems] + [problems[0][0]]
@@ -272,10 +268,11 @@ def test_several_at_once_fail_as_one():
     damaged = weight.clone()
     damaged[1, 2] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):
-        METHOD.run_together([weight, damaged], [stats, stats], spec_of(4), GptqOptions())
+        METHOD.run_together([weight, damaged], [stats, stats], integer_spec(4), GptqOptions())
 
 
 def test_a_block_is_never_wider_than_the_weight() -> None:
     weight, stats = problem(8, 32)
-    wide, usual = (METHOD.run(weight, stats, spec_of(4, 8), GptqOptions(block=size)) for size in (10**11, 32))
+    wide, usual = (METHOD.run(weight, stats, integer_spec(4, 8), GptqOptions(block=size))
+                   for size in (10**11, 32))
     assert torch.equal(wide.codes, usual.codes) and torch.equal(wide.scale, usual.scale)

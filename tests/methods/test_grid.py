@@ -23,7 +23,7 @@ from quantkit.spec import Granularity, QuantSpec
 STRATEGIES = ["tensor", "channel", "group"]
 
 
-def spec_of(bits: int, strategy: str = "group", size: int = 4, symmetric: bool = True,
+def grid_spec(bits: int, strategy: str = "group", size: int = 4, symmetric: bool = True,
             dtype: str = "float32") -> QuantSpec:
     granularity = Granularity(strategy=strategy, size=size if strategy == "group" else None)
     return QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype=dtype)
@@ -48,7 +48,7 @@ def awkward() -> dict[str, torch.Tensor]:
 def test_awkward_weights(name: str, bits: int, symmetric: bool, dtype: str) -> None:
     weight = awkward()[name]
     for strategy in STRATEGIES:
-        spec = spec_of(bits, strategy, symmetric=symmetric, dtype=dtype)
+        spec = grid_spec(bits, strategy, symmetric=symmetric, dtype=dtype)
         grid = find_grid(weight, spec, shrinks=SHRINKS)
         assert grid.scale.shape == spec.scale_shape((3, 8)) == grid.zero.shape
         assert bool((grid.scale > 0).all()) and bool(torch.isfinite(grid.scale).all())
@@ -68,7 +68,7 @@ def test_scales_of_float16_may_be_smaller_than_its_least_normal_number(largest: 
     weight *= largest / weight.abs().max()
 
     def error(dtype: str) -> float:
-        spec = spec_of(bits, "channel", dtype=dtype)
+        spec = grid_spec(bits, "channel", dtype=dtype)
         grid = find_grid(weight, spec)
         return float((from_grid(round_to_grid(weight, grid, spec), grid) - weight).norm() / weight.norm())
 
@@ -82,7 +82,7 @@ def test_scales_of_float16_may_be_smaller_than_its_least_normal_number(largest: 
 def test_error_is_at_most_half_a_step(bits: int, rows: int, groups: int, size: int, symmetric: bool,
                                       strategy: str, power: int, seed: int) -> None:
     weight = torch.randn(rows, groups * size, generator=torch.Generator().manual_seed(seed)) * 2.0**power
-    spec = spec_of(bits, strategy, size, symmetric)
+    spec = grid_spec(bits, strategy, size, symmetric)
     grid = find_grid(weight, spec)
     error = from_grid(round_to_grid(weight, grid, spec), grid) - weight
     error = error.reshape(grid.scale.numel(), -1).abs()
@@ -94,14 +94,15 @@ def test_error_is_at_most_half_a_step(bits: int, rows: int, groups: int, size: i
 def test_symmetric_scale_by_hand() -> None:
     weight = torch.tensor([[0.5, -1.5, 0.25, 0.0], [3.0, 1.0, 0.0, -2.0]])
     for bits in range(2, 9):
-        grid = find_grid(weight, spec_of(bits))
+        grid = find_grid(weight, grid_spec(bits))
         expected = np.array([[1.5], [3.0]]) / ((2**bits - 1) / 2)
         np.testing.assert_allclose(grid.scale.numpy(), expected, rtol=1e-6)
         assert bool((grid.zero == 2 ** (bits - 1)).all())
 
 
 def test_asymmetric_grid_by_hand() -> None:
-    grid = find_grid(torch.tensor([[-1.0, 2.0, 0.0, 0.5], [1.0, 2.0, 3.0, 1.5]]), spec_of(2, symmetric=False))
+    grid = find_grid(torch.tensor([[-1.0, 2.0, 0.0, 0.5], [1.0, 2.0, 3.0, 1.5]]),
+                     grid_spec(2, symmetric=False))
     assert grid.scale.tolist() == [[1.0], [1.0]]
     assert grid.zero.tolist() == [[1.0], [0.0]]
 
@@ -112,7 +113,7 @@ def test_clip_search_lowers_the_error_it_searches(symmetric: bool, strategy: str
     random = torch.Generator().manual_seed(1)
     weight = torch.randn(6, 32, generator=random) ** 3
     importance = torch.rand(32, generator=random) ** 4
-    spec = spec_of(3, strategy, 8, symmetric)
+    spec = grid_spec(3, strategy, 8, symmetric)
 
     def cost(**search: object) -> float:
         grid = find_grid(weight, spec, **search)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def test_importance_reaches_the_right_columns() -> None:
     weight = torch.randn(64, 8192, generator=torch.Generator().manual_seed(2))
     importance = torch.zeros(8192)
     importance[::32] = 1.0
-    spec = spec_of(2, "group", 32)
+    spec = grid_spec(2, "group", 32)
     shrinks = tuple(1 - 0.01 * step for step in range(90))
 
     def error(**search: object) -> float:
@@ -139,15 +140,15 @@ def test_importance_reaches_the_right_columns() -> None:
 
 
 def test_scales_never_make_a_level_overflow() -> None:
-    spec = spec_of(2, dtype="float16")
+    spec = grid_spec(2, dtype="float16")
     scale = round_scale(torch.tensor([[65504 / 1.5]]), torch.tensor([[2.0]]), spec)
     assert float(scale) * 2 <= 65504 and float(scale) * 2 > 65000
 
 
 def test_a_weight_beyond_the_scales_dtype() -> None:
     with pytest.raises(SpecError, match="65504"):
-        find_grid(torch.full((1, 4), 7e4), spec_of(4, dtype="float16"))
-    find_grid(torch.full((1, 4), 7e4), spec_of(4, dtype="bfloat16"))
+        find_grid(torch.full((1, 4), 7e4), grid_spec(4, dtype="float16"))
+    find_grid(torch.full((1, 4), 7e4), grid_spec(4, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -169,7 +170,7 @@ def test_equals_compressed_tensors(bits: int, symmetric: bool) -> None:
     args = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, strategy="channel")
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale, zero = utils.calculate_qparams(low, high, args)
-    grid = find_grid(weight, spec_of(bits, "channel", symmetric=symmetric))
+    grid = find_grid(weight, grid_spec(bits, "channel", symmetric=symmetric))
     torch.testing.assert_close(grid.scale, scale, rtol=1e-6, atol=0)
     assert torch.equal(grid.zero, zero.float() + 2 ** (bits - 1))
 

@@ -10,11 +10,7 @@ from quantkit.formats.nf4_table import CODEBOOK
 from quantkit.methods.base import MethodOptions
 from quantkit.methods.nf4 import METHOD
 from quantkit.spec import Granularity, QuantSpec
-
-
-def spec_of(nested: bool = False, size: int = 64) -> QuantSpec:
-    return QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=size), nested=nested,
-                     scale_dtype="float32")
+from tests.support.quantized import nf4_spec
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -32,7 +28,7 @@ def weights() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", list(weights()))
 def test_nearest_entry_in_numpy(name: str) -> None:
     weight = weights()[name]
-    codes = METHOD.run(weight, None, spec_of(), MethodOptions())
+    codes = METHOD.run(weight, None, nf4_spec(), MethodOptions())
     table = np.array(CODEBOOK, dtype=np.float32)
     flat = weight.numpy().reshape(-1)
     for start in range(0, flat.size, 64):
@@ -45,7 +41,7 @@ def test_nearest_entry_in_numpy(name: str) -> None:
 
 
 def test_zeros_stay_zero() -> None:
-    packed = FORMAT.pack(METHOD.run(torch.zeros(4, 64), None, spec_of(), MethodOptions()), torch.float32)
+    packed = FORMAT.pack(METHOD.run(torch.zeros(4, 64), None, nf4_spec(), MethodOptions()), torch.float32)
     assert bool((FORMAT.dequantize(packed) == 0).all())
 
 
@@ -54,7 +50,7 @@ def test_refuses_int_and_a_damaged_weight() -> None:
     weight = torch.ones(2, 64)
     weight[1, 1] = float("nan")
     with pytest.raises(SpecError, match="NaN or infinite"):
-        METHOD.run(weight, None, spec_of(), MethodOptions())
+        METHOD.run(weight, None, nf4_spec(), MethodOptions())
 
 
 @pytest.mark.oracle
@@ -67,7 +63,7 @@ def test_equals_bitsandbytes(name: str, nested: bool, dtype: torch.dtype) -> Non
     for size in (32, 64, 256):
         theirs, state = functional.quantize_4bit(weight, blocksize=size, quant_type="nf4",
                                                  compress_statistics=nested)
-        packed = FORMAT.pack(METHOD.run(weight.float(), None, spec_of(nested, size), MethodOptions()), dtype)
+        packed = FORMAT.pack(METHOD.run(weight.float(), None, nf4_spec(nested, size), MethodOptions()), dtype)
         assert torch.equal(packed.tensors["weight"], theirs)
         assert torch.equal(packed.tensors["weight.absmax"], state.absmax)
         # as one row: where CPUs have AVX-512, 0.50 mistakes the scales of blocks that go over a row's end

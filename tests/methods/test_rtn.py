@@ -9,11 +9,7 @@ from quantkit.formats.float_quantized import FORMAT as FLOATS
 from quantkit.formats.pack_quantized import FORMAT
 from quantkit.methods.rtn import METHOD, RtnOptions
 from quantkit.spec import Granularity, QuantSpec
-
-
-def spec_of(bits: int, size: int | None, symmetric: bool = True) -> QuantSpec:
-    return QuantSpec(bits=bits, symmetric=symmetric, scale_dtype="bfloat16",
-                     granularity=Granularity(strategy="channel" if size is None else "group", size=size))
+from tests.support.quantized import integer_spec
 
 
 def weight_of(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +27,7 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_against_numpy(bits: int, size: int | None, symmetric: bool) -> None:
     weight = weight_of(7, 48, bits)
-    codes = METHOD.run(weight, None, spec_of(bits, size, symmetric), RtnOptions())
+    codes = METHOD.run(weight, None, integer_spec(bits, size, symmetric), RtnOptions())
     groups = weight.numpy().reshape(7, -1, size or 48)
     top = 2**bits - 1
     if symmetric:
@@ -52,7 +48,7 @@ def test_against_numpy(bits: int, size: int | None, symmetric: bool) -> None:
 def test_eight_bits_is_close_and_fewer_bits_are_worse() -> None:
     weight, last = weight_of(16, 64), 0.0
     for bits in range(8, 1, -1):
-        packed = FORMAT.pack(METHOD.run(weight, None, spec_of(bits, 32), RtnOptions()), torch.bfloat16)
+        packed = FORMAT.pack(METHOD.run(weight, None, integer_spec(bits, 32), RtnOptions()), torch.bfloat16)
         error = float((FORMAT.dequantize(packed) - weight).square().mean() / weight.square().mean())
         assert last < error < 3 * 4.0**-bits * 4
         last = error
@@ -62,7 +58,7 @@ def test_clip_search_is_off_by_default_and_lowers_the_error() -> None:
     weight = weight_of(16, 64) ** 3
 
     def error(**options: bool) -> float:
-        codes = METHOD.run(weight, None, spec_of(3, 32), RtnOptions(**options))
+        codes = METHOD.run(weight, None, integer_spec(3, 32), RtnOptions(**options))
         return float((FORMAT.dequantize(FORMAT.pack(codes, torch.bfloat16)) - weight).square().sum())
 
     assert error() == error(clip_search=False)
@@ -119,7 +115,7 @@ def test_refuses_nf_and_a_damaged_weight() -> None:
         weight = weight_of(2, 32)
         weight[0, 3] = bad
         with pytest.raises(SpecError, match="NaN or infinite"):
-            METHOD.run(weight, None, spec_of(4, 32), RtnOptions())
+            METHOD.run(weight, None, integer_spec(4, 32), RtnOptions())
 
 
 @pytest.mark.oracle
@@ -128,7 +124,7 @@ def test_refuses_nf_and_a_damaged_weight() -> None:
 def test_equals_compressed_tensors(bits: int, size: int | None) -> None:
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    weight, spec = weight_of(9, 64, bits), spec_of(bits, size)
+    weight, spec = weight_of(9, 64, bits), integer_spec(bits, size)
     codes = METHOD.run(weight, None, spec, RtnOptions())
     args = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, group_size=size,
                                          strategy=spec.granularity.strategy)

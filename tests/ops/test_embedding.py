@@ -13,24 +13,20 @@ from quantkit.ops.embedding import embed
 from quantkit.ops.linear import query_for
 from quantkit.ops.stored_weight import PlainWeight, QuantizedWeight
 from quantkit.plugins import registry
-from quantkit.spec import Granularity, QuantSpec
+from tests.support.quantized import quant_spec
 
 IDS = torch.tensor([[0, 69, 31], [32, 5, 5]])
 ROWS, COLUMNS = 70, 128
 
 
-def spec_of(kind: str, bits: int, strategy: str, size: int | None = None, **more) -> QuantSpec:
-    return QuantSpec(kind=kind, bits=bits, granularity=Granularity(strategy=strategy, size=size),
-                     **{"scale_dtype": "float32" if kind == "nf" else "bfloat16", **more})
-
-
-SPECS = [*(("pack-quantized", spec_of("int", bits, *granularity, symmetric=symmetric))
+SPECS = [*(("pack-quantized", quant_spec("int", bits, *granularity, symmetric=symmetric))
            for bits in (2, 3, 4, 5, 6, 7, 8) for granularity in (("channel",), ("group", 32))
            for symmetric in (True, False)),
-         ("pack-quantized", spec_of("int", 8, "tensor")),
-         ("int-quantized", spec_of("int", 8, "channel", activations="token")),
-         ("float-quantized", spec_of("fp", 8, "channel")), ("float-quantized", spec_of("fp", 8, "tensor")),
-         *(("bnb-nf4", spec_of("nf", 4, "block", size, nested=nested))
+         ("pack-quantized", quant_spec("int", 8, "tensor")),
+         ("int-quantized", quant_spec("int", 8, "channel", activations="token")),
+         ("float-quantized", quant_spec("fp", 8, "channel")),
+         ("float-quantized", quant_spec("fp", 8, "tensor")),
+         *(("bnb-nf4", quant_spec("nf", 4, "block", size, nested=nested))
            for size in (64, 256) for nested in (False, True))]
 
 

@@ -294,7 +294,7 @@ def test_what_activations_are_refused(plain, tmp_path, inputs, said):
     ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ({"ignore": "lm_head"}, "'ignore'"), ({"ignore": ["re:("]}, "regular expression"),
     ({"config_groups": {}}, "config_groups"), ({"format": "marlin-24"}, None)], ids=str)
-def test_what_is_refused(plain, tmp_path, change, said):
+def test_foreign_checkpoints_that_are_refused(plain, tmp_path, change, said):
     folder = compressed(plain, tmp_path / "w", GROUPS["w4-g32"])
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= change

@@ -101,7 +101,7 @@ def test_identity_and_config_are_its_own():
     ("synthetic:tiny?layers=1&layers=2", None), ("synthetic:tiny?seed=1&", None),
     ("synthetic:tiny?seed=9999999999", None), ("synthetic:tiny?seed=²", None), ("synthetic:tiny", "main"),
 ])
-def test_what_is_refused(uri, revision):
+def test_synthetic_names_that_are_refused(uri, revision):
     with pytest.raises(QuantkitError) as caught:
         open_source(uri, revision)
     assert "synthetic:" in (caught.value.next or "")
