@@ -88,7 +88,7 @@ def test_other_refusals() -> None:
     whole = QuantSpec(bits=8, symmetric=False, granularity=Granularity(strategy="tensor"))
     assert "channel" in str(FORMAT.refuses(whole, (8, 64)))
     with pytest.raises(SpecError, match="float32 scales for bfloat16"):
-        FORMAT.layout(integer_spec(4, 64, dtype="float32"), (8, 64), torch.bfloat16)
+        FORMAT.layout(integer_spec(4, 64, scale_dtype="float32"), (8, 64), torch.bfloat16)
     assert FORMAT.refuses(integer_spec(4, 64), (8, 64)) is None
 
 

@@ -103,7 +103,7 @@ def numpy_gptq(weight: np.ndarray, hessian: np.ndarray, bits: int, size: int, sc
 def test_equals_the_paper_in_numpy(act_order: bool, bits: int, block: int) -> None:
     weight, stats = problem(8, 32, seed=bits)
     assert stats.hessian is not None
-    spec = integer_spec(bits, 8, dtype="float32")
+    spec = integer_spec(bits, 8, scale_dtype="float32")
     codes = METHOD.run(weight, stats, spec, GptqOptions(act_order=act_order, block=block, **PAPER))
     rounded = RTN.run(weight, None, spec, RtnOptions())
     expected = numpy_gptq(weight.numpy(), stats.hessian.numpy(), bits, 8, rounded.scale.numpy(), act_order)
@@ -129,7 +129,7 @@ def test_each_addition_lowers_the_loss() -> None:
 def test_refitted_scales_are_rounded_as_stored() -> None:
     weight, stats = problem(16, 64)
     for dtype in ("bfloat16", "float16"):
-        codes = METHOD.run(weight, stats, integer_spec(4, 16, dtype=dtype), GptqOptions())
+        codes = METHOD.run(weight, stats, integer_spec(4, 16, scale_dtype=dtype), GptqOptions())
         assert torch.equal(codes.scale, codes.scale.to(getattr(torch, dtype)).float())
         assert codes.spec.scale_dtype == dtype
 
