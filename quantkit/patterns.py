@@ -43,7 +43,7 @@ def compiled(text: str) -> re.Pattern[str]:
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from None
     if sum(count * comb(NAME + k, k) for k, count in enumerate(_ways(_TAIL.sub("", text)))) > WAYS:
-        raise ValueError("repeats so much, or leaves so many choices, that it may never be done with a name")
+        raise ValueError("repeats so much, or leaves so many choices, that matching a name might never end")
     return pattern
 
 

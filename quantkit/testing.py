@@ -196,7 +196,7 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
 
 
 def _method_weights(multiple: int) -> dict[str, torch.Tensor]:
-    """Ordinary and awkward weights, of so many rows or a multiple of it."""
+    """Ordinary and awkward weights whose number of rows is a multiple of ``multiple``."""
     normal = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)) * 0.05
     outlier = normal.clone()
     outlier[3, 5] = 50.0

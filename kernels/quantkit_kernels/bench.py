@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="also write the table there; by default beside the JSON")
     parser.add_argument("--minutes", type=float, default=8, metavar="N",
-                        help="measure no more after so many (8); 0: all of it")
+                        help="measure nothing more after this number of minutes (8); 0: no limit")
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument("--pdl", action="store_true",
                         help="products begin before the kernel before them has ended (Hopper and newer)")

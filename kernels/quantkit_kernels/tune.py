@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
                         help="where the file is written; by default where it is looked for first")
     parser.add_argument("--only", default="", metavar="TEXT",
                         help="products whose name or shape contains TEXT")
-    parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after so many (60)")
+    parser.add_argument("--minutes", type=float, default=60, metavar="N", help="stop after N minutes (60)")
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, interpreted, without a GPU")
     chosen = parser.parse_args(arguments)

@@ -26,7 +26,7 @@ class Overlap(Frozen):
 
     Attributes:
         text: its name.
-        windows: so many have a fifth of their 13-grams in common with it, or more.
+        windows: how many windows share at least a fifth of their 13-grams with it.
         largest: the largest share of one window.
     """
 

@@ -27,7 +27,7 @@ EVALUATION = "eval's built-in text"
 CHARACTERS_PER_TOKEN = 8
 """Of the built-in text, so much is collected for every token asked for: about twice what is needed."""
 BYTES_PER_TOKEN = 64
-"""Of files, so many bytes are read for every token asked for: no tokenizer needs more."""
+"""Bytes of files that are read for every requested token: no tokenizer needs more."""
 LONGEST_TEXT = 256 * 2**20
 """Bytes of a text to avoid."""
 

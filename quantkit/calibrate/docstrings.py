@@ -30,7 +30,7 @@ def prose(characters: int, folder: Path | None = None) -> str:
     """Paragraphs of prose, separated by blank lines; the same text for the same Python.
 
     Args:
-        characters: stop after so many; reading the sources takes about 3 seconds a million.
+        characters: where to stop. Reading the sources takes about 3 seconds for a million.
         folder: where ``.py`` files are looked for; the standard library by default.
 
     Returns:

@@ -63,7 +63,7 @@ def read_rows(path: Path, name: str, known: Sequence[str], limit: int) -> list[d
 
 
 def rows_of(path: str, known: list[str], limit: int) -> dict[str, Any]:
-    """What the process runs: ``rows``, or what ``columns`` there are if none is of use."""
+    """Runs in the other process: returns ``rows``, or the names of the ``columns`` if none is usable."""
     import pyarrow
     import pyarrow.parquet
 

@@ -19,7 +19,7 @@ from quantkit.progress import ProgressEvent
               help="Where the file goes. (Where it is looked for first: QUANTKIT_TUNED, or the package.)")
 @click.option("--only", default="", metavar="TEXT", help="Only products whose name or shape contains TEXT.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
-              help="Stop after so many.")
+              help="Stop after this number of minutes.")
 @click.option("--again", is_flag=True, help="Measure also what is there already.")
 @click.pass_context
 def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, again: bool) -> None:

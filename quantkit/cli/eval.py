@@ -30,7 +30,7 @@ from quantkit.cli.progress import ProgressLine
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
-@click.option("--limit", type=click.IntRange(min=1), help="Only so many items of each task.")
+@click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
 @click.option("--prefill", type=click.IntRange(min=1),
               help="Prompt tokens of the speed test (256; with KV settings, what fills the window).")
 @click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,

@@ -31,7 +31,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
               help="With --chat: control tokens written out in the messages (<|im_end|>) become control "
                    "tokens. By default they are plain text.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
-              help="At most so many new tokens.")
+              help="Largest number of new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Among the k most likely (0: all).")
 @click.option("--top-p", type=float, default=1.0, help="Among the most likely that together reach p.")

@@ -215,7 +215,7 @@ class LmEvalAdapter:
 
 
 class _Counter:
-    """Turns "so many more" into events."""
+    """Turns counts of finished requests into progress events."""
 
     def __init__(self, progress: Listener, total: int, label: str) -> None:
         self._progress, self._total, self._label, self._done = progress, total, label, 0

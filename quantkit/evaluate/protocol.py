@@ -20,7 +20,7 @@ class Protocol:
         tokens_sha256: of the scored token ids; equal tokenizers give equal ones.
         window, stride: tokens a window, and from one's start to the next's: they never overlap, and
             each starts afresh.
-        windows: the first so many of the text.
+        windows: how many windows of the text are used, from its beginning.
         prompt: tokens of a window that go through the KV cache as its prompt, and aren't scored; the
             rest reads what decoding would. ``None``: no cache was involved, all is scored.
         scored: predictions a model: ``windows * (window - 1 - prompt)``; a window's first token is not one.

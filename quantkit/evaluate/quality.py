@@ -60,7 +60,7 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
         models: loaded models with the same vocabulary; or each with a KV setting, all with ``prompt``.
         tokens: int64 ``[windows, window]``.
         progress: told before each model's window.
-        prompt: predictions from so many tokens of a window on are scored.
+        prompt: the number of tokens at the beginning of a window that aren't scored.
         exact: the first model in float32 arithmetic: every model is compared with it too.
 
     Returns:

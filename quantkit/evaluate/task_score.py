@@ -11,7 +11,7 @@ import numpy as np
 from quantkit.evaluate.metrics import CONFIDENCE, RESAMPLES, Interval
 
 Z = 1.959963984540054
-"""Of a normal distribution 95% lies within so many standard deviations."""
+"""95% of a normal distribution lies within this number of standard deviations."""
 PROPORTIONS = ("acc", "acc_norm", "acc_bytes", "exact_match")
 """Metrics that are the share of items that are right; the others are ratios of log-likelihoods."""
 _BLOCK = 2**22

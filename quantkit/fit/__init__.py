@@ -1,1 +1,1 @@
-"""What fits a machine: weights and KV cache together, for so many sequences of such a length."""
+"""What fits a machine: weights and KV cache together, for a number of sequences of a given length."""

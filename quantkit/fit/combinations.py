@@ -78,7 +78,7 @@ class Combination:
 
     @property
     def left(self) -> int:
-        """Bytes of memory that nothing needs; negative: so many are missing."""
+        """Bytes of memory that nothing needs. If negative, that many bytes are missing."""
         return self.requirements.memory - self.total
 
     @property

@@ -163,12 +163,13 @@ class PagePool:
 
 
 def _grown(total: int, needed: int) -> int:
-    """Pages of a block that has so many and needs more: some to spare, or every step would move it."""
+    """The new size of a block of ``total`` pages that must hold ``needed``: with spare pages, so that not
+    every step moves it."""
     return max(needed, total + total // 8)
 
 
 def most_pages(used: int) -> int:
-    """Pages that exist at most, free ones included, in a block of which so many were in use at most."""
+    """The largest size, free pages included, of a block of which at most ``used`` pages were in use."""
     return _grown(used - 1, used) if used else 0
 
 

@@ -30,12 +30,12 @@ STRETCHES = tuple(2 ** (step / 24) for step in range(24))
 """The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
 
 SERIAL = (1 << 15) - 1
-"""torch runs an elementwise operation of up to so many values in one thread. Loops of many short
+"""The number of values up to which torch runs an elementwise operation in one thread. Loops of many short
 operations stay below it: parallel regions that are this short crawl when other work wants the cores."""
 
 
 LAUNCHED = 1 << 26
-"""The same on a GPU, where an operation takes as long to be launched as to work on so many values."""
+"""The same on a GPU: the number of values on which an operation works as long as its launch takes."""
 
 FARTHEST = 2.0**21
 """Quotients are clamped to this before rounding: further out, every level is clamped anyway."""

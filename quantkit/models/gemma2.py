@@ -27,7 +27,7 @@ def parse_gemma(reader: ConfigReader, model_type: str, *, period: int, positions
     Args:
         reader: of the config.
         model_type: the family.
-        period: every so many layers one has no window, unless ``layer_types`` says otherwise.
+        period: every ``period``-th layer has no window, unless ``layer_types`` says otherwise.
         positions: where ``max_position_embeddings`` is missing.
         attention_cap, logit_cap: of scores and logits.
         differences: for :func:`~quantkit.models.config.parse_dense`.

@@ -28,7 +28,7 @@ class Reporter:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` with so many significant digits: ``0.00312``, ``28.7``; ``8.10e-5`` beyond ordinary sizes."""
+    """``value`` with ``digits`` significant digits: ``0.00312``, ``28.7``; ``8.10e-5`` for small ones."""
     if value is None or math.isnan(value):
         return "–"
     if math.isinf(value):

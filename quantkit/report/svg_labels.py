@@ -51,7 +51,7 @@ def reach(text: str) -> float:
 
 
 def cut(text: str, letters: int) -> str:
-    """At most the width of so many ordinary letters, without the beginning: ends differ more."""
+    """A text cut at its beginning to the width of ``letters`` ordinary letters: ends differ more."""
     if reach(text) <= letters * 0.64 * FONT:
         return text
     while reach("…" + text) > letters * 0.64 * FONT:

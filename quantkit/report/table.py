@@ -118,7 +118,7 @@ def _rule(name: str, method: str, total: int) -> str:
 
 
 def cut(text: str, room: int, tail: bool = False) -> str:
-    """At most so many columns of a text, harmless for a terminal; ``tail``: its end."""
+    """At most ``room`` columns of a text, harmless for a terminal. ``tail`` keeps the end of it."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     if columns(text) <= room:
         return text

@@ -7,14 +7,14 @@ from collections import deque
 from statistics import median
 
 SLOWDOWN = 3
-"""A gap between tokens may be so many times the usual one, if that is more than the limit."""
+"""The largest allowed gap between tokens, as a multiple of the usual gap, where that is above the limit."""
 AIM = 0.95
 """Part of the longest gap that a chunk is sized for: two steps never take exactly the same time."""
 LEAST = 16
-"""A prompt gets on by so many tokens a step, however slow the machine is. With fewer, most of the time would
+"""The least number of a prompt's tokens in a step, on any machine. With fewer, most of the time would
 be what any chunk takes, however small."""
 GAPS, CHUNKS = 15, 3
-"""Of so many recent measurements the median counts, so that one that was disturbed doesn't."""
+"""The number of recent measurements whose median counts, so that a disturbed one doesn't."""
 
 
 class ChunkSizer:

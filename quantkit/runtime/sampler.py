@@ -24,7 +24,7 @@ class Sampling:
     """How one sequence is continued. The defaults are greedy.
 
     Attributes:
-        max_tokens: at most so many new tokens.
+        max_tokens: the largest number of new tokens.
         temperature: the logits are divided by it; 0 is greedy, the lowest id of equals.
         top_k: only the k most likely (0: all).
         top_p: only the most likely that together reach p (1: all), https://arxiv.org/abs/1904.09751.

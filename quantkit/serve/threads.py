@@ -17,8 +17,8 @@ class BoundedThreads:
     """Runs functions off the event loop.
 
     Args:
-        running: at most so many at once.
-        waiting: at most so many wait for one of them to end.
+        running: the largest number of calls that run at once.
+        waiting: the largest number of calls that wait for one of them to end.
     """
 
     def __init__(self, running: int, waiting: int) -> None:

@@ -20,7 +20,7 @@ class ChoiceJob:
     Attributes:
         prompt: token ids.
         sampling: how they are continued.
-        logprobs: log-probabilities of so many alternatives beside the chosen token's.
+        logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
         score: whether the prompt's own tokens are scored too.
     """
 
@@ -101,7 +101,7 @@ class RequestWork:
 
 
 def check_size(jobs: int, limit: int) -> None:
-    """Raises ApiError: so many choices never find room in the queue at once."""
+    """Raises ApiError if this number of choices can never fit into the queue at once."""
     if jobs > limit:
         raise ApiError(400, f"{jobs} answers in one request; at most {limit} can wait at once",
                        param="n", code="too_many_choices")

@@ -70,7 +70,7 @@ class UsageMeter:
         self._work, self._written = MAX_WORK, 0
 
     def spend(self, characters: int = 0) -> None:
-        """Charge one operation that handles so many characters."""
+        """Charge one operation that handles this number of characters."""
         self._work -= STEP + characters
         if self._work < 0:
             raise LimitExceeded("it does more work than any conversation needs")

@@ -27,7 +27,7 @@ class AotCase:
         constants: value of every compile-time argument.
         options: ``num_warps`` and the like.
         multiples: runtime integers that are multiples of 16 in production. Pointers always are.
-        wide_loads: at least so many 128-bit loads in the loop: those of the weights, or of keys and values.
+        wide_loads: the fewest 128-bit loads in the loop: those of the weights, or of keys and values.
         matrix: whether tensor cores are meant.
         weights: numbers that a thread decodes in one turn of the loop.
         most: instructions a weight, at most, on sm_90.

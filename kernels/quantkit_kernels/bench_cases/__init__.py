@@ -1,6 +1,6 @@
 """What :mod:`~quantkit_kernels.bench` measures: every kernel at the shapes of an 8B Llama, beside torch.
 
-Weights, keys and values exist in so many copies that a GPU's cache holds nothing of one when it is read
+Weights, keys and values exist in enough copies that a GPU's cache holds nothing of one when it is read
 again, as when a whole model is run. Both sides compute the same numbers, so that they can be compared.
 """
 

@@ -81,5 +81,5 @@ def size(*tensors: torch.Tensor) -> int:
 
 
 def copies(shapes: ModelShapes, size: int) -> int:
-    """Of something that has so many bytes."""
+    """How many copies of something of ``size`` bytes a measurement cycles through."""
     return max(1, -(-shapes.flush // size))

@@ -38,7 +38,7 @@ COMBINE_ARGUMENTS = ("*partial", "*out", "out_stride", "query_heads", "splits")
 
 
 def scratch_bytes(dim: int, queries: int) -> int:
-    """Scratch memory that a thread needs for so many queries (rows · group) at once."""
+    """Scratch memory that a thread needs for ``queries`` (rows · group) at once."""
     return 4 * (TILE * dim + SPLIT + queries * (SPLIT + 2 * dim + 4)) + 256
 
 
@@ -90,7 +90,7 @@ class _Attend:
         e.ret()
 
     def _rows(self, first: Value, count: Value, split: Value) -> None:
-        """The queries of so many rows."""
+        """Attend for the queries of the given rows."""
         e, a, size = self.e, self.a, self.dim * 4
         self.first, self.queries = first, count * a.group
         self.places = self.tile + TILE * size

@@ -144,7 +144,7 @@ def _ring_words(e: Emitter, source: Value, bits: int) -> Value:
 
 
 def _turned(words: Value, places: int) -> Value:
-    """The words that lie so many places before, around the ring."""
+    """The words that lie ``places`` before these, around the ring."""
     return words.shuffle([(i - 2 * places) % 32 for i in range(32)])
 
 

@@ -78,7 +78,7 @@ class HeadPages:
         self.count = e.load(record, I64, 56)
 
     def border(self, length: Value) -> Value:
-        """Of so many slots those in ``[first, border)`` are read as codes."""
+        """The slots in ``[first, border)`` are read as codes."""
         return self._e.max((length - self._a.residual_length) & -PAGE, self._a.first)
 
     @property

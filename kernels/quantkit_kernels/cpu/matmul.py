@@ -26,7 +26,7 @@ from quantkit_kernels.cpu.values import F32, I8, I16, I32, I64, Type, Value, Var
 SUB = 32
 """Values of a row in a subgroup: what shares one scale of the activations."""
 STRIPE = 32
-"""Rows of a weight are padded to a multiple of this, and units are made of so many."""
+"""The rows of a weight are padded to a multiple of this, and units are multiples of it."""
 AHEAD = 1024
 """Bytes by which weights are fetched before they are needed."""
 TOGETHER = 4
@@ -50,7 +50,7 @@ CHAIN = 8
 """Products that are added one to another where a decoder's sums are made of parts; a subgroup's parts are
 added, then the subgroups."""
 MOST_COLUMNS = 1 << 17
-"""Of the family ``int8``: so many products of −128 and 127 just fit an int32."""
+"""The most columns of the family ``int8``: that many products of −128 and 127 just fit an int32."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from quantkit_kernels.triton.packed import TritonWeight
 PROGRAMS = 256
 """Programs that a small multiply is cut into: two for each multiprocessor of a large GPU."""
 SPLIT_ROWS = 128
-"""Above so many rows of activations segments never become programs: their sums would be more to write and
-read than the weights."""
+"""Above this number of rows of activations segments never become programs: their sums would be
+more to write and read than the weights."""
 BLOCK = 512
 """Rows of the weight whose segments one program adds."""
 GATES = ("silu", "gelu_tanh")
@@ -160,7 +160,7 @@ def plan(n: int, tiles: int, m: int, bk: int, family: str, grouped: bool = False
     options = {"num_warps": warps}
     if family == "blackwell":  # without a bound ptxas gives up registers for occupancy, and spills
         options["maxnreg"] = 255
-    # Ampere has no room in registers for two tiles of 8-bit weights and so many rows
+    # Ampere has no room in registers for two tiles of 8-bit weights and this number of rows
     unroll = unroll if bm <= (16 if family == "ampere" and not grouped else 32) else 1
     stages = measured.get("stages", 4 if unroll == 1 else 3)
     early = bool(measured.get("pdl", 0)) and family in dependent.FAMILIES

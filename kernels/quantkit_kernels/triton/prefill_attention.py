@@ -142,12 +142,12 @@ def options(family: str, k: SideLayout, v: SideLayout, d: int) -> dict[str, int]
 
 
 def tokens(group: int) -> int:
-    """Of a tile, at most, where so many query heads share a key head."""
+    """The most tokens of a tile where ``group`` query heads share a key head."""
     return ROWS // triton.next_power_of_2(group)
 
 
 def tiles_of(rows: Sequence[int], counts: Sequence[int], group: int) -> list[tuple[int, int, int]]:
-    """Tiles of a step in which sequences, one after another, have so many tokens.
+    """The tiles of a step whose sequences have these numbers of tokens, one after another.
 
     Args:
         rows: which of the R sequences of :class:`~quantkit_kernels.triton.cache.SequenceTables`.

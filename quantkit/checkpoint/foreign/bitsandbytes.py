@@ -88,7 +88,7 @@ def _nf4(slot: LinearSlot, infos: Infos, dtype: str, nested: bool) -> ForeignLay
     sizes = [size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if blocks == (-(-count // size),)]
     if not sizes:
         raise CheckpointError(f"{slot.name}.weight.absmax is {list(blocks)}",
-                              why=f"no block size gives so many scales for {count} weights",
+                              why=f"no block size gives that number of scales for {count} weights",
                               next="download the checkpoint again")
 
     spec = QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=sizes[0]),

@@ -72,7 +72,7 @@ class ConfigGroup:
 
 
 def layers(config: ConfigReader, infos: Infos, dtype: str) -> Layers:
-    """``ignore`` goes before ``targets``; a name goes before a pattern, and that before a class."""
+    """``ignore`` overrides ``targets``; a name overrides a pattern, and a pattern overrides a class."""
     default_format = config.raw("format", "dense")
     sparsity = config.raw("sparsity_config", {})
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":

@@ -101,7 +101,7 @@ class HaystackTokens:
 
 
 def fill_haystack(hay: Haystack, tokenizer: Tokenizer, tokens: int, chance: random.Random) -> HaystackTokens:
-    """Exactly so many tokens of hay, by the model's own tokenizer.
+    """Exactly the given number of tokens of text, counted by the model's tokenizer.
 
     Args:
         hay: where sentences come from.

@@ -98,7 +98,7 @@ def make_items(tokenizer: Tokenizer, task: str, hay: Haystack, *, length: int, d
         hay: what things are hidden in, unless the task generates its own.
         length: tokens of a context with the longest question and answer.
         depths: places, see :func:`depths_of`.
-        samples: so many times, with other names, numbers and hay.
+        samples: how often everything is drawn, each time with other names, numbers and text.
         seed: the same seed gives the same items.
         chat: ask by the model's chat template.
 

@@ -67,7 +67,7 @@ def compare(pairs: Sequence[AnswerPair]) -> PairedTest:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Two-sided exact p of so many discordant pairs; 1 if there are none."""
+    """The two-sided exact p of these discordant pairs; 1 if there are none."""
     total = lost + gained
     tail = sum(math.comb(total, count) for count in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2 ** total)

@@ -211,7 +211,7 @@ def _protocol(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> Lo
 
 
 class _Fed:
-    """Turns "so many more tokens" into events."""
+    """Turns counts of tokens into progress events."""
 
     def __init__(self, progress: Listener, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Sequences of a graph; a step has the next larger one's, and what is missing are nobody's."""
 SMALL = 16
-"""Up to so many sequences the logits' memory isn't that of the largest graph."""
+"""The number of sequences up to which the logits' memory isn't that of the largest graph."""
 SLOTS = 1536
 """Of a head, at least; more by doubling. Answers to texts of 1,024, 2,048, … tokens need no other graph."""
 Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]

@@ -103,7 +103,7 @@ def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int
 
     Args:
         model: that is loaded.
-        cache: of so many sequences side by side, at most.
+        cache: the cache, with its largest number of concurrent sequences.
         sequences: as many.
         chunk: prompt tokens that go through the model at once.
     """

@@ -92,7 +92,7 @@ class GpuProgram:
         return [pages_of(layer.store, cache.codecs, self.dtype) for layer in cache.layers]
 
     def make_angles(self, longest: int) -> None:
-        """Cosines and sines of so many positions, at least."""
+        """Make the cosines and sines of at least ``longest`` positions."""
         if longest > self._angles_now:
             size = max(ANGLES, 2 * self._angles_now, longest)
             self._cos_sin = list(rope_tables(self._config, size, self.device))

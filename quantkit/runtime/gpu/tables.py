@@ -68,7 +68,7 @@ class DeviceTables:
         self.tables = self._made(ROWS, WIDTH, WIDTH)
 
     def place(self, batch: Batch, counts: Sequence[int]) -> list[int]:
-        """Before a step of so many tokens: pages for them, and the device's rows of the batch's sequences."""
+        """Reserve pages for a step's tokens. Returns the device's rows of the batch's sequences."""
         for state, count in zip(batch.sequences, counts, strict=True):
             if state.table is None or state.free_slots < count or state.query_window is not None:
                 self._cache.reserve(state, count)
@@ -121,7 +121,7 @@ class DeviceTables:
                 row.table = None
 
     def _made(self, rows: int, width: int, residual_width: int) -> SequenceTables:
-        """Of so many sequences, pages of codes and pages that wait."""
+        """Sizes of the tables: sequences, pages of codes and pages of residual vectors."""
         from quantkit_kernels.triton.cache import SequenceTables
 
         cache = self._cache
