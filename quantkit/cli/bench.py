@@ -25,7 +25,7 @@ command.add_command(tune)
 
 @command.command("kernels")
 @click.option("--shape", "shapes", multiple=True, metavar="OUTxIN", default=("4096x4096", "4096x14336"),
-              show_default=True, help="Of weights; may be given more than once.")
+              show_default=True, help="Shape of weights; may be repeated.")
 @click.option("--rows", default="1,8,512", show_default=True, metavar="LIST", help="Rows of activations.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
 @click.option("--aot", is_flag=True,
@@ -39,11 +39,11 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
             quiet: bool, as_json: bool) -> None:
     """Measure the matrix products of the CPU kernels.
 
-    GB/s are those of the packed weights; `of read` is their share of the bandwidth at which all
-    threads read memory in the same minute. GMAC/s are billions of multiplications.
+    GB/s counts the packed weights, and `of read` is their share of the bandwidth at which all threads read
+    memory in the same minute. GMAC/s is billions of multiplications a second.
 
-    With --aot: registers, spills, shared memory and the like of every GPU kernel, on every GPU that it is
-    for. Takes minutes and needs no GPU; exit code 1 if a kernel isn't as it should be.
+    With --aot the command compiles every GPU kernel for every supported GPU instead, and shows registers,
+    spills and shared memory. That takes minutes and needs no GPU. The exit code is 1 if a kernel has a fault.
     """
     if aot:
         compiled, text = compile_kernels(quiet)
@@ -65,19 +65,22 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
 
 @command.command("decode")
 @click.argument("model")
-@click.option("--batch", default="1", show_default=True, metavar="LIST", help="Sequences side by side: 1,8.")
+@click.option("--batch", default="1", show_default=True, metavar="LIST", help="Sequences that are decoded "
+                                                                              "together: 1,8.")
 @click.option("--context", default="0", show_default=True, metavar="LIST",
-              help="Tokens that each holds before: 0,2048.")
+              help="Tokens in the cache before decoding: 0,2048.")
 @click.option("--kv", metavar="LIST", help="KV settings: none,int8,int4. (The model's own.)")
 @click.option("--prompt", type=click.IntRange(min=0), default=512, show_default=True,
               help="Tokens of the timed prefill; 0: none.")
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded in a run.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded tokens "
+                                                                                          "in a run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--random", metavar="RECIPE",
-              help="Random weights of the kinds that this recipe leaves; `none`: plain ones.")
-@click.option("--device", default="cpu", show_default=True, help="Where it runs: cpu, cuda, cuda:1, auto.")
-@click.option("--no-fallback", is_flag=True, help="Refuse if torch would run anything.")
-@click.option("--pdl", is_flag=True, help="On a GPU: programmatic dependent launch of all products.")
+              help="Use random weights in the formats of this recipe; `none`: unquantized ones.")
+@click.option("--device", default="cpu", show_default=True, help="Device: cpu, cuda, cuda:1, auto.")
+@click.option("--no-fallback", is_flag=True, help="Fail if any operation would run in torch instead of our"
+                                                  " kernels.")
+@click.option("--pdl", is_flag=True, help="On a GPU: use programmatic dependent launch for all products.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Also write the JSON there, after every case.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
@@ -87,9 +90,9 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
            as_json: bool) -> None:
     """Measure how fast MODEL reads a prompt and decodes.
 
-    tok/s are those of all sequences together; GB/s are of the weights and the KV cache that a step
-    must read, and `of read` is their share of the bandwidth at which memory was read in the same
-    minute: by all threads of a CPU, by a copy on a GPU.
+    tok/s counts all sequences together. GB/s counts the weights and the KV cache that a step must read, and
+    `of read` is their share of the bandwidth at which memory was read in the same minute: by all threads of
+    a CPU, by a copy on a GPU.
     """
     from quantkit.bench.decode import DecodeSettings, bench_decode
     from quantkit.evaluate.forced import split_settings

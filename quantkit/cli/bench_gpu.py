@@ -16,17 +16,18 @@ from quantkit.progress import ProgressEvent
 
 @click.command("tune")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Where the file goes. (Where it is looked for first: QUANTKIT_TUNED, or the package.)")
+              help="Folder for the file. (The first place where it is searched: QUANTKIT_TUNED, or the "
+                   "package.)")
 @click.option("--only", default="", metavar="TEXT", help="Only products whose name or shape contains TEXT.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
               help="Stop after this number of minutes.")
-@click.option("--again", is_flag=True, help="Measure also what is there already.")
+@click.option("--again", is_flag=True, help="Also measure again what has been measured.")
 @click.pass_context
 def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, again: bool) -> None:
     """Measure launch parameters of the GPU's matrix products, and keep the fastest.
 
-    Writes one JSON file for this kind of GPU. Whatever runs models then uses it. What was measured is kept
-    when it is stopped (Ctrl-C), and the same command goes on from there.
+    The result is one JSON file for this kind of GPU, which all commands that run models then use. When you stop
+    the command (Ctrl-C), its measurements are kept, and the same command continues from there.
     """
     _require_triton()
     import torch

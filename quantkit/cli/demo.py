@@ -28,7 +28,7 @@ CALIBRATION_WINDOWS, WINDOW, WINDOWS, DECODE = 12, 512, 8, 24
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), default=Path("quantkit-demo"),
               show_default=True, help="Folder for the checkpoints and the report.")
 @click.option("--windows", type=click.IntRange(min=1), default=WINDOWS, show_default=True,
-              help="Windows of 512 tokens that quality is measured on.")
+              help="Number of windows of 512 tokens on which quality is measured.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> None:

@@ -14,25 +14,28 @@ from quantkit.cli.progress import ProgressLine
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option("--text", metavar="FILE", help="UTF-8 text, `builtin` (CPython's language reference), or "
                                              "hf://datasets/OWNER/NAME/FILE@REVISION.")
-@click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options here go before its.")
-@click.option("--window", type=click.IntRange(min=2), help="Tokens a window (512).")
+@click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options given here "
+                                              "override them.")
+@click.option("--window", type=click.IntRange(min=2), help="Tokens in a window (512).")
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              help="Of activations; auto is each model's own.")
+              help="Dtype of activations; auto is each model's own.")
 @device_option
 @click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
-@click.option("--kv", multiple=True, metavar="LIST", help='KV settings, all with every model: none,int8,'
-                                                         '"window(512, sinks=4)". (Each model\'s own.)')
-@click.option("--prompt", type=click.IntRange(min=1), help="With KV settings: tokens of a window that are "
-                                                           "its prompt; what follows is scored (half).")
+@click.option("--kv", multiple=True, metavar="LIST", help="KV settings; every model runs with each of "
+                                                          "them: none,int8,\"window(512, sinks=4)\". (Each "
+                                                          "model's own.)")
+@click.option("--prompt", type=click.IntRange(min=1), help="With KV settings: prompt tokens at the "
+                                                           "beginning of a window; the rest is scored "
+                                                           "(half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
 @click.option("--task-data", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
 @click.option("--prefill", type=click.IntRange(min=1),
-              help="Prompt tokens of the speed test (256; with KV settings, what fills the window).")
+              help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
 @click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,
               help="New tokens of the speed test.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
@@ -46,10 +49,10 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
             out: Path | None, quiet: bool, as_json: bool) -> None:
-    """Compare models, and ways to keep the KV cache, by quality, speed and memory.
+    """Compare models and KV cache settings by quality, speed and memory.
 
-    MODEL is a checkpoint or anything that `quantkit quantize` takes. The first, with the first KV
-    setting, is the reference of KL and top-1 agreement.
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
+    setting is the reference of KL and top-1 agreement.
     """
     from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.run import EvalSettings, evaluate

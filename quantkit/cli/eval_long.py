@@ -21,27 +21,29 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.argument("model")
 @click.option("--kv", multiple=True, metavar="LIST",
               help='KV settings to compare with the full cache: int8,"snapkv(0.5)+int4". (The model\'s own.)')
-@click.option("--tasks", metavar="LIST", default=_DEFAULT, show_default=True, help="What is measured.")
+@click.option("--tasks", metavar="LIST", default=_DEFAULT, show_default=True, help="Tasks to run.")
 @click.option("--lengths", metavar="LIST", default="1024,2048,4096", show_default=True,
-              help="Tokens of a prompt with its question and answer; positions are counted between them.")
+              help="Tokens of a context with its question and answer; also the borders of positions.")
 @click.option("--depths", type=click.IntRange(min=1), default=5, show_default=True,
-              help="Places from the beginning to the end where an answer stands.")
+              help="Number of places from the beginning to the end where an answer is hidden.")
 @click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True,
               help="Contexts for each length (and depth), and texts that are read and generated.")
 @click.option("--question", type=click.Choice(["both", "known", "later"]), default="both", show_default=True,
-              help="Whether policies act at the end of a prompt with the question, or before it comes.")
+              help="known: policies run at the end of a prompt that contains the question; later: before "
+                   "the question comes.")
 @click.option("--text", metavar="FILE", default="builtin", show_default=True,
-              help="UTF-8 text to read and to hide things in, or hf://datasets/OWNER/NAME/FILE@REVISION.")
-@click.option("--filler", is_flag=True, help="Hide things in generated sentences instead.")
-@click.option("--chat", is_flag=True, help="Ask by the chat template; else the user's text is continued.")
+              help="UTF-8 text to read and to hide facts in, or hf://datasets/OWNER/NAME/FILE@REVISION.")
+@click.option("--filler", is_flag=True, help="Hide facts in generated sentences instead of the text.")
+@click.option("--chat", is_flag=True, help="Ask with the chat template; without it the user's text is "
+                                           "continued.")
 @click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True,
-              help="By position and generated: tokens of a text that are its prompt.")
+              help="For positions and generated: prompt tokens of a text.")
 @click.option("--new-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
               help="Tokens that are generated.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Of names, numbers, places and hay.")
+              help="Seed for names, numbers, places and text.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              help="Of activations; auto is the model's own.")
+              help="Dtype of activations; auto is the model's own.")
 @device_option
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
@@ -52,10 +54,10 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
             question: str, text: str, filler: bool, chat: bool, prompt: int, new_tokens: int, seed: int,
             dtype: str, device: str, revision: str | None, out: Path | None, quiet: bool,
             as_json: bool) -> None:
-    """Compare ways to keep the KV cache at length.
+    """Compare KV cache settings on long contexts.
 
-    MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first: what
-    it can't answer says nothing about the others.
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first, because
+    a question that it can't answer says nothing about the other settings.
     """
     from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.long.journal import forget

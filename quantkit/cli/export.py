@@ -22,10 +22,10 @@ from quantkit.units import human_bytes
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: bool, as_json: bool) -> None:
-    """Pack a checkpoint anew in another layout, exactly.
+    """Convert a checkpoint to another layout without rounding anything.
 
-    DIR is a checkpoint, of quantkit or another tool, here or on the hub; OUT is the folder to make. Levels
-    and scales stay what they are, or the export is refused with the reason: nothing is rounded.
+    DIR is a checkpoint of quantkit or another tool, on this machine or on the hub. OUT is the folder to create.
+    If the layout can't hold the same codes and scales, the export is refused with the reason.
     """
     from quantkit.export import export
 

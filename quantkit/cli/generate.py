@@ -25,26 +25,33 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.command("generate")
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--chat", is_flag=True, help="Ask the prompt as a user, by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, with the model's chat "
+                                           "template.")
+@click.option("--system", metavar="TEXT", help="System message before the prompt; needs --chat.")
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="With --chat: control tokens written out in the messages (<|im_end|>) become control "
                    "tokens. By default they are plain text.")
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
               help="Largest number of new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Among the k most likely (0: all).")
-@click.option("--top-p", type=float, default=1.0, help="Among the most likely that together reach p.")
-@click.option("--min-p", type=float, default=0.0, help="Among those at least p times as likely as the first.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1 disfavours what came before.")
-@click.option("--seed", type=click.IntRange(min=0), help="Repeats a random text; drawn if not given.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on when the model says that it is done.")
-@click.option("--kv", metavar="SETTING", help="How the KV cache is kept: none, int8, int4, snapkv(0.5), "
-                                              "window(1024, sinks=4)+int8, … (the checkpoint's own).")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample among the k most likely "
+                                                                     "tokens (0: all).")
+@click.option("--top-p", type=float, default=1.0, help="Sample among the most likely tokens that together "
+                                                       "reach p.")
+@click.option("--min-p", type=float, default=0.0, help="Sample among tokens at least p times as likely as "
+                                                       "the first.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: make tokens that came before"
+                                                                    " less likely.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of a random text, to repeat it; drawn if "
+                                                         "not given.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Continue when the model ends its answer.")
+@click.option("--kv", metavar="SETTING", help="KV setting: none, int8, int4, snapkv(0.5), window(1024, "
+                                              "sinks=4)+int8, … (the checkpoint's own).")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              show_default=True, help="Of activations and plain weights; auto is the model's own.")
+              show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
+                                      "own.")
 @device_option
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
@@ -54,9 +61,9 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
             **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
-    MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. PROMPT is continued as
-    it stands, or answered with --chat; `-` reads it from standard input, without its last line end.
-    The text goes to stdout as it comes, everything else to stderr.
+    MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or
+    answers it with --chat. `-` reads the prompt from standard input, without its last line end. The text is
+    streamed to stdout, everything else goes to stderr.
     """
     if system is not None and not chat:
         raise UsageError("--system is given without --chat", why="only a chat template has a place for it",

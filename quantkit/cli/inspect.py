@@ -26,14 +26,14 @@ OPERATIONS = "other operations"
 @click.command("inspect")
 @click.argument("model")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
-@click.option("--layers", is_flag=True, help="A row a layer instead of a row a kind of layer.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything, a row a layer, as JSON.")
+@click.option("--layers", is_flag=True, help="Show one row per layer instead of one per kind of layer.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, one row per layer.")
 def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:
     """Show what a model or checkpoint holds, layer by layer.
 
-    MODEL is a checkpoint, of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME
-    or a model on the hub. No weight is read. For every quantized layer the kernel that would run it on
-    this machine is named, and why the others declined.
+    MODEL is a checkpoint of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME
+    or a model on the hub. No weight is read. The output names the kernel that would run each quantized layer
+    on this machine, and why the other kernels declined.
     """
     facts = inspect_facts(model, revision)
     if as_json:

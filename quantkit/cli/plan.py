@@ -24,19 +24,20 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
 @click.command("plan")
 @click.argument("model")
 @click.option("--context", type=click.IntRange(min=1), required=True, metavar="TOKENS",
-              help="Of each sequence, prompt and answer.")
+              help="Tokens of each sequence, prompt and answer together.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
-              help="Sequences at once.")
-@click.option("--memory", required=True, metavar="SIZE", help="That there is for everything: 16GB, 24GiB.")
+              help="Number of sequences that run at once.")
+@click.option("--memory", required=True, metavar="SIZE", help="Total memory for weights, KV cache and "
+                                                              "runtime: 16GB, 24GiB.")
 @click.option("--recipe", "-r", "recipes", multiple=True, metavar="NAME|FILE",
-              help="Choose weights from these alone; `none` leaves them as they are. May be repeated. (All "
-                   "recipes that can be named.)")
+              help="Consider only these recipes; `none` leaves the weights as they are. May be repeated. "
+                   "(All recipes.)")
 @click.option("--kv", "settings", multiple=True, metavar="SETTING",
               help='Choose the KV cache from these alone: int8, "window(1024, sinks=4)+int8". May be '
                    "repeated. (All measured codecs; nothing is dropped.)")
 @click.option("--prompt", type=click.IntRange(min=1), metavar="TOKENS",
-              help="Of the context, by which policies decide what they drop. (Half.)")
-@click.option("--bandwidth", metavar="RATE", help="At which memory is read: 200GB/s. (Measured on this CPU.)")
+              help="Prompt tokens within the context; policies decide at their end what they drop. (Half.)")
+@click.option("--bandwidth", metavar="RATE", help="Memory bandwidth: 200GB/s. (Measured on this CPU.)")
 @click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, every combination too, as JSON.")
@@ -45,9 +46,9 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
             revision: str | None, as_json: bool) -> None:
     """Choose weights and KV cache together for an amount of memory, and show the arithmetic.
 
-    MODEL is anything that `quantkit quantize` takes, or a checkpoint, for which only the KV cache is chosen.
-    No weight is read. Counted is what this package's runtime holds on a CPU. Of what fits, the combination is
-    chosen that is expected to lose the least; losses were measured on one small model.
+    MODEL is anything that `quantkit quantize` takes. For a checkpoint only the KV cache is chosen. No weight is
+    read. The plan counts what this package's runtime holds on a CPU, and chooses, among the combinations that
+    fit, the one with the smallest expected loss. Losses were measured on one small model.
     """
     from quantkit.budget.amount import parse_bytes
 

@@ -18,9 +18,9 @@ def command() -> None:
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print plugins and registrations as JSON.")
 def list_(as_json: bool) -> None:
-    """List plugins with their distributions, and everything that each registered.
+    """List plugins with their distributions, and everything that each registers.
 
-    Nothing that is listed is imported: a name stands here before its code has ever run.
+    Nothing that is listed is imported, so a name appears here before its code has ever run.
     """
     facts = plugin_facts()
     if as_json:

@@ -11,7 +11,7 @@ import click
 
 MIN_WIDTH = 80
 device_option = click.option("--device", default="auto", show_default=True, metavar="NAME",
-                             help="Where it runs: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+                             help="Device: cpu, cuda, cuda:1; auto takes a GPU if there is one.")
 
 
 def show_error(what: str, why: str | None = None, next: str | None = None) -> None:

@@ -13,16 +13,16 @@ from quantkit.units import human_bytes
 @click.command("push")
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("repo", metavar="REPO")
-@click.option("--public", is_flag=True, help="Everybody may see it; by default only its owner.")
-@click.option("--message", "-m", metavar="TEXT", help="Of the commit.")
+@click.option("--public", is_flag=True, help="Make the repository public; by default it is private.")
+@click.option("--message", "-m", metavar="TEXT", help="Message of the commit.")
 @click.option("--dry-run", is_flag=True, help="Verify, show what would be uploaded, and reach no network.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(checkpoint: Path, repo: str, public: bool, message: str | None, dry_run: bool,
             as_json: bool) -> None:
     """Upload a checkpoint to the Hugging Face hub.
 
-    REPO is owner/name; it is made, private, if it isn't there. The folder is verified first, and only files
-    that quantkit.json lists are uploaded. You are who `hf auth login` says.
+    REPO is owner/name. If it doesn't exist, it is created as a private repository. The folder is verified
+    first, and only files that quantkit.json lists are uploaded. Log in with `hf auth login`.
     """
     from quantkit.push import push
 

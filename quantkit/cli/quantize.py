@@ -33,32 +33,34 @@ MIXED = "mixed"
 @click.command("quantize")
 @click.argument("source")
 @click.option("--recipe", "-r", "recipe_name", metavar="NAME|FILE",
-              help="A recipe's name (`quantkit recipes list`) or a YAML file. With --budget: the one whose "
-                   "candidates it chooses from (mixed).")
+              help="A recipe's name (`quantkit recipes list`) or a YAML file. With --budget: the recipe "
+                   "that lists the candidates (mixed).")
 @click.option("--budget", metavar="SIZE",
               help="Measure what each layer costs at each width, and choose the best that fits: 4.25bpw "
                    "(stored bits a weight of all Linears) or 5GB (all tensors).")
 @click.option("--out", "-o", type=click.Path(path_type=Path), metavar="DIR",
-              help="The folder to make; it must not exist yet.")
+              help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
-              help="Check every layer and print what would be done, memory and disk included; do nothing.")
+              help="Check every layer and print what would be done, with memory and disk; write nothing.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
-              help="What calibrated methods see: a text file, a folder of them, a .jsonl or .parquet file of "
-                   "texts or chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes "
-                   "it). Can be given several times.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Windows of that text.")
-@click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens a window.")
+              help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
+                   " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes it). May"
+                   " be repeated.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
+@click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens in a window.")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
-              help="Cut windows anywhere, or let each begin with a document; by default that for chats only.")
+              help="Cut windows anywhere (stream), or begin each with a document; auto does the latter for"
+                   " chats only.")
 @click.option("--avoid", multiple=True, metavar="FILE",
-              help="A text that will be evaluated on: what shares passages with it isn't calibrated on.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Chooses the windows.")
+              help="A text that you will evaluate on. Calibration text that shares passages with it is "
+                   "left out.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed that chooses the windows.")
 @click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
-              help="Where layers are solved: in this process, or spread over a Ray cluster (the one that "
+              help="Where layers are quantized: in this process, or on a Ray cluster (the one that "
                    "RAY_ADDRESS names, else this machine's cores).")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
-              help="What calibrated recipes compute on.")
+              help="Device on which calibrated recipes compute.")
 @click.option("--strict", is_flag=True, help="Stop instead of falling back to another method or damping.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
@@ -66,10 +68,10 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
             packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str, device: str,
             strict: bool, quiet: bool, as_json: bool) -> None:
-    """Quantize a model by a recipe, or to a size, into a checkpoint.
+    """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
-    layers are kept: a run that was stopped goes on where it was when the same command is run again.
+    layers are kept, so the same command resumes a run that was stopped.
     """
     from quantkit.checkpoint.writer import refuse_existing
     from quantkit.recipe import load_recipe

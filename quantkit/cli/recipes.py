@@ -38,7 +38,7 @@ def list_(as_json: bool) -> None:
 
 @command.command("show")
 @click.argument("recipe")
-@click.option("--json", "as_json", is_flag=True, help="Print it resolved, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the resolved recipe as JSON.")
 def show(recipe: str, as_json: bool) -> None:
     """Show the rules of RECIPE, a name or a file, with what it extends resolved."""
     from quantkit.recipe import load_recipe

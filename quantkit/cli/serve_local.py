@@ -26,43 +26,45 @@ MAX_NAME = 200
 @click.command("serve-local")
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-              help="To listen on; one that other machines can reach needs a key.")
+              help="Address to listen on; one that other machines can reach needs a key.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
-              help="To listen on; 0 takes a free one.")
+              help="Port to listen on; 0 takes a free one.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
-              help="A further name that clients may call this server by; may be repeated.")
+              help="Another host name that clients may use for this server; may be repeated.")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
-              help=f"Holds the key that clients must send; or the variable {KEY_VARIABLE}.")
-@click.option("--name", help="What requests call the model; by default the last part of MODEL.")
-@click.option("--kv", metavar="TEXT", help='KV cache: int8, "window(1024, sinks=4)+int8", "snapkv(0.5)"; by '
-                                           "default as the checkpoint says.")
+              help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
+@click.option("--name", help="Name of the model in requests; by default the last part of MODEL.")
+@click.option("--kv", metavar="TEXT",
+              help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\";"
+                                           " by default the checkpoint's.")
 @click.option("--kv-memory", metavar="SIZE",
-              help="That the KV cache takes at once, 8GB or 500MiB; requests wait for room in it. By default "
-                   "it grows; on a GPU it takes what is left.")
+              help="Memory that the KV cache reserves at the start, 8GB or 500MiB; requests wait for free "
+                   "pages. By default it grows; on a GPU it takes what is left.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Sequences that are decoded side by side.")
+              help="Largest number of sequences that are decoded together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
-              help="Requests that may wait; more are told to try again.")
+              help="Largest number of waiting requests; others are told to try again.")
 @click.option("--max-itl", type=click.FloatRange(min=0), default=50.0, show_default=True, metavar="MS",
               help="Inter-token latency while a long prompt is read: its chunks are sized so that the time "
                    "between two tokens of other requests stays below this, or below three times the usual "
                    "one, whichever is more. Not with models whose results depend on the cut.")
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=60.0, show_default=True,
-              metavar="SECONDS", help="For running answers to finish in when it is asked to end.")
+              metavar="SECONDS", help="Time for running answers to finish after SIGTERM or Ctrl-C.")
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="Control tokens written out in chat messages (<|im_end|>) become control tokens: "
                    "whoever writes a message can then open a role. By default they are plain text.")
 @click.option("--revision", help="Branch, tag or commit of a model on the hub.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-              show_default=True, help="Of activations and plain weights; auto is the model's own.")
+              show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
+                                      "own.")
 @device_option
 @click.option("--json", "as_json", is_flag=True,
-              help="When it listens, print one JSON object: url, model, pid.")
+              help="Print one JSON object when the server listens: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
             max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
             device: str, as_json: bool) -> None:
-    """Serve a model on this machine by OpenAI's API, with a page to chat with it.
+    """Serve a model on this machine with OpenAI's API and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
     batched. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.

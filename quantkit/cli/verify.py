@@ -21,7 +21,8 @@ DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 @click.command("verify")
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--for", "engine", type=click.Choice(["vllm", "sglang", "transformers"]),
-              help="Say instead whether this engine loads it, and why not; any tool's checkpoint.")
+              help="Report instead whether this engine loads the checkpoint, and why not. Works for any "
+                   "tool's checkpoint.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
               help="Where that engine would run.")
 @click.option("--json", "as_json", is_flag=True, help="Print every check as JSON.")
@@ -29,9 +30,9 @@ DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 def command(ctx: click.Context, checkpoint: Path, engine: str | None, device: str, as_json: bool) -> None:
     """Reread a checkpoint and check every hash and value.
 
-    Every byte is hashed again, every scale and code is looked at, and config.json must say what
-    the manifest says. Exits with 1 and names the file or layer when anything differs. With --for,
-    the rules by which another engine takes or refuses a checkpoint are gone through instead.
+    Every byte is hashed again, every scale and code is checked, and config.json must agree with the
+    manifest. If anything differs, the exit code is 1 and the file or layer is named. With --for, the
+    checkpoint is checked against another engine's loading rules instead.
     """
     if engine is not None:
         if not _loads(checkpoint, engine, device, as_json):
