@@ -1,4 +1,4 @@
-"""The built-ins, registered through the same hooks as a stranger's plugin. Targets are lazy."""
+"""Registers the built-ins through the same hooks that other plugins use. Targets are imported lazily."""
 
 from __future__ import annotations
 

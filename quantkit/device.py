@@ -1,4 +1,4 @@
-"""A device by its name."""
+"""Finds a device by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished checkpoint in another layout, layer by layer: the same levels and scales, or a refusal.
+"""Converts a finished checkpoint to another layout: with the same codes and scales, or not at all.
 
 Nothing is rounded here. What another layout can't hold exactly would be another model than the one that was
 measured; it is made from the original by a recipe that names the layout.

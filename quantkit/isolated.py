@@ -1,4 +1,4 @@
-"""Functions that run in a process of their own, under limits of time and memory that hold whatever they do.
+"""Runs functions in a separate process under hard limits of time and memory.
 
 What strangers wrote (a chat template, a regular expression, a parquet file) can make a single operation of a
 library run for hours or take all memory, and no check between operations notices. A process can be ended at

@@ -1,4 +1,4 @@
-"""A path as a person types it."""
+"""Checks paths that a user typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Regular expressions on layers' names, in recipes and in strangers' files: only such as are soon done.
+r"""Regular expressions on layers' names. Patterns that could backtrack exponentially are rejected.
 
 Python's matcher tries one way through a pattern after another. A way is a choice at each place that leaves
 one: which of the alternatives, ``?`` taken or not, how many characters a repetition takes. At most, it tries

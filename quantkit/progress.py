@@ -1,4 +1,4 @@
-"""What long work tells whoever waits for it."""
+"""Progress events of long work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished, verified checkpoint → a repository on the Hugging Face hub."""
+"""Uploads a finished, verified checkpoint to the Hugging Face hub."""
 
 from __future__ import annotations
 

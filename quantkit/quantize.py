@@ -1,4 +1,4 @@
-"""The orchestrator of the left half: source × recipe → checkpoint, one decoder layer at a time.
+"""Quantizes a model: source × recipe → checkpoint, one decoder layer at a time.
 
 Every decoder layer is a *unit*: read, measured, solved, packed and made durable before the next one
 is touched. A run that is stopped at any instant and started again keeps the units that are on disk,

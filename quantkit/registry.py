@@ -1,4 +1,4 @@
-"""Names → things, found lazily.
+"""Tables of names whose targets are imported lazily.
 
 A thing is registered as an object or as ``"module:attr"``, which is imported the first time that
 somebody asks for it. Listing names imports nothing.

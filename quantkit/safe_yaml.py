@@ -1,4 +1,4 @@
-"""YAML that strangers wrote, read strictly: values only, bounded, and errors that name the line.
+"""Reads untrusted YAML strictly: values only, with limits, and errors that name the line.
 
 YAML 1.2 (``no`` is a string, ``1e-5`` a number). Refused: duplicate keys, tags, directives, more
 than one document, files over 256 KiB, more than 20,000 nodes counted *after* aliases are expanded

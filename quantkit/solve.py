@@ -1,4 +1,4 @@
-"""Weights solved and packed: what a run repeats for every Linear, wherever that happens."""
+"""Quantizes and packs one Linear, in this process or on a cluster."""
 
 from __future__ import annotations
 

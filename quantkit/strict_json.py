@@ -1,4 +1,4 @@
-"""JSON from strangers: size, number of values and depth are capped, and only an object is accepted.
+"""Reads untrusted JSON: size, number of values and depth are limited, and only an object is accepted.
 
 Every JSON file of a model's or checkpoint's folder is read here, and so are the headers of safetensors files.
 What Python's own reader would let through and what fails later is refused too: a key that stands twice, NaN

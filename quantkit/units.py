@@ -1,4 +1,4 @@
-"""``16GB`` → bytes."""
+"""Parses sizes such as ``16GB``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in a second or two."""
+"""Measures the machine's limits, memory bandwidth and arithmetic, in a second or two."""
 
 from __future__ import annotations
 

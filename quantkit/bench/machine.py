@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""Describes the machine on which a measurement was made."""
 
 from __future__ import annotations
 

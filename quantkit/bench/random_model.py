@@ -1,4 +1,4 @@
-"""A model of a real shape whose random weights are made on the device: for speed, in seconds."""
+"""Builds a model of a real shape with random weights on the device, in seconds, to measure speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe with candidates × a model × a budget → an ordinary recipe, with what it should cost."""
+"""Chooses a candidate for each layer within a budget, as an ordinary recipe with its predicted loss."""
 
 from __future__ import annotations
 

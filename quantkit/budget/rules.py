@@ -1,4 +1,4 @@
-"""A choice for every layer → a recipe's rules: few, readable, and exact."""
+"""Writes a choice for every layer as a recipe's rules: few, readable, and exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storing a Linear in some way would cost: the divergence that it causes, predicted from two walks.
+"""Predicts the divergence that each quantization of a Linear would cause, from two walks through the model.
 
 To second order, the divergence of a model whose Linear's outputs are off by ``δ`` is ``½ δᵀ F δ``, with ``F``
 the Fisher information of its answers there (:mod:`quantkit.calibrate.importance`). Taken as the same for all

@@ -1,4 +1,4 @@
-"""How well a calibration text covers a model, known before any work."""
+"""Reports how well a calibration text covers a model, before any layer is quantized."""
 
 from __future__ import annotations
 

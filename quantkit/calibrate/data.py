@@ -1,4 +1,4 @@
-"""Calibration data: what the recipe names, found, rendered, encoded, cut into windows and looked at."""
+"""Calibration data: finds what the recipe names, renders and encodes it, and cuts it into windows."""
 
 from __future__ import annotations
 

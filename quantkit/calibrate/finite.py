@@ -1,4 +1,4 @@
-"""Values that are not finite, and where the first of them is: which window, which layer, which tensor."""
+"""Finds the first value that isn't finite: its window, its layer and its tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a data set on the Hugging Face hub: pinned to its commit, read as data, nothing of it run."""
+"""Files of a data set on the Hugging Face hub, pinned to a commit and read as data; no code of it is run."""
 
 from __future__ import annotations
 

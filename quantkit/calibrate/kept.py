@@ -1,4 +1,4 @@
-"""Gradients that an earlier run found for the same model and text, in the user's cache folder.
+"""A cache of token gradients by model and text, in the user's cache folder.
 
 They are two walks through the model, more than half of the time that ``gptq`` takes, and depend neither on
 the bits nor on the method: the next recipe, or a budget, is spared them.

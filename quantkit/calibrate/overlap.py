@@ -1,4 +1,4 @@
-"""What two texts have in common: hashed n-grams.
+"""Finds passages that two texts share, by hashed n-grams.
 
 Of words, 13 at a time, as GPT-3's authors looked for test sets in their training text
 (https://arxiv.org/abs/2005.14165, appendix C); of tokens, 32 at a time, where a text repeats itself.

@@ -1,4 +1,4 @@
-"""Rows of a parquet file, read in a process of its own.
+"""Reads the rows of a parquet file in a separate process.
 
 A file of some kilobytes can hold gigabytes: a dictionary names one text a million times, a page decompresses.
 And what is malformed may crash the library that reads it.

@@ -1,4 +1,4 @@
-"""One row of a data set → a document: a text or a conversation, in the forms that data sets come in."""
+"""Turns one row of a data set into a document: a text or a conversation, in the usual forms of data sets."""
 
 from __future__ import annotations
 

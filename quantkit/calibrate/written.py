@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself: what it knows best to say is what it will be asked to keep.
+"""Calibration text that the model writes itself, where no text is at hand.
 
 A base model begins at its BOS token, as in Self-calibration, https://arxiv.org/abs/2410.17170; a chat model
 at a user's turn, and so makes up the question too, as in Magpie, https://arxiv.org/abs/2406.08464.

@@ -1,4 +1,4 @@
-"""Units → the files of a checkpoint, reread and checked before its manifest says that they are one."""
+"""Assembles units into the files of a checkpoint, and checks them before the manifest is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card, ``README.md``: what this is, what it was made from, how to load it."""
+"""Writes the model card, ``README.md``: what the checkpoint is, what it was made from, how to load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks on the values of packed weights, by any format, through nothing but its own unpacking."""
+"""Checks the values of packed weights of any format, through the format's own unpacking."""
 
 from __future__ import annotations
 

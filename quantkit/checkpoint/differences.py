@@ -1,4 +1,4 @@
-"""In what two runs differ, in words: which field, what it was, what it is."""
+"""Describes how two runs differ: the field, its old and its new value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all, and a folder that one process writes at a time."""
+"""Writes files atomically, and locks a folder so that one process writes it at a time."""
 
 from __future__ import annotations
 

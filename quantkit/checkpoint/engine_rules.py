@@ -1,4 +1,4 @@
-"""What engines want of a checkpoint: each rule is a function from the checkpoint to findings."""
+"""The loading rules of other engines: each rule is a function from a checkpoint to findings."""
 
 from __future__ import annotations
 

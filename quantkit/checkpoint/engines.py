@@ -1,4 +1,4 @@
-"""Whether another engine loads a checkpoint, told from its config and layers without starting that engine.
+"""Tells from config and layers whether another engine loads a checkpoint, without starting that engine.
 
 The rules are those of vLLM 0.33 (0.32 on CPUs), SGLang 0.5.23 and transformers 5.23, read from their sources
 and tried where a CPU could.

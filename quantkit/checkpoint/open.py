@@ -1,4 +1,4 @@
-"""A name → the model or checkpoint that it means, ours or another tool's, here or on the hub."""
+"""Opens the model or checkpoint that a name means: ours or another tool's, on this machine or on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows → ``quantization_config`` of ``config.json``, in the words of the standard that can say them.
+"""Writes the manifest's rows as ``quantization_config``, in the standard that can express them.
 
 Read by transformers and vLLM; the keys are exactly those that compressed-tensors
 (https://github.com/vllm-project/compressed-tensors) and bitsandbytes

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: its manifest first, then sizes and structure, then tensors on demand."""
+"""Reads a checkpoint: its manifest first, then sizes and structure, then tensors on demand."""
 
 from __future__ import annotations
 

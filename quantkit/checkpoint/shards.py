@@ -1,4 +1,4 @@
-"""Writing safetensors files as a stream, so that no shard is ever in memory as a whole.
+"""Writes safetensors files as a stream, so that no shard is ever in memory as a whole.
 
 The layout: eight bytes of header length (little-endian), a JSON header padded with spaces, then the
 tensors' bytes without holes. https://github.com/huggingface/safetensors#format

@@ -1,4 +1,4 @@
-"""Rereading all of a checkpoint and saying, file by file and layer by layer, what is wrong."""
+"""Rereads a whole checkpoint and reports, file by file and layer by layer, what is wrong."""
 
 from __future__ import annotations
 

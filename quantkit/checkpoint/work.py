@@ -1,4 +1,4 @@
-"""What only a run needs, and another attempt at it takes up: units that never get into the checkpoint."""
+"""Stores units that only the run needs, to resume from; they never get into the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that it exists whole or not at all, and so that a killed run resumes.
+"""Writes a checkpoint so that it exists whole or not at all, and so that a killed run resumes.
 
 ``OUT.partial/`` holds, while a run lasts::
 

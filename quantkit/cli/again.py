@@ -1,4 +1,4 @@
-"""The command that was typed, for the next one to be copied from."""
+"""Rebuilds the command that was typed, so that errors can suggest the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quantkit bench tune``, and what ``quantkit bench kernels --aot`` says."""
+"""``quantkit bench tune``, and the output of ``quantkit bench kernels --aot``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from quantkit.progress import ProgressEvent
 def tune(ctx: click.Context, folder: Path | None, only: str, minutes: float, again: bool) -> None:
     """Measure launch parameters of the GPU's matrix products, and keep the fastest.
 
-    The result is one JSON file for this kind of GPU, which all commands that run models then use. When you stop
-    the command (Ctrl-C), its measurements are kept, and the same command continues from there.
+    The result is one JSON file for this kind of GPU, which all commands that run models then use. When you
+    stop the command (Ctrl-C), its measurements are kept, and the same command continues from there.
     """
     _require_triton()
     import torch

@@ -56,8 +56,8 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
             as_json: bool) -> None:
     """Compare KV cache settings on long contexts.
 
-    MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first, because
-    a question that it can't answer says nothing about the other settings.
+    MODEL is a checkpoint or anything that `quantkit quantize` takes. The full cache always runs first,
+    because a question that it can't answer says nothing about the other settings.
     """
     from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.long.journal import forget

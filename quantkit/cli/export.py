@@ -24,8 +24,8 @@ from quantkit.units import human_bytes
 def command(checkpoint: str, out: Path, form: str, revision: str | None, quiet: bool, as_json: bool) -> None:
     """Convert a checkpoint to another layout without rounding anything.
 
-    DIR is a checkpoint of quantkit or another tool, on this machine or on the hub. OUT is the folder to create.
-    If the layout can't hold the same codes and scales, the export is refused with the reason.
+    DIR is a checkpoint of quantkit or another tool, on this machine or on the hub. OUT is the folder to
+    create. If the layout can't hold the same codes and scales, the export is refused with the reason.
     """
     from quantkit.export import export
 

@@ -1,4 +1,4 @@
-"""The ``quantkit`` command: finds subcommands in the registry and turns every failure into words.
+"""The ``quantkit`` command: finds subcommands in the registry and prints every failure as a message.
 
 ``quantkit --help`` shows each command's registered help line and imports no command: neither torch
 nor pydantic is loaded before a command needs it.

@@ -46,9 +46,9 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
             revision: str | None, as_json: bool) -> None:
     """Choose weights and KV cache together for an amount of memory, and show the arithmetic.
 
-    MODEL is anything that `quantkit quantize` takes. For a checkpoint only the KV cache is chosen. No weight is
-    read. The plan counts what this package's runtime holds on a CPU, and chooses, among the combinations that
-    fit, the one with the smallest expected loss. Losses were measured on one small model.
+    MODEL is anything that `quantkit quantize` takes. For a checkpoint only the KV cache is chosen. No weight
+    is read. The plan counts what this package's runtime holds on a CPU, and chooses, among the combinations
+    that fit, the one with the smallest expected loss. Losses were measured on one small model.
     """
     from quantkit.budget.amount import parse_bytes
 

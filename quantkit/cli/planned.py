@@ -1,4 +1,4 @@
-"""What ``quantkit plan`` shows: the arithmetic, the roofline, and the combinations beside the chosen one."""
+"""The output of ``quantkit plan``: the arithmetic, the roofline, and the next best combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands talk: errors and notes on stderr, tables of at most a terminal's width on stdout."""
+"""Prints errors and notes on stderr, and tables of at most a terminal's width on stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks which kernel would run a layer on this machine, without a weight at hand."""
+"""Finds which kernel would run a layer on this machine, without its weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model calls of serving, for those who score: a prompt in chunks, then forced tokens as if generated."""
+"""Calls a model as serving does, to score it: a prompt in chunks, then forced tokens as if generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teacher forcing through a KV cache: what a text's tokens cost once it is compressed.
+"""Teacher forcing through a KV cache: scores a text's tokens while the cache is compressed.
 
 A window's first tokens are the prompt, which goes through the cache as a request's would; then the
 rest is fed as if it had been generated, and every query reads what decoding would read.

@@ -1,4 +1,4 @@
-"""How a comparison was made, so that two numbers are compared only if they can be."""
+"""Records how a comparison was made, so that only comparable numbers are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison found: a row a model, and the protocol."""
+"""The results of a comparison: one row per model, and the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One comparison: load, score, time; the first model is the reference."""
+"""Runs one comparison: loads, scores and times every model. The first model is the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a fresh process for each model's speed and memory, one after the other."""
+"""Measures each model's speed and memory in a fresh process, one after the other."""
 
 from __future__ import annotations
 

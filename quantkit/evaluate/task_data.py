@@ -1,4 +1,4 @@
-"""Rows of a task's data files, and the prompts that they become."""
+"""Reads the rows of a task's data files and builds their prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expressions of task files, searched in a process of its own, which ends those that backtrack."""
+"""Searches regular expressions of task files in a separate process, which a time limit ends."""
 
 from __future__ import annotations
 

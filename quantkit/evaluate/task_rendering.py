@@ -1,4 +1,4 @@
-"""What the process that renders task files' templates runs, and what searches answers."""
+"""Functions that run in a separate process: rendering task templates and searching answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task's score with its interval: items are independent, so they are what intervals are made of."""
+"""A task's score with its interval. Items are independent, so the interval is computed over items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speed and memory of one model, in a process of its own: ``python -m quantkit.evaluate.worker``.
+"""Measures speed and memory of one model in a separate process: ``python -m quantkit.evaluate.worker``.
 
 Reads one JSON request from stdin and writes one JSON answer to stdout. Peak memory is the
 process's largest resident set, the interpreter and torch included: what the machine had to have.

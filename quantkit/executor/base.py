@@ -1,4 +1,4 @@
-"""What an executor is."""
+"""The interface of executors, which run independent work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the executor that ``--executor`` names."""
+"""Makes the executor that ``--executor`` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work done here, one piece after another."""
+"""Runs work in this process, one piece after another."""
 
 from __future__ import annotations
 

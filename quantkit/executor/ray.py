@@ -1,4 +1,4 @@
-"""Work spread over a Ray cluster, https://www.ray.io: one that is named, or this machine's cores.
+"""Runs work on a Ray cluster, https://www.ray.io: one that is named, or this machine's cores.
 
 Every piece asks for as many CPUs as torch has threads here and computes with as many, so that sums are made
 in the same order as here and the bits are the same. Ray moves arguments and results with pickle between the

@@ -1,4 +1,4 @@
-"""A model's name → the weights × KV settings that there are to choose from."""
+"""Lists the weights and KV settings that a plan for a model can choose from."""
 
 from __future__ import annotations
 

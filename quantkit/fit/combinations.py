@@ -1,4 +1,4 @@
-"""Weights × KV cache for one amount of memory: every combination counted, the least harmful first."""
+"""Combines weights and KV settings for an amount of memory, and sorts them by their expected loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quality each recipe and each codec was measured to cost, on one small model: ``evals/losses.json``."""
+"""The quality that each recipe and each codec costs, measured on one small model: ``evals/losses.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether decoding waits for memory or for arithmetic: a step's bytes and operations over the ceilings.
+"""The roofline of decoding: whether a step is bound by its bytes or by its operations.
 
 https://doi.org/10.1145/1498765.1498785
 """

@@ -1,4 +1,4 @@
-"""What a process holds beside weights and KV pages: activations, logits, tables, Python itself."""
+"""Counts what a process holds beside weights and KV pages: activations, logits, tables, Python itself."""
 
 from __future__ import annotations
 

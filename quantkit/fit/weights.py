@@ -1,4 +1,4 @@
-"""Ways to have a model's weights, and what each takes when it runs: no weight is read.
+"""Counts what a model's weights take at run time for each recipe, without reading a weight.
 
 What kernels hold isn't what files hold (2- and 3-bit integers are multiplied from 4 bits), so a few rows of
 every kind of layer are packed by the kernel that would run it, and counted.

@@ -1,4 +1,4 @@
-"""The two shapes of a quantized weight, and what turns one into the other.
+"""The two forms of a quantized weight, ``Codes`` and ``QuantizedTensor``, and the formats that convert them.
 
 ``Codes`` is what a method decides: a level for every weight, a scale for every group. It knows no
 layout. ``QuantizedTensor`` is what a format stores: named tensors, packed. Keeping them apart is

@@ -1,4 +1,4 @@
-"""Whether a layout holds a weight: the question that all of them answer before they pack."""
+"""Checks whether a layout can hold a weight, before it is packed."""
 
 from __future__ import annotations
 

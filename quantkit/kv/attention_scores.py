@@ -1,4 +1,4 @@
-"""What policies are told of queries: the attention that slots received, and what queries will be like."""
+"""What policies know of queries: the attention that each slot received, and statistics of future queries."""
 
 from __future__ import annotations
 

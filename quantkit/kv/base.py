@@ -1,4 +1,4 @@
-"""What a KV policy and a KV codec are. Neither knows the other: any policy works with any codec."""
+"""The interfaces of KV policies and KV codecs. Neither knows the other: any policy works with any codec."""
 
 from __future__ import annotations
 

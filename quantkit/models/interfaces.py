@@ -1,4 +1,4 @@
-"""What a model and a KV cache are to each other, and to whoever calls them."""
+"""The interfaces of a language model and of a KV cache."""
 
 from __future__ import annotations
 

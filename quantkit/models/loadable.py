@@ -1,4 +1,4 @@
-"""Whether a model's files are what its ``config.json`` describes: everything that loading asks of them.
+"""Checks that a model's files hold exactly the tensors that its ``config.json`` describes.
 
 The same question is asked before a model is quantized or exported, when a checkpoint is verified, and when a
 model is loaded. So what is published also loads.

@@ -1,5 +1,5 @@
-"""Where a layer's channels can be rescaled and nothing changes: what writes them is divided, what reads
-them is multiplied.
+"""Where a layer's channels can be rescaled without changing the model: what writes them is divided,
+what reads them is multiplied.
 
 A norm's weight writes what q, k and v read, or gate and up; v writes what o reads, since attention only
 averages it; up writes what down reads, since the activation is on the other factor.

@@ -1,4 +1,4 @@
-"""Which unknown keys of a config can't change what a model computes: a rule, since each release adds keys.
+"""Decides by rule which unknown keys of a config can't change what a model computes: each release adds keys.
 
 A key that a family's parser doesn't ask for says nothing about the maths if its value is
 

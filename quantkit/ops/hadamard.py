@@ -1,4 +1,4 @@
-"""The rotation of a width: an orthogonal matrix whose entries are all about equally large.
+"""The Hadamard rotation: an orthogonal matrix whose entries are all about equally large.
 
 ``R = diag(signs) · (Hartley_m ⊗ Hadamard_a)`` for a width ``a · m``, m odd, a a power of two. Weights ``W R``
 have no outliers and look Gaussian, whatever ``W`` was: "incoherence processing" of QuIP#,

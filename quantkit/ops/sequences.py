@@ -1,4 +1,4 @@
-"""What torch computes for several sequences at once, a sequence at a time."""
+"""Runs torch operations one sequence at a time, so that a result doesn't depend on the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations rounded as they come: 8 bits, one scale a token. "Dynamic per-token" in other engines.
+"""Dynamic per-token quantization of activations: 8 bits, one scale for each token.
 
 The scale is ``max|x| / 127`` for integers, as in ZeroQuant (https://arxiv.org/abs/2206.01861), and
 ``max|x| / 448`` for e4m3.

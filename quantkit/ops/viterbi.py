@@ -1,4 +1,4 @@
-"""Rings of a trellis that are near to rings of numbers: alone, or column by column under a Hessian.
+"""Finds the nearest rings of a trellis: directly, or column by column under a Hessian.
 
 On a CPU kernels of our own do it, elsewhere torch. Rings are ``[…, 64]``; a tile is 64 rows of a weight.
 """

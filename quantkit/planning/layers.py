@@ -1,4 +1,4 @@
-"""A layer and the rule that takes it → its row of the plan, or why not."""
+"""Resolves a layer and its rule into a row of the plan, or says why that is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a quantization will need, before it is begun."""
+"""Predicts the peak memory of a quantization before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe resolved against one model: a row a layer, with exact bytes and predicted peaks.
+"""Resolves a recipe against one model: one row per layer, with exact bytes and predicted peaks.
 
 Everything that could fail later because of a spec, an option or a shape fails here, before any work
 and for all layers at once. :func:`make_plan` reads no weight.

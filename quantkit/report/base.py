@@ -1,4 +1,4 @@
-"""What a reporter is, and how numbers are written in all of them."""
+"""The interface of reporters, and how they all write numbers."""
 
 from __future__ import annotations
 

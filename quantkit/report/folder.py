@@ -1,4 +1,4 @@
-"""A folder with the report in every form that belongs in one."""
+"""Writes a folder with the report in every form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports on a comparison at length: a table of at most 80 columns, Markdown, JSON."""
+"""Reports on a comparison of long contexts: a table of at most 80 columns, Markdown, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison at length as grids of texts, for a terminal and for Markdown."""
+"""A comparison of long contexts as grids of texts, for a terminal and for Markdown."""
 
 from __future__ import annotations
 

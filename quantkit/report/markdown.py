@@ -1,4 +1,4 @@
-"""A report to read and to pass on."""
+"""Writes a report in Markdown."""
 
 from __future__ import annotations
 

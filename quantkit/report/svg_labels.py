@@ -1,4 +1,4 @@
-"""Where labels go in a plot: beside their marks, over neither each other nor another mark."""
+"""Places labels in a plot beside their marks, without covering each other or another mark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts in, completions out: the engine, stepped until all are done."""
+"""Generates completions for prompts: runs the engine until all are finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name → a model that runs, from a checkpoint or any source."""
+"""Loads a model that runs, from a checkpoint or any source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's work took."""
+"""Times of an engine's work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is answered, as ``/openapi.json`` describes it."""
+"""Response models, as ``/openapi.json`` describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies are looked at before they are parsed: a parser has the event loop to itself until it is done."""
+"""Checks bodies before they are parsed, because a parser blocks the event loop until it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One connection: how long it may take over a request, over an answer, and over nothing at all."""
+"""Timeouts of one connection: for a request, for reading an answer, and for being idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/openapi.json``: what can be asked of this very server, and everything that it may answer."""
+"""``/openapi.json``: the requests that this server accepts, with its limits, and all responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at ``/``: one file, and a policy that lets it run nothing but itself."""
+"""The chat page at ``/``: one file, with a content security policy that allows only its own script."""
 
 from __future__ import annotations
 

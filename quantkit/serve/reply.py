@@ -1,4 +1,4 @@
-"""From a request to its answer, whole or in pieces: what chat and plain completions have in common."""
+"""Builds the answer to a request, whole or streamed: shared by chat and plain completions."""
 
 from __future__ import annotations
 

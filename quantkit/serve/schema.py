@@ -1,4 +1,4 @@
-"""What a request may say. Unknown keys, and known ones that can't be obeyed, are refused by name.
+"""Request models. Unknown keys, and known ones that aren't supported, are refused by name.
 
 The fields are OpenAI's, with four of ours: ``top_k``, ``min_p``, ``repetition_penalty`` and
 ``ignore_eos``. ``null`` means the default everywhere. See

@@ -1,4 +1,4 @@
-"""The process around the application: its socket, its signals and its end."""
+"""The server process: its socket, its signals and its shutdown."""
 
 from __future__ import annotations
 

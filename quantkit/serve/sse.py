@@ -1,4 +1,4 @@
-"""Answers that stop working when nobody listens."""
+"""Server-sent events that stop when the client disconnects."""
 
 from __future__ import annotations
 

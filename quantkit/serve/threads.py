@@ -1,4 +1,4 @@
-"""Work off the event loop, in threads of its own: so much at once, and so much that waits."""
+"""Runs work in threads outside of the event loop, with limits on running and waiting calls."""
 
 from __future__ import annotations
 

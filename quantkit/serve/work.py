@@ -1,4 +1,4 @@
-"""One HTTP request's work in the engine: one sequence a choice, seen as one stream of events."""
+"""The engine's work for one HTTP request: one sequence for each choice, as one stream of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source of a model offers."""
+"""The interface of model sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, believing nothing that it says.
+"""Reads the header of a GGUF file, and checks every count, size and offset in it.
 
 Counts and lengths in a GGUF header are 64-bit numbers that nothing stops a stranger from setting; a
 reader that believes them loops or allocates for ever. Here each is checked against the file's size

@@ -1,4 +1,4 @@
-"""The language model inside a model of images and text, seen as the text model that it is: Gemma 3's.
+"""The language model inside a multimodal model, presented as a text model: Gemma 3's.
 
 Its config is the inner ``text_config``, its tensors lose their prefix, and the rest isn't there.
 """

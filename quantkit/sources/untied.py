@@ -1,4 +1,4 @@
-"""A model whose embedding is also its head, seen as one with a head of its own: the same numbers, two names.
+"""Presents a model with tied embeddings as one with a separate head: the same tensor under two names.
 
 So a recipe can quantize what every token multiplies and leave what every token looks up.
 """

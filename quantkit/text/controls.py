@@ -1,4 +1,4 @@
-"""Control tokens such as ``<|im_end|>``: a template's own open roles, those that a user types are plain text.
+"""Control tokens such as ``<|im_end|>``: a template's open roles, a user's stay plain text.
 
 A tokenizer finds control tokens wherever they are written, so a message could end its own turn and begin
 another role's. Two things keep it from that:

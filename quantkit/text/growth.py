@@ -1,4 +1,4 @@
-"""Refuses a ``tokenizer.json`` that would make gigabytes of a short text.
+"""Rejects a ``tokenizer.json`` that would turn a short text into gigabytes.
 
 Normalizers and decoders replace, and one after another they multiply. What a post-processor puts around a
 text is a list in the file, which may be named any number of times.

@@ -1,4 +1,4 @@
-"""How long a token can be, and so how few a text can have: what is far too long need not be encoded."""
+"""Bounds a text's tokens from below by the longest token, so that far too long texts aren't encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls into the ``tokenizers`` library, whose Rust code a stranger's ``tokenizer.json`` can make panic.
+"""Calls the ``tokenizers`` library, whose Rust code can panic on an untrusted ``tokenizer.json``.
 
 A panic is no ``Exception`` and would end the thread that it happens on; here every failure is a SourceError.
 """

@@ -1,4 +1,4 @@
-"""Rendering templates in a process of its own, which runs :func:`compiles` and :func:`render`.
+"""Renders templates in a separate process, which runs :func:`compiles` and :func:`render`.
 
 The sandbox's meter ends a template between two operations, with a good message. What a single operation
 costs, in time or memory, is bounded by the process.

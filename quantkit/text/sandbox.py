@@ -1,4 +1,4 @@
-"""jinja2's immutable sandbox with a meter: a template can neither reach Python nor run away.
+"""jinja2's immutable sandbox with a budget of operations: templates can neither reach Python nor run forever.
 
 The sandbox alone leaves work unbounded: a loop over a loop, a string that doubles, a list that holds
 itself twice over. Here every iteration, call, filter, output and composed value is charged to one

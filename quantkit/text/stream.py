@@ -1,4 +1,4 @@
-"""Ids that come one at a time → text, never half a character."""
+"""Decodes ids that arrive one at a time into text, without splitting a character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's transforms, found, checked and put to work."""
+"""Finds, checks and applies a recipe's transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWQ: give the channels that matter finer levels, by a scale that the layer before takes back.
+"""AWQ: gives important channels finer levels, by a scale that the layer before compensates.
 
 https://arxiv.org/abs/2306.00978. A channel's scale is a power of how large its inputs are; in one of the two
 forms in use it is also divided by the complementary power of how large its weights are. For every seam the

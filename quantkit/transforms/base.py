@@ -1,4 +1,4 @@
-"""What a transform is, and the decoder layer that it changes."""
+"""The interface of transforms, and the decoder layer that they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotate the whole model: what flows between its layers, and what flows through each head's values.
+"""Rotates the whole model: the residual stream between its layers, and the values of each head.
 
 An orthogonal matrix ``R`` between layers changes nothing if all that writes there is multiplied by it and
 all that reads there by its inverse; RMSNorm keeps lengths, once its weight is part of what reads it. No

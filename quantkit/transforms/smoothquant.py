@@ -1,4 +1,4 @@
-"""SmoothQuant: move the outliers of what comes into a layer over to its weights.
+"""SmoothQuant: moves the outliers of a layer's input into its weights.
 
 https://arxiv.org/abs/2211.10438. A channel is divided by ``max|x|ᵃ / max|w|¹⁻ᵃ``, and the weights that read
 it are multiplied: after that both are about as hard to round.

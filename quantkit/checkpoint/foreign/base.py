@@ -1,4 +1,4 @@
-"""What reading one tool's checkpoints amounts to: its words for a layer, in ours."""
+"""The interface of readers for other tools' checkpoints: each translates a layer's description into ours."""
 
 from __future__ import annotations
 

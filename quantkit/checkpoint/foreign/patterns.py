@@ -1,4 +1,4 @@
-"""Regular expressions in strangers' files."""
+"""Regular expressions in checkpoints that other tools wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a model about contexts that lie in a KV cache: before policies act, or only afterwards."""
+"""Asks a model about contexts in a KV cache, before or after policies have run."""
 
 from __future__ import annotations
 

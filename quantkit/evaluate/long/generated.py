@@ -1,4 +1,4 @@
-"""Error by generated length: what decoding adds to a cache is made from what a compressed cache gave."""
+"""Measures the error by generated length, where every new entry of a cache comes from a compressed cache."""
 
 from __future__ import annotations
 

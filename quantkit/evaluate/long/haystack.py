@@ -1,4 +1,4 @@
-"""The text that something is hidden in: sentences of a given text, or generated ones."""
+"""The text in which facts are hidden: sentences of a given text, or generated ones."""
 
 from __future__ import annotations
 

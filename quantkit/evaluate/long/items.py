@@ -1,4 +1,4 @@
-"""Drafts → token ids of exactly the length that was asked for."""
+"""Turns drafts into token ids of exactly the requested length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a comparison is finished, kept beside its report: the same command goes on after a stop."""
+"""Stores the finished parts of a comparison beside its report, so that a stopped run resumes."""
 
 from __future__ import annotations
 

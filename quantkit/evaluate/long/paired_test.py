@@ -1,4 +1,4 @@
-"""The same questions, asked with a full cache and with a setting: what was lost, and whether it is chance."""
+"""Compares answers to the same questions with two caches, and tests whether a loss is chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was found at length: replies one by one, the rest in buckets, and the protocol."""
+"""The results of a comparison on long contexts: every reply, the buckets by position, and the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One comparison at length: load once, run every setting, the full cache first."""
+"""Runs one comparison on long contexts: loads once, and runs every setting, the full cache first."""
 
 from __future__ import annotations
 

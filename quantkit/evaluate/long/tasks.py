@@ -1,4 +1,4 @@
-"""What is hidden and what is asked: passkeys, needles, needles among needles, chains of variables.
+"""The tasks on long contexts: passkeys, needles, needles among needles, chains of variables.
 
 After the passkey of https://arxiv.org/abs/2305.16300, the needle in a haystack, and RULER,
 https://arxiv.org/abs/2404.06654 (its multi-key needles and variable tracking), in words of our own. Every

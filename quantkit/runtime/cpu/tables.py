@@ -1,4 +1,4 @@
-"""What the CPU program is told of a cache: where its pages lie."""
+"""Page tables of a cache as the CPU program reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linears that see one input, as few products as their kernels allow."""
+"""Fuses Linears that see the same input into as few products as their kernels allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU's memory, shared out before anything is loaded: weights, what a step needs beside them, pages."""
+"""Divides a GPU's memory before loading: weights, what a step needs beside them, KV pages."""
 
 from __future__ import annotations
 
