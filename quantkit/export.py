@@ -227,7 +227,7 @@ def _write(writer: CheckpointWriter, checkpoint: AnyCheckpoint, form: Format, ro
 
 
 def _suffixes(row: LayerRow) -> Sequence[str]:
-    """Of the stored tensors that are a layer's weight."""
+    """The suffixes of the stored tensors that form a layer's weight."""
     if row.format is None or row.spec is None:
         return ("weight",)
     return tuple(registry("formats").get(row.format).layout(row.spec, row.shape, FLOATS[row.dtype]))

@@ -264,7 +264,7 @@ class _Run:
 
     def _importance(self, writer: CheckpointWriter, weights: Weights,
                     tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """Of every token for every Linear, if the recipe asks for it; found once a run."""
+        """The importance of every token for every Linear, if the recipe asks for it; computed once a run."""
         spec = self.plan.recipe.calibration
         assert spec is not None
         if not self.plan.weighed:
@@ -331,7 +331,7 @@ class _Run:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Of a value that isn't finite, name the window it came from, and the weight that is to blame."""
+        """If a value isn't finite, name the window that it came from, and the weight that is to blame."""
         try:
             yield
         except NonFiniteError as error:
@@ -383,7 +383,7 @@ class _Run:
             yield group[0].name, (group, *layer.weights([f"{row.name}.weight" for row in group]), *stats)
 
     def _refuse_notes(self, rows: Iterable[LayerRow]) -> None:
-        """Of layers made now, and of those that an earlier, less strict attempt has left."""
+        """Refuse notes of layers made now, and of those that an earlier, less strict attempt left."""
         for row in rows:
             if self.strict and row.notes:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",

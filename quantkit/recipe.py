@@ -213,7 +213,7 @@ def _load(path: Path, chain: tuple[str, ...]) -> Recipe:
 
 
 def _checked_kv(text: str, document: YamlDocument) -> str:
-    """In its canonical spelling. Raises RecipeError."""
+    """The KV setting in its canonical spelling. Raises RecipeError."""
     from quantkit.kv.build import build_kv_codecs, build_policy
 
     try:

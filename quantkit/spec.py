@@ -133,7 +133,7 @@ class QuantSpec(Frozen):
 
     @model_serializer(mode="wrap")
     def _brief(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what isn't used of the newer fields: manifests and hashes older than they stay the same."""
+        """The spec without unused newer fields, so that older manifests and hashes stay the same."""
         data: dict[str, Any] = serialize(self)
         return {name: value for name, value in data.items() if value is not None or name not in NEWER}
 

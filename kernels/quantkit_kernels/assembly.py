@@ -116,7 +116,7 @@ def _largest_loop(code: list[str], labels: dict[str, int]) -> list[str]:
 
 
 def _bits(load: str) -> int:
-    """Of an instruction such as ``LDG.E.128`` or ``LDGSTS.E.BYPASS.128``; 32 if it doesn't say."""
+    """The width in bits of an instruction such as ``LDG.E.128`` or ``LDGSTS.E.BYPASS.128``; else 32."""
     match = re.search(r"\.(?:[US]?)(8|16|64|128)(?:\.|$)", load)
     return int(match[1]) if match else 32
 

@@ -71,7 +71,7 @@ class Timer(Protocol):
 
 
 def graph_timer(run: Run, copies: int, calls: int) -> Callable[[], float]:
-    """On the current GPU, by events around a CUDA graph."""
+    """Times calls on the current GPU with events around a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -107,7 +107,7 @@ def clock_timer(run: Run, copies: int, calls: int) -> Callable[[], float]:
 
 
 def calls_for(size: int, flops: int, copies: int) -> int:
-    """So many that a turn takes about :data:`TURN`, and each copy is used as often as the others."""
+    """The number of calls that take about :data:`TURN` and use every copy equally often."""
     duration = max(size / 3e12, flops / 4e14, 3e-6)
     return -(-min(MOST_CALLS, max(copies, round(TURN / duration))) // copies) * copies
 

@@ -168,7 +168,7 @@ class Peers:
                 self.left_out[peer.name] = f"{peer.module} is not installed"
 
     def of(self, case: BenchCase) -> Iterator[PeerRun]:
-        """Those that stand beside ``case``, by its kernel, its Linear and its rows."""
+        """The peers that are measured beside ``case``, by its kernel, its Linear and its rows."""
         match = re.fullmatch(r"(.+) m(\d+)", case.shape)
         sizes = {name: (n, k) for name, n, k in self.shapes.linears}
         if match is None or match[1] not in sizes:
@@ -183,7 +183,7 @@ class Peers:
                     yield runner
 
     def fails(self, name: str, case: BenchCase, error: Exception | str) -> None:
-        """From now on it is left out."""
+        """Leave this peer out from now on."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.left_out[name] = f"{case.shape}: {(text.strip().splitlines() or [''])[0]}"
 

@@ -109,7 +109,7 @@ def cuts(k: int) -> list[Parameters]:
 
 
 def programs(m: int) -> Iterator[Parameters]:
-    """For m rows: rows of a program by warps, how far ahead it loads, whether it begins early."""
+    """The programs for m rows: rows of a program by warps, loads ahead, whether it begins early."""
     limit = min(max(16, 1 << (m - 1).bit_length()), tuned.ALLOWED["bm"][-1])
     yield from ({"bm": bm, "warps": warps} for bm in tuned.ALLOWED["bm"] if bm <= limit for warps in WARPS)
     yield from ({"stages": stages} for stages in STAGES)
@@ -153,7 +153,7 @@ def by_rows(shapes: ModelShapes, device: torch.device, dtype: torch.dtype) -> It
 
 
 def spills_of(kernels: Iterable[Any]) -> Callable[[], int]:
-    """For :class:`TunedCase`: jitted functions → the registers that their newest compilations spill."""
+    """Registers that the newest compilations of jitted functions spill, for :class:`TunedCase`."""
     kernels, seen = list(kernels), set[int]()
 
     def newest() -> int:

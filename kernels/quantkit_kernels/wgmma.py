@@ -73,7 +73,7 @@ class PendingRegisters:
 
 
 def registers(instruction: str) -> tuple[set[int], set[int]]:
-    """Those that an instruction writes, and those that it reads."""
+    """The registers that an instruction writes, and those that it reads."""
     name, _, rest = GUARD.sub("", instruction, count=1).partition(" ")
     operands = [operand.strip() for operand in rest.split(",")]
     while operands and re.fullmatch(r"!?U?P(?:T|R|\d)", operands[0]):

@@ -155,7 +155,7 @@ class _Run:
 
 def _losses(source: ModelSource, choices: Mapping[int, PlanRow], stats: LayerStats,
             squares: torch.Tensor) -> torch.Tensor:
-    """Of each candidate for one Linear, float64."""
+    """The losses of each candidate for one Linear, float64."""
     reached = squares[squares != NEVER]
     # the Hessian's weights are 1 on average: this is what a unit of them is
     unit = float(reached.sum(dtype=torch.float64)) / squares.numel()
@@ -184,7 +184,7 @@ def _loss(row: PlanRow, weight: torch.Tensor, stats: LayerStats) -> float:
 
 def _identity(source: ModelSource, recipe: Recipe, candidates: Sequence[Candidate], rows: Rows,
               data: CalibrationData | None) -> dict[str, Any]:
-    """All that the numbers depend on."""
+    """Everything that the numbers depend on."""
     assert recipe.calibration is not None
     return {"version": VERSION, "quantkit": __version__,
             "plugins": {plugin.distribution: plugin.version for plugin in current().plugins},

@@ -52,7 +52,7 @@ class CalibrationData:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens as little-endian int64."""
+        """The sha256 of the tokens as little-endian int64."""
         return hashlib.sha256(self.tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -209,7 +209,7 @@ def _text_to_avoid(name: str) -> str:
 
 @functools.cache
 def _evaluation_text() -> Passages:
-    """Of what ``quantkit eval`` reads when no text is named."""
+    """The text that ``quantkit eval`` reads when none is named."""
     from pydoc_data.topics import topics
 
     return Passages("\n".join(map(str, topics.values())))

@@ -88,7 +88,7 @@ def read_files(files: Sequence[DataFile], limit: int) -> list[tuple[DataFile, li
 
 
 def some_of(files: Sequence[DataFile], limit: int, seed: int) -> list[DataFile]:
-    """Of a folder's files, or a data set's: as many as hold ``limit`` bytes, where none counts for more than
+    """Choose as many files of a folder or data set as hold ``limit`` bytes, where none counts for more than
     ``SHARE``; in the order given. Raises CalibrationError if one isn't there."""
     order, remaining, taken = list(range(len(files))), limit, set()
     random.Random(seed).shuffle(order)

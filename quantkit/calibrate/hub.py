@@ -48,7 +48,7 @@ class DatasetName:
         return cls(match["repo"], match["revision"], split, file)
 
     def named(self, revision: str | None) -> str:
-        """As :meth:`parse` reads it, of a revision."""
+        """The name of a revision, as :meth:`parse` reads it."""
         at = f"@{revision}" if revision else ""
         return ":".join(filter(None, (f"{PREFIX}{self.repo}{at}", self.split, self.file)))
 

@@ -156,7 +156,7 @@ class _Walks:
 
     @torch.no_grad()
     def head(self, seed: int) -> None:
-        """From what the last layer leaves to the gradients there of minus the log-likelihood of an answer
+        """Compute, from the last layer's output, the gradients there of minus the log-likelihood of an answer
         drawn for each token; and behind the head its square, float32 ``[tokens]``, a mean over logits and
         over all answers."""
         layers, squares = self._config.num_layers, list[torch.Tensor]()

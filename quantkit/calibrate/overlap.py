@@ -23,7 +23,7 @@ Hashes = NDArray[np.uint64]
 
 
 def word_hashes(text: str) -> Hashes:
-    """Of every 13 words in a row, whatever their case and what stands between them; ``[n]``."""
+    """Hashes ``[n]`` of every 13 consecutive words, without case and punctuation."""
     return ngrams([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], WORDS)
 
 
@@ -55,7 +55,7 @@ class Passages:
         self._known = np.unique(word_hashes(text))
 
     def share(self, text: str) -> float:
-        """Of a text's 13-grams, the share that is here too; 0 of a text of fewer words."""
+        """The share of a text's 13-grams that are here too; 0 if the text has fewer words."""
         hashes = word_hashes(text)
         if not hashes.size or not self._known.size:
             return 0.0

@@ -55,7 +55,7 @@ class CheckpointFacts:
         return groups
 
     def experts(self) -> dict[str, list[LayerRow]]:
-        """Those of each layer: engines keep them in one weight, or two."""
+        """The experts of each layer, which engines keep in one weight or two."""
         groups: dict[str, list[LayerRow]] = defaultdict(list)
         for row in self.rows:
             place, expert, _ = row.name.partition(".experts.")
@@ -197,11 +197,11 @@ def no_order(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
 
 
 def half_scales(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
-    """Nothing wrong, but another model by a little."""
+    """A note where float16 scales are rounded to the activations' dtype: the model differs slightly."""
     if subject.dtype != "float16":
         yield VerifyCheck("scales", "note",
                           f"float16 scales are rounded to the activations' {subject.dtype}; "
-                                      "start it with --dtype float16 for those of the file")
+                          "start it with --dtype float16 for those of the file")
 
 
 def gptq_kept(subject: CheckpointFacts) -> Iterator[VerifyCheck]:

@@ -53,7 +53,7 @@ class SourceRecord(Frozen):
 
     @classmethod
     def of(cls, identity: SourceIdentity) -> SourceRecord:
-        """From a source's own words, without this machine's folders."""
+        """The record of a source's identity, without this machine's folders."""
         uri = identity.uri
         if identity.kind not in ("hub", "package", "synthetic") and "://" not in uri:
             uri = Path(uri).expanduser().resolve().name

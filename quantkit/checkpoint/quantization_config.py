@@ -117,7 +117,7 @@ def _compressed_tensors(packed: Sequence[LayerScheme], kept: list[str]) -> dict[
     single = sum(names != [EMBEDDING] for _, names in groups.values()) == 1
 
     def targets(names: list[str]) -> list[str]:
-        """By class or name: vLLM's head is no Linear, and its embedding has no name."""
+        """Targets by class or name: vLLM's head isn't a Linear, and its embedding has no name."""
         linears = [name for name in names if name != EMBEDDING]
         named = [f"re:^{_pattern(name)}$" for name in linears if not single or name == HEAD]
         return ["Linear"] * (single and bool(linears)) + named + ["Embedding"] * (EMBEDDING in names)

@@ -373,7 +373,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[LayerRow]:
-    """Of a unit. Raises KeyError, TypeError or ValueError if somebody changed them."""
+    """The rows of a unit. Raises KeyError, TypeError or ValueError if the file was changed."""
     return [LayerRow.model_validate(row) for row in record["rows"]]
 
 

@@ -82,7 +82,7 @@ def command(model: str, context: int, concurrency: int, memory: str, recipes: tu
 
 
 def _nothing_fits(closest: Combination) -> UsageError:
-    """With the combination that needs the least, and what it would take for that one to fit."""
+    """The error if nothing fits: it names the combination that needs least, and what would make it fit."""
     requirements = closest.requirements
     context, count = closest.most_context(), closest.most_sequences()
     ways = [f"{typed('memory')} --memory {-(-closest.total // 10**6)}MB"]
@@ -100,7 +100,7 @@ def _nothing_fits(closest: Combination) -> UsageError:
 
 
 def _ceilings(chosen: Combination, bandwidth: float | None, flops: float | None) -> Ceilings | str:
-    """As given, or of this machine; or why there are none."""
+    """The given ceilings, or this machine's; or why there are none."""
     from quantkit.bench import ceilings
     from quantkit.fit.roofline import Ceilings
 

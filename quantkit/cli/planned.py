@@ -25,7 +25,7 @@ _SAID = {"activations": f"of {MAX_ROWS} tokens, between operations",
 
 def facts(chosen: Combination, combinations: Sequence[Combination], ceilings: Ceilings
           | str) -> dict[str, Any]:
-    """All of it as plain data; bytes exact."""
+    """The whole plan as plain data, with exact bytes."""
     requirements, config, cache = chosen.requirements, chosen.weights.config, chosen.footprint
     cost = None if isinstance(ceilings, str) else step(chosen.weights, cache, ceilings,
                                                               requirements.concurrency)
@@ -71,7 +71,7 @@ def lines(model: str, chosen: Combination, combinations: Sequence[Combination], 
 
 
 def _sum(chosen: Combination) -> Iterator[str]:
-    """Every term, down to the total."""
+    """The table of all terms and their total."""
     cache, requirements, config = chosen.footprint, chosen.requirements, chosen.weights.config
     numbers = _numbers(chosen)
     rows = [("weights", f"{chosen.weights.name}; {human_bytes(chosen.weights.file_bytes)} in files",

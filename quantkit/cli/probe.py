@@ -16,7 +16,7 @@ PHASES = ("decode", "prefill")
 
 
 def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """For each phase the chosen kernel's name (``None``: no kernel takes it) and who declined before it.
+    """The chosen kernel's name for each phase (``None``: no kernel takes it) and who declined before it.
 
     Args:
         format: name of the layout.
@@ -51,7 +51,7 @@ def best_device() -> tuple[str, tuple[int, int] | None]:
 
 
 def other_lines(choices: list[dict[str, Any]]) -> Iterator[str]:
-    """For people: an operation a line."""
+    """Lines for a terminal: one per operation."""
     for choice in choices:
         yield wrapped(f"  {choice['op']}", choice["kernel"] + (f": {choice['reason']}"
                                                                if choice["reason"] else ""), 20)

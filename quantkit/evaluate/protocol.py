@@ -71,7 +71,7 @@ class Protocol:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides quality; numbers with different fingerprints can't be compared."""
+        """A hash of everything that decides quality. Compare only numbers with equal fingerprints."""
         quality: tuple[object, ...] = (self.text_sha256, self.tokens_sha256, self.window, self.stride,
                                        self.windows, self.bos, self.dtype)
         if self.prompt is not None:
@@ -83,7 +83,7 @@ class Protocol:
         return {**asdict(self), "stride": self.stride, "scored": self.scored, "fingerprint": self.fingerprint}
 
     def lines(self) -> list[str]:
-        """For people: what was measured, on what."""
+        """Lines for a report: what was measured, and on which machine."""
         speed = (f"speed: {self.prefill} tokens in, {self.decode} out, median of {self.repeats}, "
                  f"batch {self.batch}, a process a model" if self.repeats else "speed was not measured")
         cached = f" after a prompt of {self.prompt} tokens in the KV cache" if self.prompt else ""

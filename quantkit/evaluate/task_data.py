@@ -133,7 +133,7 @@ def _grouped(rows: Sequence[tuple[str, Row]], field: str | None) -> dict[str, li
 
 def _first(groups: Mapping[str, list[tuple[str, Row]]],
            limit: int | None) -> dict[str, list[tuple[str, Row]]]:
-    """So many rows, as evenly from all groups as can be."""
+    """The first rows, taken as evenly as possible from all groups."""
     total = sum(map(len, groups.values()))
     remaining = total if limit is None else min(limit, total)
     counts = dict.fromkeys(groups, 0)

@@ -232,7 +232,7 @@ def read_task(path: Path) -> TaskFile:
 
 
 def _files() -> list[tuple[str, Path]]:
-    """Of every task that can be named: whose it is, and its file."""
+    """The owner and the file of every task that can be named."""
     return [(owner, path) for owner, folder in current().dirs("eval_dirs")
             for path in sorted((folder / FOLDER).glob("*.yaml"))]
 

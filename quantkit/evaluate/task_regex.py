@@ -16,7 +16,7 @@ _MODULE = "quantkit.evaluate.task_rendering"
 
 
 class BoundedPattern:
-    """As much of a compiled pattern as lm-eval's filter uses."""
+    """The part of a compiled pattern's interface that lm-eval's filter uses."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern

@@ -12,7 +12,7 @@ from quantkit.text.sandbox import MAX_OUTPUT, LimitExceeded, MeteredSandbox
 
 
 class _Sandbox(MeteredSandbox):
-    """With lm-eval's settings: whitespace stays, what isn't there is an error, ``regex_replace``."""
+    """The sandbox with lm-eval's settings: whitespace stays, undefined names are errors."""
 
     def __init__(self) -> None:
         super().__init__()

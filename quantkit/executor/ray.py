@@ -121,7 +121,7 @@ class RayExecutor:
 
 
 def named_address() -> str:
-    """Of the cluster that ``RAY_ADDRESS`` names; ``local`` for one that is started here."""
+    """The address of the cluster that ``RAY_ADDRESS`` names; ``local`` for one that is started here."""
     return os.environ.get("RAY_ADDRESS") or LOCAL
 
 
@@ -144,7 +144,7 @@ def import_ray(address: str) -> Any:
 
 
 def _call(setup: tuple[Mapping[str, str], list[str], int], work: Callable[..., T], *arguments: Any) -> T:
-    """In a worker: as the driver is set up, do a piece of its work."""
+    """Runs in a worker: set it up like the driver, then do a piece of the work."""
     carried, path, threads = setup
     os.environ.update(carried)
     sys.path.extend(entry for entry in path if entry not in sys.path)

@@ -62,12 +62,12 @@ class Combination:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the pages of all sequences, in use at the worst moment."""
+        """Bytes of the pages of all sequences that are in use at the worst moment."""
         return self.footprint.used_bytes(self.requirements.concurrency)
 
     @property
     def spare_bytes(self) -> int:
-        """Of pages that exist without being in use, and of those that are moved, at most."""
+        """The most bytes of pages that exist without being in use, and of those that are being moved."""
         count = self.requirements.concurrency
         return self.footprint.allocated_bytes(count) - self.kv_bytes + self.footprint.moving_bytes(count)
 
@@ -112,11 +112,11 @@ class Combination:
         return dataclasses.replace(self, footprint=footprint, requirements=requirements, scratch=scratch)
 
     def most_sequences(self) -> int:
-        """So many fit at this context; 0: none."""
+        """How many sequences fit at this context; 0: none."""
         return _most(lambda count: self.at(concurrency=count).left >= 0, MOST_SEQUENCES)
 
     def most_context(self) -> int:
-        """So many tokens fit in each of as many sequences, up to what the model was made for; 0: none."""
+        """The longest context that fits for this number of sequences, up to the model's own; 0: none."""
         limit = self.weights.config.max_position_embeddings
         return _most(lambda tokens: self.at(context=tokens).left >= 0, limit)
 
@@ -143,7 +143,7 @@ def combine(pairs: Sequence[tuple[WeightOption, KVSpec]], requirements: Requirem
 
 
 def front(combinations: Sequence[Combination]) -> list[Combination]:
-    """Of combinations in order of :attr:`Combination.rank` those that need less than every better one."""
+    """The combinations, in order of :attr:`Combination.rank`, that need less than every better one."""
     kept: list[Combination] = []
     for combination in combinations:
         if not kept or combination.total < kept[-1].total:

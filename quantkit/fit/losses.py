@@ -54,7 +54,7 @@ class Losses(Frozen):
 
 @functools.cache
 def losses() -> Losses:
-    """Those that ship. Raises QuantkitError if this install lacks them."""
+    """The losses that are shipped. Raises QuantkitError if this install lacks them."""
     path = data_dir("evals") / FILE
     try:
         return Losses.model_validate_json(path.read_bytes())

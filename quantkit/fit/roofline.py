@@ -56,7 +56,7 @@ class DecodeStep:
 
     @property
     def tokens_s(self) -> float:
-        """Of all sequences, at most."""
+        """The most tokens a second of all sequences together."""
         return self.batch / max(self.memory_s, self.compute_s)
 
     def to_dict(self) -> dict[str, Any]:

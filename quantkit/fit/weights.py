@@ -96,7 +96,7 @@ class WeightOption:
 
     @property
     def bytes(self) -> int:
-        """Of all weights in memory."""
+        """Bytes of all weights in memory."""
         return self.other_bytes + sum(layer.bytes for layer in self.layers)
 
     @property
@@ -111,11 +111,11 @@ class WeightOption:
         return sum(layer.read * self._reached(layer, batch) for layer in self.multiplied)
 
     def multiplications(self) -> float:
-        """Of one token, attention aside."""
+        """Multiplications for one token, without attention."""
         return sum(math.prod(layer.shape) * self._reached(layer, 1) for layer in self.multiplied)
 
     def sample(self, rows: int) -> CpuWeight:
-        """So many rows of the largest layer as a CPU kernel multiplies them; in bfloat16 if none does."""
+        """``rows`` rows of the largest layer, packed for a CPU kernel; in bfloat16 if none takes it."""
         row = max(self.multiplied, key=lambda layer: layer.read).row
         kind = row.format, row.spec, row.shape[1]
         packed = _packed(*kind, row.dtype, self.dtype, rows)

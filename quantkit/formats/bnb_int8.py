@@ -86,7 +86,7 @@ class BnbInt8Format:
 
 
 def _nearest(largest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Of a maximum and its two neighbours the one whose scale is nearest."""
+    """The one of a maximum and its two neighbors whose scale is nearest."""
     wanted = scale.reshape(-1)
     tried = torch.stack([largest, largest.nextafter(torch.tensor(0.0)),
                          largest.nextafter(torch.tensor(torch.inf))])

@@ -133,7 +133,7 @@ class BnbNF4Format:
         return weight.reshape(rows, cols)
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
-        """Of the weight only these rows, float32 ``[n, in]``; raises as :meth:`unpack` does."""
+        """Only these rows of the weight, float32 ``[n, in]``; raises what :meth:`unpack` raises."""
         columns = packed.shape[1]
         at = ids.unsqueeze(1) * columns + torch.arange(columns, device=ids.device)
         pair = packed.tensors["weight"].reshape(-1)[at // 2]

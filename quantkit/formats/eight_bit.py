@@ -89,7 +89,7 @@ class EightBitFormat(ABC):
         return levels(codes).mul_(codes.scale)
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
-        """Of the weight only these rows, float32 ``[n, in]``."""
+        """Only these rows of the weight, float32 ``[n, in]``."""
         codes = self._swapped(packed.tensors["weight"].view(torch.uint8)[ids])
         scale = packed.tensors["weight_scale"].to(torch.float32)
         return levels(Codes(packed.spec, codes, scale)).mul_(scale if scale.dim() == 1 else scale[ids])

@@ -77,7 +77,7 @@ class PackQuantizedFormat:
         return dequantize(self.unpack(packed))
 
     def rows(self, packed: QuantizedTensor, ids: torch.Tensor) -> torch.Tensor:
-        """Of the weight only these rows, float32 ``[n, in]``."""
+        """Only these rows of the weight, float32 ``[n, in]``."""
         spec, parts = resolve(packed.spec, packed.dtype), packed.tensors
         codes = stream.unpack(parts["weight_packed"][ids], spec.bits, packed.shape[1])
         scale, zero = parts["weight_scale"].to(torch.float32), None

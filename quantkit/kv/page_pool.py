@@ -65,13 +65,13 @@ class PagePool:
         return sum(part.untyped_storage().nbytes() for part in self.parts.values())
 
     def take(self, count: int) -> list[int]:
-        """So many pages, the lowest free ones."""
+        """Take ``count`` pages, the lowest free ones."""
         if count > len(self._free):
             self._resize(_grown(self._total, self.used + count))
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def keep(self, total: int) -> None:
-        """So many pages exist from now on, in use or not; they don't move unless more are taken."""
+        """Keep ``total`` pages allocated from now on, in use or not; they don't move unless more are taken."""
         self._least = total
         if total > self._total:
             self._resize(total)

@@ -61,7 +61,7 @@ class AutoRoundOptions(MethodOptions):
 
 @dataclass
 class _Best:
-    """Of every row: the least loss so far, and with what."""
+    """The smallest loss of every row so far, and its parameters."""
 
     loss: torch.Tensor
     levels: torch.Tensor
@@ -141,7 +141,7 @@ def _learn(weight: torch.Tensor, hessian: torch.Tensor, spec: QuantSpec, options
 
 def _end_slopes(pull: torch.Tensor, units: torch.Tensor, scaled: torch.Tensor, inside: torch.Tensor,
                 place: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """By how much the loss rises as the range's two ends move outwards, ``[2, out, groups, 1]`` (symmetric:
+    """How much the loss rises as the range's two ends move outwards, ``[2, out, groups, 1]`` (symmetric:
     ``[1, …]``, both as one), but for a positive factor.
 
     Args:

@@ -160,7 +160,8 @@ def to_codes(levels: torch.Tensor, grid: Grid, spec: QuantSpec, notes: tuple[str
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Of scales of a dtype: the least normal number; of float16, whose range is short, the least at all."""
+    """The smallest scale of a dtype: its least normal number, or for float16, whose range is short, its
+    least number."""
     info = torch.finfo(dtype)
     return info.tiny * info.eps if dtype == torch.float16 else info.tiny
 

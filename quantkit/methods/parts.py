@@ -23,7 +23,7 @@ TILE = 64
 
 
 def rows_at_once(spec: QuantSpec, shape: tuple[int, int]) -> int:
-    """Of a weight ``shape``, rows in a part: all if they fit into one, or share a scale with others."""
+    """The number of rows in a part of a weight ``shape``: all if they fit into one part or share scales."""
     rows, columns = shape
     step = max(1, PART // (columns * TILE)) * TILE
     block = spec.granularity.size if spec.granularity.strategy == "block" else None

@@ -128,7 +128,7 @@ def _attention_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
 
 
 def _mlp_slots(config: ModelConfig, index: int) -> Iterator[LinearSlot]:
-    """Of a layer's MLP, or of its experts one by one: each of these has inputs of its own."""
+    """The slots of a layer's MLP, or of each of its experts, whose inputs differ."""
     prefix, hidden, experts = f"model.layers.{index}", config.hidden_size, config.experts
     if experts is not None and experts.layers[index]:
         gate, up, down = experts.projections

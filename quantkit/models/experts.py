@@ -47,5 +47,5 @@ class MixtureOfExperts:
         return out.to(x.dtype).view_as(x)
 
     def linears(self) -> list[Linear]:
-        """In the order of the model's slots."""
+        """The experts' Linears, in the order of the model's slots."""
         return [linear for expert in self.experts for linear in expert.linears()]

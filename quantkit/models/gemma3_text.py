@@ -32,7 +32,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _ropes(reader: ConfigReader, positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without a window, and of those with one; in transformers 4's spelling and in 5's."""
+    """The ropes of layers without a window, and of those with one, in the spelling of transformers 4 or 5."""
     tables, local = reader.raw("rope_parameters"), reader.raw("rope_local_base_freq")
     if tables is None:
         theta = reader.number("rope_local_base_freq", LOCAL_THETA)

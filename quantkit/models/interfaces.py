@@ -77,7 +77,7 @@ class KVCacheProtocol(Protocol):
         """
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """All layers had a step; the cache may now call the model itself, for steps of its own.
+        """Tell the cache that a step has passed all layers; it may now call the model for steps of its own.
 
         Args:
             model: the one that was called.

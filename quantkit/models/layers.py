@@ -81,7 +81,7 @@ class Attention:
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def linears(self) -> list[Linear]:
-        """In the order of the model's slots."""
+        """The Linears, in the order of the model's slots."""
         return [*self.inputs, self.o_proj]
 
 
@@ -123,7 +123,7 @@ class MLP:
         return self.down_proj(self._activation(gate, up), rows)
 
     def linears(self) -> list[Linear]:
-        """In the order of the model's slots."""
+        """The Linears, in the order of the model's slots."""
         return [*self.inputs, self.down_proj]
 
 

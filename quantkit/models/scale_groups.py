@@ -50,7 +50,7 @@ class ScaleGroup:
 
 
 def scale_groups(config: ModelConfig, index: int) -> Iterator[ScaleGroup]:
-    """Of one decoder layer, in the order of its operations."""
+    """The scale groups of one decoder layer, in the order of its operations."""
     layer, experts = f"model.layers.{index}", config.experts
     attention, dim = f"{layer}.self_attn", config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim

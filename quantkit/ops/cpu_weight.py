@@ -214,7 +214,7 @@ class CpuProduct:
             ("weights", packed.weights), ("scales", packed.scales), ("zeros", packed.zeros))})
 
     def _take(self, rows: int) -> None:
-        """So many rows. One is left as the product wants it by every thread for itself."""
+        """Set the number of rows. A single row is quantized by every thread for itself."""
         if rows == self._rows:
             return
         units, stripes, each = self._like.units(rows, self._threads)
@@ -264,7 +264,7 @@ _kept = _Kept()
 
 
 def _ready(packed: CpuWeight) -> CpuProduct:
-    """For up to ``DECODE_ROWS`` rows; a model's layers have few shapes among them."""
+    """A product for up to ``DECODE_ROWS`` rows, kept by shape: a model's layers have few shapes."""
     key = packed.kernel.name, packed.shape, packed.columns, isa().name, pool().threads
     product = _kept.products.pop(key, None)
     if product is None:

@@ -27,7 +27,7 @@ def route(scores: torch.Tensor, chosen: int, normalized: bool) -> tuple[torch.Te
 
 
 def by_expert(chosen: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each expert that somebody chose, in rising order: its number, the tokens that chose it in rising
+    """For each expert that a token chose, in rising order: its number, the tokens that chose it in rising
     order, and as which of their choices, both int64.
 
     Args:

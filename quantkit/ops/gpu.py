@@ -33,7 +33,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On its way to the device; nobody waits for it."""
+    """Copy to the device without waiting for it."""
     if device.type != "cuda":
         return values
     with current(device):

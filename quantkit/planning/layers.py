@@ -95,7 +95,7 @@ class LayerRefusal(Exception):
 
 
 def assign(recipe: Recipe, slots: Iterable[LinearSlot]) -> list[int | None]:
-    """For every slot the index of its rule. RecipeError for a rule that decides nothing."""
+    """The index of the rule of every slot. Raises RecipeError for a rule that applies to no layer."""
     names = [slot.name for slot in slots]
     chosen = [next((i for i, rule in enumerate(recipe.rules) if rule.matches(name)), None)
               for name in names]

@@ -126,7 +126,7 @@ def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
 
 
 def _hessians(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
-    """Of those layers of a unit that need one; each its own or shared."""
+    """Bytes of the Hessians of a unit's layers; each has its own, or layers share one."""
     return sum({row.name if apart else row.shares: 4 * row.shape[1] ** 2
                 for row in unit if row.name in needs}.values())
 

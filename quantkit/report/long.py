@@ -18,7 +18,7 @@ MOST = 36
 
 
 def table(result: LongResult) -> str:
-    """For the terminal."""
+    """The report as a table for the terminal."""
     out = [cut(f"{result.model} · {result.method}: KV settings at length", WIDTH), ""]
     for grid in grids(result):
         title = f"── {grid.title} "
@@ -33,7 +33,7 @@ def table(result: LongResult) -> str:
 
 
 def markdown(result: LongResult) -> str:
-    """To keep and to pass on."""
+    """The report in Markdown."""
     out = [f"# {plain(result.model)} ({plain(result.method)}): KV settings at length", ""]
     for grid in grids(result):
         out += [f"## {plain(grid.title)}", "", "| " + " | ".join(map(plain, grid.heads)) + " |",

@@ -28,7 +28,7 @@ class TextGrid:
 
 
 def grids(result: LongResult) -> Iterator[TextGrid]:
-    """All that was found, the full cache's own answers first."""
+    """All results as grids, the full cache's own answers first."""
     if result.tasks:
         yield _solved(result)
     yield _memory(result)

@@ -85,7 +85,7 @@ def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: fl
 
 def _options(x: float, y: float, text: str, radius: float,
              inside: LabelBox) -> list[tuple[LabelBox, PlotLabel]]:
-    """All places within, the nearest first; there is always one."""
+    """All places within the plot, the nearest first; there is always one."""
     width, side = reach(text), radius + 6
     labels = []
     # beside the mark, then further up and down; half lines first, as neighbours are often close

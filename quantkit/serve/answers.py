@@ -26,7 +26,7 @@ class ErrorDetail(ResponsePart):
 
 
 class ErrorResponse(ResponsePart):
-    """Every answer that isn't a success."""
+    """The body of every answer that isn't a success."""
 
     error: ErrorDetail
 
@@ -54,7 +54,7 @@ class ChosenToken(ScoredToken):
 
 
 class ChatLogprobs(ResponsePart):
-    """Of all tokens of a choice."""
+    """Log-probabilities of all tokens of a choice."""
 
     content: list[ChosenToken]
     refusal: None
@@ -117,7 +117,7 @@ class ChatChunk(ResponsePart):
 
 
 class TextLogprobs(ResponsePart):
-    """Of all tokens of a choice, an entry each; the first of a prompt has none."""
+    """Log-probabilities of all tokens of a choice, one entry each; the first token of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -180,7 +180,7 @@ class ServedModel(ResponsePart):
 
 
 class ModelList(ResponsePart):
-    """All models: one."""
+    """The list of models, which has one entry."""
 
     object: Literal["list"]
     data: list[ServedModel]

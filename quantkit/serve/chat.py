@@ -34,7 +34,7 @@ class ChatResponse(GenerationResponse):
             ChoiceJob(prompt, body.sampling(limit, i), self._alternatives) for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
-        """With ``message``."""
+        """A choice with its ``message``."""
         return {"index": index, "message": {"role": "assistant", "content": done.text, "refusal": None},
                 "logprobs": self._logprobs(tokens), "finish_reason": FINISH[done.finish_reason]}
 
@@ -43,7 +43,7 @@ class ChatResponse(GenerationResponse):
         return _delta(index, {"role": "assistant", "content": "", "refusal": None})
 
     def piece(self, index: int, token: TokenInfo) -> dict[str, Any] | None:
-        """With ``delta``."""
+        """A streamed choice with its ``delta``."""
         if not token.text and self._alternatives is None:
             return None
         return _delta(index, {"content": token.text}, self._logprobs([token]))

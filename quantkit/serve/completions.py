@@ -37,7 +37,7 @@ class CompletionResponse(GenerationResponse):
                       body.echo and body.logprobs is not None) for prompt in prompts for i in range(body.n)])
 
     def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
-        """With ``text``."""
+        """A choice with its ``text``."""
         scored = [*(done.prompt_logprobs or []), *([] if self._silent else tokens)]
         return self._choice(index, self._prompt(index) + ("" if self._silent else done.text), scored,
                             "length" if self._silent else FINISH[done.finish_reason])
@@ -49,7 +49,7 @@ class CompletionResponse(GenerationResponse):
         return self._choice(index, self._prompt(index), work.tickets[index].result.prompt_logprobs or [])
 
     def piece(self, index: int, token: TokenInfo) -> dict[str, Any] | None:
-        """With ``text``."""
+        """A choice with its ``text``."""
         if self._silent or (not token.text and self._alternatives is None):
             return None
         return self._choice(index, token.text, [token])

@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more is waited for."""
+        """Cancel the timeouts."""
         self._stop_waiting()
         self.resume_writing()
         super().connection_lost(exc)
@@ -60,7 +60,7 @@ class Connection(H11Protocol):
             self._writing = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does."""
+        """The client reads again."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()

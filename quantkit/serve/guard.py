@@ -193,7 +193,7 @@ def _too_large() -> ApiError:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """By name; of a header that comes twice nothing is trusted: both values, joined."""
+    """Headers by name. The values of a header that comes twice are joined, so that neither is trusted."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         headers[name] = f"{headers[name]!r},{value!r}".encode() if name in headers else value

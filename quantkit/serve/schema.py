@@ -217,7 +217,7 @@ class Message(RequestPart):
         return super()._refusal(name)
 
     def plain(self) -> dict[str, str]:
-        """As a chat template wants it; ``developer`` is OpenAI's newer word for ``system``."""
+        """The message as a chat template expects it; ``developer`` is OpenAI's newer word for ``system``."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text,

@@ -40,7 +40,7 @@ class TokenEvent:
 
 
 class RequestWork:
-    """All choices of one request. Made on the event loop, fed from the engine's thread.
+    """The work for all choices of one request. It is made on the event loop and fed from the engine's thread.
 
     Args:
         engine: where they run.
@@ -83,7 +83,7 @@ class RequestWork:
             yield event
 
     def cancel(self) -> None:
-        """Nobody waits any more: what still runs is given up. Harmless when all is done."""
+        """Cancel what still runs, because the client has left. Does nothing when all is done."""
         for ticket in self.tickets:
             if not ticket.done:
                 ticket.cancel()

@@ -94,7 +94,7 @@ class GGUFSource:
         return self._side_files
 
     def identity(self) -> SourceIdentity:
-        """With the file's sha256."""
+        """The identity, with the file's sha256."""
         known = self._identity
         return SourceIdentity(known.kind, known.uri, known.revision,
                               {self.path.name: sha256_file(self.path)}, known.pinned)

@@ -76,7 +76,7 @@ class LocalSource:
         return files
 
     def identity(self) -> SourceIdentity:
-        """With the sha256 of the config, the index, every weight file and every side file.
+        """The identity, with the sha256 of the config, the index, every weight file and every side file.
 
         Raises:
             SourceError: as :meth:`side_files`, and before anything is hashed.

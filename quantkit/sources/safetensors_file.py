@@ -223,11 +223,11 @@ class ShardedTensors:
         return self._where[name].tensor(name)
 
     def prefetch(self, name: str) -> None:
-        """As for its file. Raises KeyError for an unknown name."""
+        """Prefetch a tensor from its file. Raises KeyError for an unknown name."""
         self._where[name].prefetch(name)
 
     def release(self) -> None:
-        """As for each file."""
+        """Release the pages of every file."""
         for file in self.files.values():
             file.release()
 

@@ -71,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, by its Hugging Face name."""
+    """The shape of every tensor, by its Hugging Face name."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for i in range(config["num_hidden_layers"]):

@@ -26,7 +26,7 @@ class SourceWrapper:
         return self._source.identity()
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """By the source's own names of them."""
+        """Prefetch tensors by the wrapped source's names."""
         prefetch(self._source, map(self._inner, names))
 
     def release(self) -> None:

@@ -67,7 +67,7 @@ def token_length(content: Mapping[str, Any]) -> TokenLength | None:
 
 
 def _letters() -> list[str]:
-    """Of each byte in a byte-level vocabulary: itself if it can be printed, else the next one from 256 on."""
+    """The letter of each byte in a byte-level vocabulary: itself if printable, else the next from 256 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]

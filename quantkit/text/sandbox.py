@@ -192,7 +192,7 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         return changed
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of plain values, only the methods that are known to be harmless."""
+        """Allow, on plain values, only methods that are known to be harmless."""
         for kind, names in _METHODS.items():
             if isinstance(obj, kind):
                 return attr in names

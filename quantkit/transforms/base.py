@@ -98,7 +98,7 @@ class LayerTensors:
 
 
 def _scaled(stats: LayerStats, columns: torch.Tensor) -> LayerStats:
-    """Of inputs that are divided by ``columns``."""
+    """The statistics of inputs that are divided by ``columns``."""
     hessian, largest = stats.hessian, stats.largest
     return dataclasses.replace(
         stats, hessian=None if hessian is None else hessian / columns / columns[:, None],

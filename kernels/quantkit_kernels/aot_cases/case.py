@@ -54,5 +54,5 @@ def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str,
 
 
 def threads(options: dict[str, int], family: str) -> int:
-    """Of a program."""
+    """Threads of a program."""
     return options["num_warps"] * (64 if family == "cdna" else 32)

@@ -39,7 +39,7 @@ class ProductFormat:
     most: float | None = None
 
     def packed(self, n: int, k: int, family: str, gated: bool = False) -> TritonWeight:
-        """Without memory."""
+        """A packed weight on the meta device, without memory."""
         each = ROWS * self.bk * self.bits // 8 // self.words.itemsize
         words = torch.empty(-(-n // ROWS), -(-k // self.bk), each, dtype=self.words, device="meta")
         scale = None if self.scale is None else torch.empty(0, dtype=self.scale, device="meta")
@@ -47,7 +47,7 @@ class ProductFormat:
 
 
 def kinds(family: str) -> dict[str, ProductFormat]:
-    """By name."""
+    """All kinds by name."""
     select = "select" if family == "cdna" else "prmt"
     native = family in ("hopper", "blackwell")
     every = [ProductFormat("w16a16", w16a16.PLAIN, 16, w16a16.BK, mode="plain", words=BF16, scale=None),

@@ -128,6 +128,6 @@ def cloned(pages: LayerPages) -> LayerPages:
 
 
 def slot_bytes(pages: LayerPages) -> float:
-    """Of a slot of one head: codes, and its share of what a page has beside them."""
+    """Bytes of a slot of one head: its codes, and its share of what a page stores beside them."""
     parts = [part for side in (pages.k, pages.v) for part in (side.codes, side.scale, side.shift)]
     return sum(part[0].numel() * part.element_size() for part in parts if part is not None) / PAGE

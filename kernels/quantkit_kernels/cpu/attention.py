@@ -51,7 +51,7 @@ class Attend:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"attend_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:
@@ -312,7 +312,7 @@ class ReduceSplits:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"combine_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:

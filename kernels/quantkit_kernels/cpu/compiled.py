@@ -132,7 +132,7 @@ def _write(key: str, code: bytes) -> None:
 
 
 def _digest(key: str, code: bytes) -> bytes:
-    """Of a file's content: the key is part of it, so that no file counts under another's name."""
+    """The hash of a file's content and key: a file under another key's name isn't accepted."""
     return hashlib.sha256(f"{key}\n".encode() + code).digest()
 
 

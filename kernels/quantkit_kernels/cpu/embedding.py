@@ -40,7 +40,7 @@ class Embed:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         times = "" if self.scale == 1.0 else f"_times_{self.scale!r}"
         table = f"table_{self.plain}" if self.packed is None else self.packed.name.removeprefix("matmul_")
         return f"embed_{table}{times}"

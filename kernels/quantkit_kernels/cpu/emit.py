@@ -45,7 +45,7 @@ class Emitter:
         return variable
 
     def room(self, size: int) -> Value:
-        """So many bytes that belong to this call."""
+        """``size`` bytes of memory that belong to this call."""
         with self.b.goto_entry_block():
             memory = self.b.alloca(ir.ArrayType(I8, size))
         memory.align, memory.type = 8, PTR
@@ -186,7 +186,7 @@ class Emitter:
         return self.select(a < b, a, b)
 
     def abs(self, a: Value) -> Value:
-        """Without its sign."""
+        """The absolute value."""
         return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
 
     def sqrt(self, a: Value) -> Value:
@@ -194,7 +194,7 @@ class Emitter:
         return self.intrinsic(f"llvm.sqrt.{_suffix(a.type)}", a.type, a)
 
     def round(self, a: Value) -> Value:
-        """To the nearest whole number, half to even; still float32."""
+        """Round to the nearest integer, half to even; the result is float32."""
         return self.intrinsic(f"llvm.nearbyint.{_suffix(a.type)}", a.type, a)
 
     def whole(self, a: Value) -> Value:
@@ -202,7 +202,7 @@ class Emitter:
         return a._cast("fptosi", vec(I32, a.lanes) if a.lanes > 1 else I32)
 
     def sum(self, a: Value) -> Value:
-        """All lanes of a vector, halves first: one order on every machine."""
+        """The sum of a vector's lanes, halves first: the order is the same on every machine."""
         while a.lanes > 1:
             half = a.lanes // 2
             low, high = a.shuffle(range(half)), a.shuffle(range(half, a.lanes))

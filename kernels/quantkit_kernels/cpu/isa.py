@@ -128,7 +128,7 @@ def missing(isa: Isa, features: Mapping[str, bool]) -> list[str]:
 
 @functools.cache
 def host_features() -> dict[str, bool]:
-    """Of this machine's CPU, as LLVM names them; empty where LLVM can't tell."""
+    """The features of this machine's CPU, as LLVM names them; empty where LLVM can't tell."""
     import llvmlite.binding as llvm
 
     try:

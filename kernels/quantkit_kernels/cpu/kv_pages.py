@@ -37,13 +37,13 @@ class PageCodecs:
 
     @property
     def name(self) -> str:
-        """As part of a function's."""
+        """The codecs' part of a function's name."""
         both = self.keys if self.keys == self.values else f"{self.keys}_{self.values}"
         return both + (f"_residual_{self.residual}" if self.residual else "")
 
     @property
     def vectors(self) -> PageCodec:
-        """Of what waits."""
+        """The codec of residual vectors."""
         assert self.residual is not None
         return CODECS[self.residual]
 

@@ -45,7 +45,7 @@ class RopeStore:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"rope_store_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:
@@ -110,7 +110,7 @@ class EncodePages:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"close_{self.codecs.name}_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:
@@ -152,7 +152,7 @@ class KeepQueries:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"keep_queries_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:
@@ -179,7 +179,7 @@ class UndoHadamard:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"unturn_d{self.dim}"
 
     def emit(self, module: ir.Module) -> None:

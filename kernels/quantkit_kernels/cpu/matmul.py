@@ -98,7 +98,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """Of the function: it says all that the code depends on."""
+        """The function's name, which contains all that its code depends on."""
         group = {None: "", 0: "_channel"}.get(self.group, f"_g{self.group}")
         return f"matmul_{self.decoder.name}{group}_{self.scale}{'_zp' if self.zeros else ''}"
 
@@ -273,7 +273,7 @@ class _Writer:
 
     @property
     def _kind(self) -> Type:
-        """Of an unpacked vector."""
+        """The type of an unpacked vector."""
         return {1: vec(I8, 4 * self.lanes), 2: vec(I16, 2 * self.lanes), 4: self.reals}[WIDTH[self.family]]
 
     def _nothing(self) -> Value:

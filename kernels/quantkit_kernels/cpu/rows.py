@@ -57,7 +57,7 @@ class RowKernel:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"rows_{self.source}_{self.family}{f'_rotated{self.rotation}' if self.rotation else ''}"
 
     def emit(self, module: ir.Module) -> None:

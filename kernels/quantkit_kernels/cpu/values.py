@@ -142,7 +142,7 @@ class Value:
 
     @property
     def lanes(self) -> int:
-        """Of a vector; 1 for anything else."""
+        """The number of lanes of a vector; 1 for anything else."""
         return self.type.count if isinstance(self.type, ir.VectorType) else 1
 
     def lane(self, index: int) -> Value:

@@ -50,7 +50,7 @@ class Viterbi:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"viterbi_{self.bits}_{self.window}"
 
     @property
@@ -89,7 +89,7 @@ class ColumnSearch:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return f"columns_{'visit_' if self.visit else ''}{self.search.name}"
 
     @property

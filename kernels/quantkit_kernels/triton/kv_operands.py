@@ -26,7 +26,7 @@ from quantkit_kernels.triton.kv_decode import (
 
 @triton.constexpr_function
 def threads_words(w: int) -> tuple[int, int]:
-    """Of a slot's words: threads that share them, and words that a thread reads side by side."""
+    """The threads that share a slot's words, and the words that a thread reads side by side."""
     return min(4, w), min(4, w // min(4, w))
 
 

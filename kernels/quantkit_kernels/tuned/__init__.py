@@ -89,7 +89,7 @@ def lookup(device: torch.device, kernel: str, n: int, k: int, group: int, m: int
 
 
 def parameters(entry: TunedEntry, m: int) -> dict[str, int]:
-    """Of a product that was measured, for m rows."""
+    """The parameters of a measured product for m rows."""
     segments = {} if entry.segments is None else {"segments": entry.segments}
     return segments | entry.rows.get(bucket(m), {})
 
@@ -150,7 +150,7 @@ def read(file: Path, device: str) -> dict[ProductKey, TunedEntry]:
 
 
 def write(file: Path, device: str, facts: Mapping[str, Any], table: Mapping[ProductKey, TunedEntry]) -> None:
-    """In one step: a reader sees the old file or the new one."""
+    """Write atomically: a reader sees the old file or the new one."""
     products = [{"kernel": key.kernel, "n": key.n, "k": key.k, "group": key.group, "segments": entry.segments,
                  "rows": {str(m): entry.rows[m] for m in sorted(entry.rows)}} for key, entry in table.items()]
     lines = ",\n  ".join(json.dumps(product) for product in products)

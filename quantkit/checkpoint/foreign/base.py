@@ -52,7 +52,7 @@ for a key or value that changes the maths and isn't implemented."""
 
 
 def granularity(size: int) -> Granularity:
-    """Of a ``group_size`` as GPTQ and AWQ write it: -1 is a scale a row."""
+    """The granularity of a ``group_size`` as GPTQ and AWQ write it: -1 means one scale per row."""
     return Granularity(strategy="channel") if size == -1 else Granularity(strategy="group", size=size)
 
 

@@ -142,7 +142,7 @@ class ForeignCheckpoint:
 
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, those of quantized layers as our layouts have them."""
+        """Every tensor; those of quantized layers in our layouts."""
         return self._infos
 
     @property

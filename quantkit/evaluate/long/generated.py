@@ -88,7 +88,7 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
 @torch.inference_mode()
 def _text(loaded: LoadedModel, settings: Sequence[KVSpec], prompt: torch.Tensor, tokens: int,
           edges: Sequence[int], fed: Callable[[int, str], None]) -> list[dict[str, Any]]:
-    """By setting: ``means``, where it first ``differs``, ``step_seconds`` in the mean."""
+    """The results of one text by setting: ``means``, where it first ``differs``, mean ``step_seconds``."""
     written: list[int] = []
     truth: list[torch.Tensor] = []
     buckets: list[dict[str, Any]] = []

@@ -84,7 +84,7 @@ class PromptFrame:
 
 
 def depths_of(count: int) -> tuple[float, ...]:
-    """So many places from the beginning to the end, evenly; a single one is the middle."""
+    """``count`` places from the beginning to the end, evenly spaced; a single one is the middle."""
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 

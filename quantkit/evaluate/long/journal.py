@@ -122,6 +122,6 @@ class Journal:
 
 
 def forget(folder: Path) -> None:
-    """All is done, and the report is there."""
+    """Delete the journal: the report exists."""
     with contextlib.suppress(OSError):
         (folder / FILE).unlink(missing_ok=True)

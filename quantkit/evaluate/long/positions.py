@@ -61,7 +61,7 @@ class PositionSums:
                 sums[index] += float(score[part].sum())
 
     def means(self) -> list[list[float]]:
-        """By bucket, then by metric."""
+        """The means by bucket and metric."""
         return [[total / (high - low) for total in sums]
                 for sums, low, high in zip(self._sums, self.edges, self.edges[1:])]
 

@@ -58,14 +58,14 @@ class LongProtocol:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides quality; numbers with different fingerprints can't be compared."""
+        """A hash of everything that decides quality. Compare only numbers with equal fingerprints."""
         fields = asdict(self)
         for name in ("text", "quantkit", "torch", "cpu", "cores", "threads", "gpu"):
             del fields[name]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:12]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The protocol as lines for a report."""
         hay = "generated" if self.filler else "the text, generated for passkeys"
         gpu = f"{self.gpu}; " if self.gpu else ""
         form = "by the chat template" if self.chat else "as a text to continue"
@@ -158,7 +158,7 @@ class LongResult:
 
     @property
     def tasks(self) -> list[str]:
-        """Those that ask questions, in order."""
+        """The tasks that ask questions, in order."""
         return list(dict.fromkeys(reply.task for reply in self.replies))
 
     def of(self, variant: SettingVariant, task: str) -> list[RecordedAnswer]:

@@ -153,7 +153,7 @@ def _check(loaded: LoadedModel, settings: LongSettings) -> None:
 
 
 def _items(loaded: LoadedModel, settings: LongSettings, text: EvalText) -> list[LongItem]:
-    """All contexts, before any model runs: what doesn't fit shows at once."""
+    """Build all contexts before any model runs, so that one that doesn't fit is an error at once."""
     tasks = [task for task in settings.tasks if task in TASKS]
     if not tasks:
         return []
@@ -170,7 +170,7 @@ def _variants(reader: LongContextModel, questions: Sequence[When | None]) -> lis
 
 
 def _key(loaded: LoadedModel, protocol: LongProtocol, specs: Sequence[KVSpec], fed: object) -> dict[str, Any]:
-    """All that changes a number. Weights are known by what they say: files may change under a name."""
+    """Everything that changes a number. Weights count by content: files may change under the same name."""
     cache = KVCache(loaded.config, KVSpec(), loaded.dtype, loaded.model.device)
     with torch.inference_mode():
         logits = prefill(loaded, cache, cache.add(), [min(id, loaded.config.vocab_size - 1)

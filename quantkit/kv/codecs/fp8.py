@@ -40,7 +40,7 @@ class Float8Vectors:
 
 
 class Fp8Codec(KVCodec):
-    """Each token's vector of a head by itself."""
+    """Encodes each token's vector of a head by itself."""
 
     name: ClassVar[str] = "fp8"
 

@@ -39,7 +39,7 @@ class Int8Vectors:
 
 
 class Int8Codec(KVCodec):
-    """Each token's vector of a head by itself."""
+    """Encodes each token's vector of a head by itself."""
 
     name: ClassVar[str] = "int8"
 

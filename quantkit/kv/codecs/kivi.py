@@ -45,7 +45,7 @@ class GroupedGrid:
         return codes if self.channels else codes | grid
 
     def shared(self, dim: int, dtype: torch.dtype) -> Layout:
-        """Of keys ``scale`` and ``low [2, dim]``."""
+        """``scale`` and ``low [2, dim]`` of keys."""
         grid = dict.fromkeys(("scale", "low"), ((PAGE // GROUP, dim), torch.bfloat16))
         return grid if self.channels else {}
 

@@ -39,7 +39,7 @@ class PlainVectors:
         return {"values": x.clamp(-limit, limit).to(self._dtype)}
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """In the stored dtype."""
+        """The vectors in the stored dtype."""
         return parts["values"]
 
 

@@ -23,7 +23,7 @@ class PyramidKV(SnapKV):
     beta: float = Field(default=20, ge=1, le=1000)
 
     def layer_budget(self, view: PolicyView) -> int:
-        """By the layer; the same in all of them where the pyramid's top would be narrower than the window."""
+        """The budget of a layer. All are equal where the pyramid's top would be narrower than the window."""
         mean = super().layer_budget(view)
         if view.layers == 1:
             return mean

@@ -76,7 +76,7 @@ def newest(view: PolicyView, count: int, device: torch.device) -> torch.Tensor:
 
 
 def top_slots(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """For each head the ``count`` slots with the highest scores ``[Hkv, S]``, in rising order."""
+    """The ``count`` slots of each head with the highest scores ``[Hkv, S]``, in rising order."""
     return [row.topk(count).indices.sort().values for row, count in zip(scores, counts, strict=True)]
 
 

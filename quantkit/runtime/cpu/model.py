@@ -104,7 +104,7 @@ class CpuModel:
         cpu_machine.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
-        """As the model's."""
+        """The Linears of the model."""
         return self._model.linears()
 
     @property

@@ -24,7 +24,7 @@ Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
 
 
 def slots_of(longest: int, limit: int) -> int:
-    """Of the graph for heads of ``longest``; ``most`` is where a model's texts end, which few go past."""
+    """The slots of the graph for heads of ``longest``; ``limit`` is the model's usual longest text."""
     slots = SLOTS << (-(-longest // SLOTS) - 1).bit_length()
     return slots if longest > limit else min(slots, limit)
 

@@ -159,7 +159,7 @@ class GpuModel:
         self._running: WeakKeyDictionary[KVCache, _Running] = WeakKeyDictionary()
 
     def linears(self) -> dict[str, Linear]:
-        """As the model's: names, shapes, and which kernel multiplies them."""
+        """The Linears of the model: names, shapes, and the kernel that multiplies them."""
         return self._model.linears()
 
     @property

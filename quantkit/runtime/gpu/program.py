@@ -88,7 +88,7 @@ class GpuProgram:
         self._angles_now = self.moves = 0
 
     def pages(self, cache: KVCache) -> list[LayerPages]:
-        """Of all layers, as they lie now."""
+        """The pages of all layers, where they lie now."""
         return [pages_of(layer.store, cache.codecs, self.dtype) for layer in cache.layers]
 
     def make_angles(self, longest: int) -> None:

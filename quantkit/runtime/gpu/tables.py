@@ -137,7 +137,7 @@ class DeviceTables:
                               cache.codecs.residual_length, cache.codecs.first)
 
     def _copy(self, row: _Row, state: SequenceState) -> None:
-        """All that the host knows."""
+        """Copy everything that the host knows of a sequence."""
         tables = self.tables
         assert state.table is not None and state.residual is not None
         tables.pages[row.index, :, :, :state.table.shape[2]] = self._sent(state.table)
@@ -154,7 +154,7 @@ class DeviceTables:
         self.tables.seen[row.index] = row.seen
 
     def _sent(self, values: np.ndarray) -> torch.Tensor:
-        """On its way to the device: a copy, as the host goes on counting."""
+        """Copy to the device without waiting; the host continues to count in the original."""
         return gpu.sent(torch.tensor(values, dtype=torch.int32), self._cache.device)
 
 
