@@ -126,7 +126,7 @@ def rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         if form in ("int-quantized", "naive-quantized") and not group.get("input_activations") and (
                 (group.get("weights") or {}).get("type", "int") == "int"):
             yield VerifyCheck("layout", "failed", f"{name}: {form} without input_activations has no kernel; "
-                                            "quantkit export DIR --to pack-quantized OUT")
+                                                  "quantkit export DIR --to pack-quantized OUT")
 
 
 def grouped_or_channel(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -249,7 +249,7 @@ def vllm_rounded_inputs(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
     if subject.device == "cpu" and rounded:
         yield VerifyCheck("dtype", "note",
                           "run it with --dtype bfloat16: in float16 vLLM crashes on CPUs with AMX "
-                                     "(scale_C: scalar path not implemented)")
+                          "(scale_C: scalar path not implemented)")
 
 
 def dequantized_embedding(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
@@ -338,7 +338,7 @@ def sglang_gptq(subject: CheckpointFacts) -> Iterator[VerifyCheck]:
         elif subject.dtype == "float16":
             yield VerifyCheck(check.name, "note",
                               "Marlin doesn't take every layer; a slower kernel with float16 "
-                                            "activations does")
+                              "activations does")
         else:
             yield VerifyCheck(check.name, "failed",
                               check.detail + f"; others need float16 activations, not {subject.dtype}")

@@ -120,7 +120,7 @@ def _commands(chosen: Combination, model: str, revision: str | None) -> list[str
     if (recipe := chosen.weights.recipe) is not None:
         commands, served = [f"quantkit quantize {quote(model)}{at} --recipe {quote(recipe)} --out OUT"], "OUT"
     return [*commands, f"quantkit serve-local {served} --kv {quote(str(chosen.kv))} "
-                   f"--max-batch {chosen.requirements.concurrency}"]
+                       f"--max-batch {chosen.requirements.concurrency}"]
 
 
 def _flops(text: str) -> float:

@@ -36,7 +36,7 @@ MAX_NAME = 200
 @click.option("--name", help="Name of the model in requests; by default the last part of MODEL.")
 @click.option("--kv", metavar="TEXT",
               help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\";"
-                                           " by default the checkpoint's.")
+                   " by default the checkpoint's.")
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache reserves at the start, 8GB or 500MiB; requests wait for free "
                    "pages. By default it grows; on a GPU it takes what is left.")

@@ -71,7 +71,7 @@ class PagePool:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def keep(self, total: int) -> None:
-        """Keep ``total`` pages allocated from now on, in use or not; they don't move unless more are taken."""
+        """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken."""
         self._least = total
         if total > self._total:
             self._resize(total)

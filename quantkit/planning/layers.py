@@ -158,7 +158,7 @@ class RowResolver:
         options = self._checked_options(index, rule, method)
         if known.dtype not in FLOATS.values():
             raise LayerRefusal(f"its weight is stored as {known.dtype}; only "
-                           f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
+                               f"{', '.join(FLOATS)} can be quantized: keep it with method: null")
         spec = resolve(spec, known.dtype, form)
         if (why := method.refuses(spec)) is not None:
             raise LayerRefusal(why)

@@ -45,7 +45,7 @@ def render(result: EvalResult) -> str:
     for text in result.protocol.lines():
         out += fold(text)
     out += fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
-                 "below each value: 95% bootstrap over windows, or the range of the timed runs")
+                "below each value: 95% bootstrap over windows, or the range of the timed runs")
     return "\n".join(out) + "\n"
 
 
@@ -99,7 +99,7 @@ def _exact(result: EvalResult) -> list[str]:
         change = "" if exact is None or row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
         out.append(f"{_left(name, 32)}  {value:>8}  {span:>17}  {change:>8}".rstrip())
     return [*out, *fold("The first of these is the noise floor: the reference's own arithmetic. "
-                         "The last column is what others are above it."), ""]
+                        "The last column is what others are above it."), ""]
 
 
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:

@@ -199,7 +199,7 @@ class Message(RequestPart):
         if data.get("role") in ("tool", "function"):
             raise RefusedValue("role",
                                f"messages of the role {data['role']!r} are not supported: the model is "
-                                  "given no tools, so there are no results of theirs")
+                               "given no tools, so there are no results of theirs")
         calls = data.get("tool_calls")
         if calls is not None and calls != []:
             raise RefusedValue("tool_calls", cls._refusal("tool_calls"))

@@ -147,7 +147,7 @@ def _spec(config: ConfigReader, activations: tuple[str, int] | None) -> QuantSpe
     config.finish(WEIGHTS_HARMLESS | {"group_size"}, WEIGHTS_INERT)
     if activations is not None and activations != (kind, bits):
         raise config.wrong("num_bits", bits, f"inputs are rounded to {activations[0]}{activations[1]}; only "
-                           "weights and inputs of the same kind and bits are implemented")
+                                             "weights and inputs of the same kind and bits are implemented")
     try:
         return QuantSpec(kind=kind, bits=bits, symmetric=symmetric,
                          activations="token" if activations else None,
