@@ -67,8 +67,8 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
     Args:
         plans: what is to be done: one, or several that differ in their names only.
         dtype: in which the model stores them.
-        given: their weights ``[out, in]``, any floating dtype, not written to; then as many statistics of
-            their inputs, ``None`` if the method needs none.
+        tensors_and_stats: their weights ``[out, in]``, of any floating dtype, which aren't written to; then
+            as many statistics of their inputs, ``None`` if the method needs none.
 
     Raises:
         QuantkitError: of method or format, with a Linear's name.

@@ -53,6 +53,21 @@ def test_old_names_are_gone():
     assert not old
 
 
+def test_locals_and_parameters_are_nouns_of_the_field():
+    """``linear``, ``result`` or ``limit`` says what a thing is; these words don't."""
+    vague = {"one", "found", "held", "most", "own", "whole", "said"}
+    places = []
+    for path in CODE:
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                for node in ast.walk(function):
+                    stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                    name = node.id if stored else node.arg if isinstance(node, ast.arg) else None
+                    if name in vague:
+                        places.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not places
+
+
 @pytest.mark.parametrize("place", MOVED)
 def test_old_places_are_gone(place):
     assert not (ROOT / "quantkit" / place).exists()

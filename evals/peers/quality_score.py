@@ -43,14 +43,14 @@ class PeerScorer:
         scores: dict[str, list[np.ndarray]] = {name: [] for name in METRICS}
         for number, window in enumerate(self._tokens):
             logits = torch.from_numpy(reference[number].copy()) if model is None else _logits(model, window)
-            found: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
+            scored: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
             for start in range(0, len(logits), ROWS):
                 part = slice(start, start + ROWS)
                 exact = torch.from_numpy(reference[number, part].copy())
                 ours, targets = logits[part].float().log_softmax(-1), window[1:][part]
                 for name, metric in METRICS.items():
-                    found[name].append(metric.score(exact, ours, targets).double())
-            for name, parts in found.items():
+                    scored[name].append(metric.score(exact, ours, targets).double())
+            for name, parts in scored.items():
                 scores[name].append(torch.cat(parts).numpy())
         every = {name: np.stack(rows) for name, rows in scores.items()}
         half = self._shape[1] // 2

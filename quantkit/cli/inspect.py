@@ -67,13 +67,13 @@ def inspect_facts(uri: str, revision: str | None = None) -> dict[str, Any]:
     from quantkit.checkpoint.open import open_model
     from quantkit.checkpoint.reader import Checkpoint
 
-    found = open_model(uri, revision)
+    opened = open_model(uri, revision)
     try:
-        if isinstance(found, Checkpoint | ForeignCheckpoint):
-            return _checkpoint_facts(found, uri)
-        return _source_facts(found, uri)
+        if isinstance(opened, Checkpoint | ForeignCheckpoint):
+            return _checkpoint_facts(opened, uri)
+        return _source_facts(opened, uri)
     finally:
-        found.close()
+        opened.close()
 
 
 def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
@@ -169,11 +169,11 @@ def _kernels(hf: Mapping[str, Any], config: ModelConfig, kv: KVSpec,
     except SourceError:  # it can be described all the same
         dtype = torch.bfloat16
     named = linear_kernels(config, dtype, device, layers)
-    found: dict[str, Any] = {name: {phase: {
+    kernels: dict[str, Any] = {name: {phase: {
         "kernel": kernel, "declined": [{"kernel": k, "reason": why} for k, why in declined]}
         for phase, (kernel, declined) in phases.items()} for name, phases in named.items()}
     others = other_kernels(config, kv, dtype, device, layers)
-    return found | {OPERATIONS: [dataclasses.asdict(other) for other in others]}
+    return kernels | {OPERATIONS: [dataclasses.asdict(other) for other in others]}
 
 
 def _bits(layers: list[dict[str, Any]]) -> float:
@@ -183,13 +183,13 @@ def _bits(layers: list[dict[str, Any]]) -> float:
 
 def _print_head(facts: dict[str, Any]) -> None:
     tied = ", embeddings tied" if facts["tie_word_embeddings"] else ""
-    said = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "
+    text = (f"{facts['architecture']}: {facts['num_layers']} layers, hidden {facts['hidden_size']}, "
             f"{facts['num_heads']} heads of {facts['head_dim']} ({facts['num_kv_heads']} KV), "
             f"vocabulary {facts['vocab_size']:,}, context {facts['max_position_embeddings']:,}{tied}")
     dtypes = ", ".join(f"{count} {name}" for name, count in facts["dtypes"].items())
     what = facts["kind"] if facts["path_kind"] is None else f"{facts['path_kind']} source"
     click.echo(wrapped("model", f"{facts['uri']} ({what})"))
-    click.echo(wrapped("architecture", said))
+    click.echo(wrapped("architecture", text))
     click.echo(wrapped("parameters", f"{facts['parameters']:,}"))
     click.echo(wrapped("tensors", f"{facts['tensors']} ({dtypes}), {human_bytes(facts['bytes'])}"))
     click.echo(wrapped("bits/weight", f"{facts['bits_per_weight']:.2f} over all Linear layers"))

@@ -111,12 +111,12 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: V
 def _softcapped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None,
                 scale: float | None, softcap: float) -> torch.Tensor:
     """A key head at a time: that bounds the scores in memory."""
-    scale, found = q.shape[-1] ** -0.5 if scale is None else scale, []
+    scale, results = q.shape[-1] ** -0.5 if scale is None else scale, []
     for mine, key, value in zip(q.chunk(keys.shape[1], 1), keys.split(1, 1), values.split(1, 1)):
         scores = softcapped(mine.float() @ key.float().mT * scale, softcap)
         weights = (scores if bias is None else scores + bias).softmax(-1)
-        found.append(weights.to(value.dtype) @ value)
-    return torch.cat(found, 1)
+        results.append(weights.to(value.dtype) @ value)
+    return torch.cat(results, 1)
 
 
 def _decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Visibility,

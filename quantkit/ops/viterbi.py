@@ -40,10 +40,10 @@ def nearest(target: torch.Tensor, weight: torch.Tensor, bits: int,
     if _by_kernel(target):
         from quantkit_kernels.cpu.viterbi import Viterbi
 
-        found = torch.empty(target.shape)
+        nearest = torch.empty(target.shape)
         _run(Viterbi(bits, window), len(target), target=target.contiguous(), weight=weight.contiguous(),
-             values=values, symbols=symbols, found=found)
-        return symbols, found
+             values=values, symbols=symbols, found=nearest)
+        return symbols, nearest
     for start in range(0, len(target), AT_ONCE):
         part = slice(start, start + AT_ONCE)
         symbols[part] = search(target[part], weight[part], values, bits)
@@ -87,7 +87,7 @@ def visit(slopes: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, bits
         scale: float32 ``[tiles, 64]``, positive.
         bits: of a symbol.
         window: of a state.
-        symbols, found: as :func:`feed_back` returns them; changed in place.
+        symbols, values: as :func:`feed_back` returns them; changed in place.
     """
     if _by_kernel(slopes):
         _columns(True, slopes, hessian, scale, bits, window, symbols, values)

@@ -70,7 +70,7 @@ def together(rows: Iterable[PlanRow], needs: Container[str], limit: int) -> list
     Args:
         rows: of one unit.
         needs: names of those whose methods need statistics.
-        most: weights, and values of Hessians, of a group that is more than one Linear.
+        limit: weights, and values of Hessians, of a group that is more than one Linear.
     """
     groups: list[list[PlanRow]] = []
     open_groups: dict[str, list[PlanRow]] = {}

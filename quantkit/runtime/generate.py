@@ -41,18 +41,18 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sa
         raise UsageError(f"{len(prompts)} prompts have {len(settings)} sampling settings")
     if not prompts:
         return []
-    for prompt, one in zip(prompts, settings):
-        check_request(loaded, prompt, one)
-    longest = max(len(prompt) + one.max_tokens for prompt, one in zip(prompts, settings))
+    for prompt, sampling in zip(prompts, settings):
+        check_request(loaded, prompt, sampling)
+    longest = max(len(prompt) + sampling.max_tokens for prompt, sampling in zip(prompts, settings))
     engine = Engine(loaded, kv=kv, max_batch=min(DECODE_ROWS, len(prompts)), max_queue=len(prompts),
                     context=longest)
     submitted: list[Request] = []
-    for index, (prompt, one) in enumerate(zip(prompts, settings)):
+    for index, (prompt, sampling) in enumerate(zip(prompts, settings)):
         def show(info: TokenInfo, index: int = index) -> None:
             if info.text and on_text is not None:
                 on_text(index, info.text)
 
-        submitted.append(engine.submit(prompt, one, on_token=show))
+        submitted.append(engine.submit(prompt, sampling, on_token=show))
     while engine.step():
         pass
     if on_done is not None:

@@ -335,7 +335,7 @@ class ReduceSplits:
 
 
 def _merge(e: Emitter, dim: int, running: Value, state: Value, sums: Value, maximum: Value) -> None:
-    """Add a split: ``state`` and ``most`` point to a maximum and a sum of weights."""
+    """Add a split: ``state`` and ``maximum`` point to a maximum and a sum of weights."""
     old, new = e.load(state, F32), e.load(maximum, F32)
     top = e.max(old, new)
     keep, take = exp(e, old - top), exp(e, new - top)

@@ -299,14 +299,14 @@ class _Writer:
         offset = None
         if self.family == "bytes":
             offset = e.load(a.x_sums, I32, at).spread(self.lanes)
-        for b, (total, found) in enumerate(pairs):
+        for b, (total, part) in enumerate(pairs):
             if offset is not None:
-                found = self.isa.finished(e, found)
-                found = found - (offset * zeros[b] if zeros is not None else offset << 3)
+                part = self.isa.finished(e, part)
+                part = part - (offset * zeros[b] if zeros is not None else offset << 3)
             if scales is None:
-                total.set(e.fma(found.real(), scale, total.get()))
+                total.set(e.fma(part.real(), scale, total.get()))
             else:
-                total.set(e.fma(found.real() * scale, scales[b], total.get()))
+                total.set(e.fma(part.real() * scale, scales[b], total.get()))
 
     def _scales(self, block: Value, group: Value, groups: Value) -> Value:
         e, width = self.e, 2 if self.spec.scale == "bf16" else 4

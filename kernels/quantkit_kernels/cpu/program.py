@@ -140,14 +140,14 @@ class Program:
         self._put(index, FLAGS // 8, EACH | NO_BARRIER if each else self._flags[index])
 
     def change(self, key: Hashable, write: Callable[[], None]) -> None:
-        """Change arguments as ``how`` does, by calls of :meth:`set` and :meth:`alone`.
+        """Change arguments as ``write`` does, by calls of :meth:`set` and :meth:`alone`.
 
         For a key it is called once; after that the same numbers are written at once, which takes microseconds
         for hundreds of operations.
 
         Args:
             key: says all that the numbers depend on; none of them is a tensor's address.
-            how: changes them.
+            write: changes them.
         """
         flat = self.records.reshape(-1)
         if (known := self._changes.get(key)) is not None:

@@ -102,7 +102,7 @@ class ColumnSearch:
         e, a, unit, thread = begin(module, self.name, COLUMN_ARGUMENTS)
         size, wide = RING * 4, vec(F32, LANES)
         tile = unit * a.columns
-        work, found, symbols = a.work + tile * size, a.found + tile * size, a.symbols + tile * RING
+        work, values, symbols = a.work + tile * size, a.found + tile * size, a.symbols + tile * RING
         scale, weight = a.scale + unit * size, a.weight + unit * size
         room = a.room + thread * a.room_private
         ring = _Ring(e, self.search, a.values, room)
@@ -112,7 +112,7 @@ class ColumnSearch:
         with e.loop(0, a.columns, BLOCK) as start:
             stop = e.min(start + BLOCK, a.columns)
             with e.loop(start, stop) as i:
-                targets, results, step = work + i * size, found + i * size, steps + (i - start) * size
+                targets, results, step = work + i * size, values + i * size, steps + (i - start) * size
                 pivot = e.load(a.matrix, F32, (i * a.columns + i) * 4).spread(LANES)
                 for at in range(0, size, LANES * 4):
                     target_value = e.load(targets, wide, at)
@@ -175,10 +175,10 @@ class _Ring:
         self.e, self.bits, self.ends, self.choices = e, spec.bits, spec.ends, 1 << spec.bits
         self.values, self.room = values, room
 
-    def search(self, target: Value, weight: Value, symbols: Value, best_state: Value) -> None:
+    def search(self, target: Value, weight: Value, symbols: Value, results: Value) -> None:
         """Store the ring that is nearest to ``target``, and its values."""
         self.target, self.weight = target, weight
-        self._close(self._cut(), symbols, best_state)
+        self._close(self._cut(), symbols, results)
 
     def _cut(self) -> Value:
         """What the best way without a beginning passes where the ring is cut."""
@@ -200,7 +200,7 @@ class _Ring:
             where.set(state.shr(self.bits))
         return where.get()
 
-    def _close(self, cut: Value, symbols: Value, best_state: Value) -> None:
+    def _close(self, cut: Value, symbols: Value, results: Value) -> None:
         """Store the best way from ``cut`` to ``cut``."""
         e, wide = self.e, vec(F32, LANES)
         with e.loop(0, self.ends, LANES) as u:
@@ -213,7 +213,7 @@ class _Ring:
             step = e.const(I64, RING - 1) - back
             state = self._before(step, step, where.get())
             e.store(symbols, (state & self.choices - 1).trunc(I8), step)
-            e.store(best_state, e.load(self.values, F32, state * 4), step * 4)
+            e.store(results, e.load(self.values, F32, state * 4), step * 4)
             where.set(state.shr(self.bits))
 
     def _errors(self, step: Value) -> Value:

@@ -63,7 +63,7 @@ def by_step(loaded: LoadedModel, settings: Sequence[KVSpec], prompts: torch.Tens
         prompts: int64 ``[n, T]``.
         tokens: how many are generated.
         fed: told how many tokens went through a setting.
-        kept: prompts whose texts an earlier run has generated.
+        journal: prompts whose texts an earlier run has generated.
 
     Raises:
         QuantkitError: the model's output is not finite.

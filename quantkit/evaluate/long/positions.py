@@ -52,8 +52,8 @@ class PositionSums:
         self._sums = [[0.0] * len(METRICS) for _ in self.edges[1:]]
 
     def add(self, at: int, reference: torch.Tensor, logprobs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Score ``reference``'s and ``own`` log-probabilities float32 ``[T, vocab]`` of queries from position
-        ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
+        """Score the log-probabilities ``logprobs`` against ``reference``, float32 ``[T, vocab]``, of queries
+        from position ``at`` on, whose next tokens are ``targets`` int64 ``[T]``."""
         scores = [metric.score(reference, logprobs, targets).double() for metric in METRICS]
         for sums, low, high in zip(self._sums, self.edges, self.edges[1:]):
             part = slice(max(0, low - at), max(0, high - at))
@@ -107,7 +107,7 @@ def by_position(loaded: LoadedModel, settings: Sequence[KVSpec], windows: torch.
         prompt: tokens that aren't scored.
         edges: see :func:`edges_of`.
         fed: told how many tokens went through a setting.
-        kept: windows that an earlier run has read.
+        journal: windows that an earlier run has read.
 
     Returns:
         Buckets, setting by setting; and each setting's bytes of KV cache at a window's end.

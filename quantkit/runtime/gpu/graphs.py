@@ -24,7 +24,7 @@ Run = Callable[["torch.Tensor", "StepTokens", "torch.Tensor"], None]
 
 
 def slots_of(longest: int, limit: int) -> int:
-    """The slots of the graph for heads of ``longest``; ``limit`` is the model's usual longest text."""
+    """The slots of the graph for heads of ``longest``; ``limit``: where the model's longest text ends."""
     slots = SLOTS << (-(-longest // SLOTS) - 1).bit_length()
     return slots if longest > limit else min(slots, limit)
 
@@ -47,11 +47,11 @@ class GraphCache:
         device: where; without graphs, on a CPU, the step itself is called.
         vocab: numbers of a token's logits.
         dtype: of logits.
-        most: slots of a head where the model's longest text ends.
+        limit: slots of a head where the model's longest text ends.
     """
 
-    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, rows: int) -> None:
-        self._device, self._most = device, rows
+    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, limit: int) -> None:
+        self._device, self._limit = device, limit
         self._logits = torch.empty(0, vocab, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._valid: object = None
@@ -78,7 +78,7 @@ class GraphCache:
             self._graphs, self._pool = {}, None
             self._logits = torch.empty(BATCHES[-1] if size > SMALL else SMALL, self._logits.shape[1],
                                        dtype=self._logits.dtype, device=self._device)
-        key = size, slots_of(longest, self._most)
+        key = size, slots_of(longest, self._limit)
         if key not in self._graphs:
             self._graphs[key] = self._captured(run, *key)
         graph = self._graphs[key]

@@ -65,7 +65,7 @@ class DeviceLinear:
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor | QuantizedActivations, **options: Any) -> torch.Tensor:
-        """``x [m, k]`` → ``[m, n]``; ``how``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
+        """``x [m, k]`` → ``[m, n]``; ``options``: see :func:`quantkit_kernels.triton.matmul.multiply`."""
         from quantkit_kernels.triton.matmul import multiply
 
         ready = self._prepared(x) if isinstance(x, torch.Tensor) else x

@@ -112,7 +112,7 @@ class GpuProgram:
             tiles: of a prompt's tokens, see
                 :func:`quantkit_kernels.triton.prefill_attention.prefill_attention`; ``None``: a token of
                 each sequence.
-            kept: gets each layer's queries ``[N, H, D]``, rotated.
+            queries: gets each layer's queries ``[N, H, D]``, rotated.
 
         Returns:
             ``[N, hidden]``.
