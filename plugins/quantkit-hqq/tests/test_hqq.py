@@ -82,9 +82,9 @@ def test_contract() -> None:
 def test_pure_and_deterministic() -> None:
     weight = weight_of()
     before = weight.clone()
-    one, two = (METHOD.run(weight, None, spec_of(), HqqOptions()) for _ in range(2))
+    first, second = (METHOD.run(weight, None, spec_of(), HqqOptions()) for _ in range(2))
     assert torch.equal(weight, before)
-    assert torch.equal(one.codes, two.codes) and torch.equal(one.scale, two.scale)
+    assert torch.equal(first.codes, second.codes) and torch.equal(first.scale, second.scale)
 
 
 def test_refusals() -> None:
