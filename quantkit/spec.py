@@ -86,7 +86,7 @@ class QuantSpec(Frozen):
 
     Attributes:
         kind: ``int`` (uniform levels), ``nf`` (the NormalFloat codebook), ``fp`` (8-bit floating point, OCP's
-            e4m3fn: https://arxiv.org/abs/2209.05433) or ``trellis`` (a code in which neighbours decide too).
+            e4m3fn: https://arxiv.org/abs/2209.05433) or ``trellis`` (a code in which neighbors decide too).
         bits: bits a code.
         symmetric: no zero point; the level ``2 ** (bits - 1)`` means 0.
         granularity: which weights share a scale.
@@ -199,7 +199,7 @@ class CalibrationSpec(Frozen):
         if not text or ("" in text and not isinstance(text, str)):
             raise ValueError("no text is named")
         if text != "self" and "self" in text and not isinstance(text, str):
-            raise ValueError("what a model writes itself can't be mixed with other texts")
+            raise ValueError("text that the model writes itself can't be mixed with other texts")
         return text
 
     @property

@@ -83,7 +83,8 @@ def read_object(path: Path, limit: int, *, error: type[QuantkitError] = SourceEr
         raise error(f"{path} can't be read", why=getattr(cause, "strerror", None) or str(cause),
                     next=next) from cause
     if len(raw) > limit:
-        raise error(f"{path} is larger than {limit:,} bytes", why="no such file needs to be", next=next)
+        raise error(f"{path} is larger than {limit:,} bytes", why="no file of this kind needs "
+                                                                  "to be", next=next)
     return parse_object(raw, str(path), error=error, next=next)
 
 

@@ -192,7 +192,7 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
         except QuantkitError:
             continue
         raise PluginError(f"method {method.name!r} at {spec.label()} accepts a weight of NaN",
-                          why="nobody can run such a layer", next="raise quantkit.errors.SpecError")
+                          why="no engine can run this layer", next="raise quantkit.errors.SpecError")
 
 
 def _method_weights(multiple: int) -> dict[str, torch.Tensor]:

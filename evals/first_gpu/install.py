@@ -1,7 +1,7 @@
 """Install carried wheels that a machine lacks, and say what is missing: ``python install.py WHEELS FOLDER``.
 
 Into a folder for ``PYTHONPATH``, without the network. What is installed already stays as it is, so that a
-package's neighbours aren't exchanged. Exit code 1 if anything that quantkit can't do without is missing.
+package's neighbors aren't exchanged. Exit code 1 if anything that quantkit can't do without is missing.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _write_folder(file: Path, folder: Path, dtype: torch.dtype) -> None:
         tensor = raw[f"{names.get_name(name.removesuffix('.weight'))}.weight"]
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if part in name:  # llama.cpp rotates neighbours, transformers halves
+            if part in name:  # llama.cpp rotates neighbors, transformers halves
                 values = values.unflatten(0, (config[heads], -1, 2)).transpose(1, 2).flatten(0, 2)
         assert torch.equal(values.bfloat16(), source.tensor(name)), name
         tensors[name] = values.to(dtype).contiguous()

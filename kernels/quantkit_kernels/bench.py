@@ -6,7 +6,7 @@ Needs torch and triton only; the libraries of :mod:`~quantkit_kernels.bench_peer
 installed.
 
 All sides take turns in one process; each is captured in a CUDA graph, so that launches cost nothing, as in a
-decode loop. Printed are medians, of times and of the ratios of neighbouring turns. A row whose result differs
+decode loop. Printed are medians, of times and of the ratios of neighboring turns. A row whose result differs
 from torch's says so and makes the exit code 1. A row is on disk as soon as it is measured, the most important
 rows are first, and what doesn't fit into ``--minutes`` isn't measured. ``--rehearse`` goes through all of it
 without a GPU, at tiny shapes in Triton's interpreter: set ``TRITON_INTERPRET=1``; its times mean nothing.

@@ -193,7 +193,7 @@ def _check(recipe: Recipe) -> None:
                           next="leave out --recipe, or add a section 'candidates' to it (docs/budget.md)")
     if recipe.calibration is not None and recipe.calibration.importance != "gradient":
         raise RecipeError(f"recipe {recipe.name!r} says importance: equal",
-                          why="what a layer's error costs is measured by gradients",
+                          why="the cost of a layer's error is measured by gradients",
                           next="calibration: {importance: gradient}")
     if changed := [transform.name for transform in recipe.transforms
                    if registry("transforms").get(transform.name).layer]:
@@ -207,7 +207,7 @@ def _check(recipe: Recipe) -> None:
         named = f"candidate {candidate.label()} of recipe {recipe.name!r}"
         if candidate.spec.activations:
             raise RecipeError(f"{named} rounds activations too",
-                              why="only what rounding weights costs is measured", next="leave it out")
+                              why="only the cost of rounding weights is measured", next="leave it out")
         alone = getattr(registry("formats").get(str(candidate.format_name)), "alone", False)
         if alone and any((o.format_name, o.spec) != (candidate.format_name, candidate.spec) for o in packed):
             raise RecipeError(f"{named} can't be mixed with others",

@@ -105,5 +105,5 @@ def _reread(folder: Path, manifest: Manifest, config: Mapping[str, Any], names: 
                                   why=", ".join(sorted(odd)[:3]))
         for fault in value_faults(checkpoint):
             raise CheckpointError(f"layer {fault}",
-                                  why="such a checkpoint would give nonsense; none was made",
+                                  why="the checkpoint would give wrong results, so it was not written",
                                   next="quantize this layer by another method, or keep it with method: null")

@@ -32,7 +32,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """Write ``path`` through a temporary neighbour: written, fsynced, renamed, folder fsynced.
+    """Write ``path`` through a temporary neighbor: written, fsynced, renamed, folder fsynced.
 
     Returns:
         sha256 hex digest and number of bytes.

@@ -144,7 +144,7 @@ class _Output:
 
     def __call__(self, index: int, text: str) -> None:
         self.begun = True
-        # color: a file gets every byte of the text, also what looks like a colour
+        # color: a file gets every byte of the text, also what looks like a color
         click.echo(text.translate(_CONTROLS) if self._terminal else text, nl=False, color=True)
 
 

@@ -15,11 +15,11 @@ device_option = click.option("--device", default="auto", show_default=True, meta
 
 
 def show_error(what: str, why: str | None = None, next: str | None = None) -> None:
-    """``error: what``, ``why: …``, ``next: …`` on stderr, coloured when that is a terminal."""
-    for label, colour, text in (("error", "red", what), ("why", "yellow", why), ("next", "green", next)):
+    """``error: what``, ``why: …``, ``next: …`` on stderr, colored when that is a terminal."""
+    for label, color, text in (("error", "red", what), ("why", "yellow", why), ("next", "green", next)):
         if text:
             indent = "\n" + " " * (len(label) + 2)
-            click.echo(click.style(f"{label}:", fg=colour, bold=True) + " "
+            click.echo(click.style(f"{label}:", fg=color, bold=True) + " "
                        + text.strip().replace("\n", indent), err=True)
 
 

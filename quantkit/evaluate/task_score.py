@@ -65,9 +65,9 @@ def wilson(right: float, items: int) -> Interval:
     https://doi.org/10.1080/01621459.1927.10502953
     """
     share, over = right / items, 1 + Z * Z / items
-    centre = (share + Z * Z / (2 * items)) / over
+    center = (share + Z * Z / (2 * items)) / over
     half = Z / over * math.sqrt(share * (1 - share) / items + Z * Z / (4 * items * items))
-    return Interval(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)))
+    return Interval(share, max(0.0, min(share, center - half)), min(1.0, max(share, center + half)))
 
 
 def _bootstrap(pairs: np.ndarray, seed: int) -> tuple[float, float, float]:

@@ -158,14 +158,14 @@ class BnbNF4Format:
         return values * outer + offset
 
 
-def _nest(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nest(centered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 ``[n]`` → (uint8 ``[n]`` into the dynamic map, float32 ``[ceil(n / 256)]`` maxima).
 
     bitsandbytes' CPU code rounds to one of 65536 equal cells before it looks for the nearest entry;
     doing the same is what makes the bytes equal.
     """
-    count = centred.numel()
-    blocks = torch.nn.functional.pad(centred, (0, -count % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    count = centered.numel()
+    blocks = torch.nn.functional.pad(centered, (0, -count % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     outer = blocks.abs().amax(dim=1)
     scaled = (blocks * (1 / outer).unsqueeze(1)).nan_to_num_().clamp_(-1, 1)
     cells = ((scaled + 1) * 0.5 * (CELLS - 1) + 0.5).to(torch.int32)

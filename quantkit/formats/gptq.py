@@ -113,7 +113,7 @@ class GptqFormat:
         zero = (stored + self.below).T.contiguous()
         if spec.symmetric and bool((zero != middle(spec)).any()):
             raise CheckpointError("qzeros is not the middle level everywhere",
-                                  why="the weight is said to be symmetric",
+                                  why="the checkpoint says that the weight is symmetric",
                                   next="download the file again, or say 'sym': false in quantization_config")
         level = stream.unpack(parts["qweight"].T.contiguous(), spec.bits, cols)
         scale = parts["scales"].T.to(torch.float32).contiguous()

@@ -77,7 +77,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def descend_scales(weight: torch.Tensor, levels: torch.Tensor, grid: Grid, hessian: torch.Tensor,
                    spec: QuantSpec, rounds: int) -> Grid:
-    """``rounds`` visits to every scale: each step is the exact minimiser for its group, rounded to the
+    """``rounds`` visits to every scale: each step is the exact minimizer for its group, rounded to the
     scales' dtype, and taken only where it lowers the loss.
 
     With the codes fixed the loss is quadratic in a row's scales, so the descent needs only that small

@@ -1,6 +1,6 @@
 """GPTQ: quantize a column, spread its error over the columns that are left, repeat.
 
-https://arxiv.org/abs/2210.17323. Minimises ``tr((W - Q) H (W - Q)ᵀ)`` with ``H`` the mean of ``x xᵀ``
+https://arxiv.org/abs/2210.17323. Minimizes ``tr((W - Q) H (W - Q)ᵀ)`` with ``H`` the mean of ``x xᵀ``
 over calibration tokens. Groups are *static*: their grids are fixed before solving, so that
 activation order changes only the order of solving and every group keeps its place on disk.
 

@@ -75,7 +75,7 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors |
 
 def _refit(weight: torch.Tensor, values: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor,
            spec: QuantSpec) -> torch.Tensor:
-    """The exact minimiser for every row's scale: ``[tiles, in, 64]`` twice → ``[tiles, 64]``."""
+    """The exact minimizer for every row's scale: ``[tiles, in, 64]`` twice → ``[tiles, 64]``."""
     pull = hessian @ values
     return _rounded((pull * weight).sum(1) / (pull * values).sum(1), spec, scale)
 

@@ -18,7 +18,7 @@ KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 _WHY_NOT = {
     "dynamic": "its frequencies depend on the longest sequence of the batch, "
-               "so that a request's tokens would depend on its neighbours",
+               "so that a request's tokens would depend on its neighbors",
 }
 
 

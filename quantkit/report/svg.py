@@ -51,7 +51,7 @@ def render(result: EvalResult) -> str:
     """An SVG document; panels stand above each other, so that it can be read on a phone.
 
     Without speed there is no panel for it; a value that is infinite or not a number isn't drawn. A product
-    of models and KV settings has a legend, a colour a model and a shape a setting; else names stand beside
+    of models and KV settings has a legend, a color a model and a shape a setting; else names stand beside
     their marks.
     """
     panels = [("KL to the reference, lower is better (√ scale)", "kl_mean", True),
@@ -96,7 +96,7 @@ def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: flo
     marks = [(x(p.size), y(p.y.value), y(p.y.low), y(p.y.high)) for p in points]
     for point, (cx, _, low, high) in zip(points, marks):
         out.append(f'<line x1="{cx:.1f}" x2="{cx:.1f}" y1="{low:.1f}" y2="{high:.1f}" '
-                   f'stroke="{point.look.colour}" stroke-width="2"/>')
+                   f'stroke="{point.look.color}" stroke-width="2"/>')
     out += [mark(point.look, cx, cy) for point, (cx, cy, _, _) in zip(points, marks)]
     if not named:
         return "\n".join(out) + "\n"
@@ -104,16 +104,16 @@ def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: flo
     texts = [f"{cut(p.name, 24)} {number(p.y.value)}" for p in points]
     labels = place([(cx, cy) for cx, cy, _, _ in marks], texts, RADIUS, inside)
     for point, label, (cx, cy, _, _) in zip(points, labels, marks):
-        out += _label(label, point.look.colour, cx, cy)
+        out += _label(label, point.look.color, cx, cy)
     return "\n".join(out) + "\n"
 
 
-def _label(label: PlotLabel, colour: str, cx: float, cy: float) -> list[str]:
+def _label(label: PlotLabel, color: str, cx: float, cy: float) -> list[str]:
     """The text, and a line to its mark if it had to move away from it."""
     out = []
     if label.moved:
         out.append(f'<line x1="{cx:.1f}" y1="{cy:.1f}" x2="{label.x:.1f}" y2="{label.y - 5:.1f}" '
-                   f'stroke="{colour}"/>')
+                   f'stroke="{color}"/>')
     out.append(f'<text class="label" x="{label.x:.1f}" y="{label.y:.1f}" '
                f'text-anchor="{label.anchor}">{escape(label.text)}</text>')
     return out

@@ -64,7 +64,7 @@ def place(marks: Sequence[tuple[float, float]], texts: Sequence[str], radius: fl
     """Find a place for each label, from the top mark to the lowest.
 
     Args:
-        marks: centres.
+        marks: centers.
         texts: a label each, not wider than ``inside``.
         radius: of the marks.
         inside: no label leaves it.
@@ -88,7 +88,7 @@ def _options(x: float, y: float, text: str, radius: float,
     """All places within the plot, the nearest first; there is always one."""
     width, side = reach(text), radius + 6
     labels = []
-    # beside the mark, then further up and down; half lines first, as neighbours are often close
+    # beside the mark, then further up and down; half lines first, as neighbors are often close
     for away in sorted((n * LINE / 2 for n in range(-40, 41)), key=lambda d: (abs(d), d)):
         middle = min(max(y + away, inside.top + LINE / 2), inside.bottom - LINE / 2)
         begins = ((x + side, "start"), (x - side - width, "end"),

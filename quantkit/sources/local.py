@@ -111,7 +111,7 @@ class LocalSource:
         for path in files.values():
             if path.stat().st_size > MAX_SIDE_FILE:
                 raise SourceError(f"{path} is larger than {MAX_SIDE_FILE:,} bytes",
-                                  why="no such file needs to be")
+                                  why="no file of this kind needs to be")
         return files
 
 

@@ -146,9 +146,9 @@ def test_a_reader_that_leaves_ends_it_quietly():
     assert done.returncode != 0
 
 
-def test_errors_are_coloured_on_a_terminal_only(command_that, monkeypatch):
+def test_errors_are_colored_on_a_terminal_only(command_that, monkeypatch):
     assert "\x1b[" not in command_that(raising(QuantkitError("x"))).stderr
     from click.testing import CliRunner
 
-    coloured = CliRunner().invoke(module.main, ["no-such"], color=True)
-    assert "\x1b[" in coloured.stderr
+    colored = CliRunner().invoke(module.main, ["no-such"], color=True)
+    assert "\x1b[" in colored.stderr

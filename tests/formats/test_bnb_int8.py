@@ -38,7 +38,7 @@ def test_scales_of_16_bits_come_back_exactly(dtype) -> None:
     assert torch.equal(FORMAT.unpack(packed).scale, scale)
 
 
-def test_other_scales_come_back_as_a_neighbour() -> None:
+def test_other_scales_come_back_as_a_neighbor() -> None:
     codes = int8_codes(4096, 2, "float32")
     back = FORMAT.unpack(FORMAT.pack(codes, torch.bfloat16)).scale
     assert 0.9 < (back == codes.scale).float().mean() < 1.0

@@ -40,7 +40,7 @@ def test_a_lane_loads_its_own_numbers(bits, k, wide, adjacent):
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_a_pair_is_one_register(adjacent):
-    """The two numbers that a mask leaves side by side are neighbouring columns of one row."""
+    """The two numbers that a mask leaves side by side are neighboring columns of one row."""
     step, others = (1, (0, 2, 4, 6)) if adjacent else (4, (0, 1, 2, 3))
     for word in places(4, 64, 2, adjacent):
         for at in others:

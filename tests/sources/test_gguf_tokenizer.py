@@ -104,7 +104,7 @@ def test_control_tokens_are_special_and_the_author_s_own_are_not():
 
 
 def best_first(text: str) -> list[str]:
-    """SentencePiece's BPE by its definition: join the neighbours whose piece has the best score."""
+    """SentencePiece's BPE by its definition: join the neighbors whose piece has the best score."""
     parts = list("▁" + text.replace(" ", "▁")) if text else []
     while pairs := [(PIECES[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts))
                     if a + b in PIECES]:

@@ -27,14 +27,14 @@ def _int4(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
 
 
 def _int8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Two neighbours of each lane's row side by side."""
+    """Two neighbors of each lane's row side by side."""
     wide = vec(I8, 2 * isa.lanes)
     for i in range(SUB // 2):
         yield (e.load(source, wide, i * 2 * isa.lanes).sext(vec(I16, 2 * isa.lanes)),)
 
 
 def _bf16(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Two neighbours of each lane's row side by side: one is a lane's high half, one is shifted there."""
+    """Two neighbors of each lane's row side by side: one is a lane's high half, one is shifted there."""
     real = vec(F32, isa.lanes)
     for i in range(SUB // 2):
         pair = e.load(source, vec(I32, isa.lanes), i * 4 * isa.lanes)
@@ -55,13 +55,13 @@ def _f32(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
 
 
 def _w8a8(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Four neighbours of each lane's row side by side."""
+    """Four neighbors of each lane's row side by side."""
     for i in range(SUB // 4):
         yield (e.load(source, vec(I8, 4 * isa.lanes), i * 4 * isa.lanes),)
 
 
 def _e4m3(e: Emitter, isa: Isa, source: Value) -> Iterator[Sequence[Value]]:
-    """Four neighbours of each lane's row side by side. Where float32 has its sign, the low bits of its
+    """Four neighbors of each lane's row side by side. Where float32 has its sign, the low bits of its
     exponent and the high ones of its mantissa, e4m3's bits mean 2⁻¹²⁰ of what they are, denormal ones too."""
     real = vec(F32, isa.lanes)
     for i in range(SUB // 4):
@@ -101,7 +101,7 @@ def trellis(bits: int, window: int, code: tuple[int, int, int]) -> WeightDecoder
     """Rings of 64 rows of symbols of 2 to 4 bits, of which the last ``window`` bits mean a number.
 
     A word is four symbols of a ring, the first highest; vectors hold the 16 words of two columns each,
-    neighbours in k side by side. The number is the sum of the nibbles of
+    neighbors in k side by side. The number is the sum of the nibbles of
     ``state · low ^ (state · high >> 16)``, less ``middle``, for a ``code`` of these three.
     """
     low, high, middle = code

@@ -114,7 +114,7 @@ ALL = (VNNI, AVX2, PLAIN)
 
 
 def _fold(x: Value, count: int) -> Value:
-    """Neighbours added: ``[n]`` → ``[n / count]``."""
+    """Neighbors added: ``[n]`` → ``[n / count]``."""
     total = x.shuffle(range(0, x.lanes, count))
     for i in range(1, count):
         total = total + x.shuffle(range(i, x.lanes, count))

@@ -114,12 +114,12 @@ def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
 
 
 def _pairs(blocks: torch.Tensor) -> torch.Tensor:
-    """Two neighbours of each lane's row side by side."""
+    """Two neighbors of each lane's row side by side."""
     return blocks.unflatten(-1, (-1, 2)).transpose(2, 3)
 
 
 def _quads(blocks: torch.Tensor) -> torch.Tensor:
-    """Four neighbours of each lane's row side by side."""
+    """Four neighbors of each lane's row side by side."""
     return blocks.unflatten(-1, (-1, 4)).transpose(2, 3)
 
 

@@ -229,7 +229,7 @@ def attend(q: Floats, k: Floats, v: Floats, seen: npt.NDArray[np.bool_]) -> Floa
 
 
 def _score(lane: Floats) -> Floats:
-    """The sum over lanes: halves down to eight, then neighbours at distance 2, 1 and 4."""
+    """The sum over lanes: halves down to eight, then neighbors at distance 2, 1 and 4."""
     while lane.shape[-1] > 8:
         half = lane.shape[-1] // 2
         lane = lane[..., :half] + lane[..., half:]

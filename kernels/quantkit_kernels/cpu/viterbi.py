@@ -28,7 +28,7 @@ BLOCK = 64
 """Columns solved before the rest is updated."""
 ARGUMENTS = ("*target", "*weight", "*values", "*symbols", "*found", "*room", "room_private")
 """Of a record. A unit is a ring: ``target`` and ``weight`` float32 ``[units, 64]``; ``values`` float32
-``[2 ** window]``; results are ``symbols`` uint8 and ``found`` float32, ``[units, 64]``. Minimised is the sum
+``[2 ** window]``; results are ``symbols`` uint8 and ``found`` float32, ``[units, 64]``. Minimized is the sum
 of ``(weight · (value − target))²``."""
 COLUMN_ARGUMENTS = ("*work", "*matrix", "*scale", "*weight", "*values", "*symbols", "*found", "*room",
                     "room_private", "columns")

@@ -1,6 +1,6 @@
 """Attention of a prompt's tokens over paged keys and values, plain or coded.
 
-Neighbouring tokens of a sequence, and the query heads that share a key head, are the rows of one matrix
+Neighboring tokens of a sequence, and the query heads that share a key head, are the rows of one matrix
 product; pages are walked as in :mod:`~quantkit_kernels.triton.decode_attention`: codes, then vectors that
 wait, each by slot (https://arxiv.org/abs/2307.08691). What a row doesn't see adds nothing, to the bit: a
 token's result doesn't depend on where a prompt was cut.

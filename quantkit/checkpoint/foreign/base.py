@@ -72,4 +72,4 @@ def missing(slot: LinearSlot, tensor: str) -> CheckpointError:
 def contradiction(slot: LinearSlot, claim: str) -> CheckpointError:
     """The error for a quantized layer that the config excludes."""
     return CheckpointError(f"{slot.name} is stored quantized, and {claim} says that it isn't",
-                           why="readers would disagree on what it is", next="download the checkpoint again")
+                           why="readers would disagree about the layer", next="download the checkpoint again")

@@ -67,7 +67,8 @@ class ForeignCheckpoint:
         raw = self.source.config()
         if str(raw.get("model_type")) in CLASSES:
             raise CheckpointError(f"{self.path} is a quantized model of images and text",
-                                  why="of such only plain ones are read, as the text model inside",
+                                  why="only unquantized multimodal checkpoints are read, as the text model"
+                                      " inside",
                                   next=ORIGINAL)
         method, layers = self._layers(raw)
         pairs = [(slot, layers(slot)) for slot in all_slots(parse_config(raw))]

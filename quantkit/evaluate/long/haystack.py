@@ -18,7 +18,7 @@ LONGEST = 800
 _END = re.compile(r"""
     (?: (?<!\bMr) (?<!\bMrs) (?<!\bMs) (?<!\bDr) (?<!\bSt) (?<!\b[A-HJ-ZА-Я]) \.  |  [!?…] )
     ["'”’“«»)\]]* \s+  |  [。！？]+ [」』”’）]* \s*""", re.VERBOSE)
-_WHO = ("The baker", "A gardener", "The old sailor", "My neighbour", "The teacher", "A young painter",
+_WHO = ("The baker", "A gardener", "The old sailor", "My neighbor", "The teacher", "A young painter",
         "The clerk", "Her cousin", "The farmer", "A tall stranger", "The postman", "Their uncle")
 _DID = ("walked along", "looked across", "waited beside", "swept", "sketched", "remembered", "crossed",
         "returned to", "talked about", "drove past", "photographed", "slept near")

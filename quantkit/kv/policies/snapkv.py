@@ -19,7 +19,7 @@ class SnapKV(ScorePolicy):
     Attributes:
         window: the last ``window`` positions always stay; their queries are the ones that score (the
             observation window).
-        kernel: scores are averaged over this many neighbours, so that whole phrases stay.
+        kernel: scores are averaged over this many neighbors, so that whole phrases stay.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -31,7 +31,7 @@ class SnapKV(ScorePolicy):
         return self.window
 
     def score(self, view: PolicyView) -> torch.Tensor:
-        """Attention from the observation window, averaged over neighbours (zeros beyond both ends)."""
+        """Attention from the observation window, averaged over neighbors (zeros beyond both ends)."""
         weights = view.window_attention()
         window = newest(view, min(self.window, self.layer_budget(view), *view.lengths), weights.device)
         earlier = weights.masked_fill(window, 0.0)[:, None]

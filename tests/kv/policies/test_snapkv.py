@@ -9,7 +9,7 @@ from quantkit.kv.policies.snapkv import SnapKV
 
 
 def chosen(weights, kept, window, kernel):
-    """Slots of one head: votes of the last queries, averaged over neighbours (zeros outside), the best."""
+    """Slots of one head: votes of the last queries, averaged over neighbors (zeros outside), the best."""
     groups, queries, total = weights.shape
     residual_length = min(window, kept)
     votes = [sum(float(weights[g, q, s]) for g in range(groups) for q in range(queries)) / (groups * queries)

@@ -112,7 +112,7 @@ def test_every_kind_of_weight(folder, simulated, tmp_path, recipe, kernel):
     names = {one.weight.kernel_name(model.dtype, model.model.device, "decode")
              for one in model.model.linears().values()}
     assert isinstance(model.model, GpuModel) and kernel in names
-    # a level of an activation may be the other of two neighbours
+    # a level of an activation may be the other of two neighbors
     rounding = 0.02 if "a8" in kernel else 5e-5
     assert (ours - plain).abs().max() < rounding * plain.abs().max()
 

@@ -1,6 +1,6 @@
 """Half-Quadratic Quantization, https://mobiusml.github.io/hqq_blog/ (Badri and Shaji, 2023).
 
-Minimises ``Σ |w - (q - z) s|^p`` with ``p < 1``, under which a few large errors are cheap. The problem
+Minimizes ``Σ |w - (q - z) s|^p`` with ``p < 1``, under which a few large errors are cheap. The problem
 is split by an auxiliary error ``e``: a shrinkage step finds ``e`` for the present grid, and with ``e``
 fixed the grid has a closed form. Both alternate while the coupling ``beta`` grows.
 
