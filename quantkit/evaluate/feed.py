@@ -38,7 +38,7 @@ def prefill(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], *
         batch = Batch(cache, [row], "prefill_end" if last else "prefill")
         logits = loaded.model(torch.tensor([list(chunk)], device=device), cache=batch,
                               last=torch.tensor([len(chunk) - 1]))
-    return logits
+    return _without_codec_fault(logits, cache, row)
 
 
 def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], done: int = 0) -> torch.Tensor:
@@ -60,7 +60,14 @@ def force(loaded: LoadedModel, cache: KVCache, row: int, ids: Sequence[int], don
         chunk = torch.tensor([list(ids[start:start + room])], device=loaded.model.device)
         steps.append(loaded.model(chunk, cache=Batch(cache, [row], "decode"))[0].clone())
         start += room
-    return torch.cat(steps)
+    return _without_codec_fault(torch.cat(steps), cache, row)
+
+
+def _without_codec_fault(logits: torch.Tensor, cache: KVCache, row: int) -> torch.Tensor:
+    """``logits`` as they are. Raises PluginError if they aren't finite and a plugin's codec is to blame."""
+    if not (logits < torch.inf).all() and (fault := cache.codec_fault(row)) is not None:
+        raise fault
+    return logits
 
 
 def likeliest(loaded: LoadedModel, logits: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from quantkit.errors import UsageError, did_you_mean
+from quantkit.errors import PluginError, UsageError, did_you_mean
 from quantkit.kv.base import MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.policies.window import ModelWindow
 from quantkit.models.config import ModelConfig
@@ -93,10 +93,15 @@ def build_kv_codecs(spec: KVSpec) -> KVCodecs:
 
 def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, name: str,
            options: Mapping[str, object], example: str) -> Made:
+    plural = {"policy": "policies", "codec": "codecs"}[what]
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise UsageError(f"the KV {what} {name!r} can't be made",
                          why=f"what is registered as {name!r} isn't a {base.__name__}",
                          next="see docs/plugins.md, and update the plugin")
+    if getattr(kind, "name", None) != name:
+        raise PluginError(f"KV {what} {name!r} of {registry(f'kv_{plural}').entry(name).owner} calls itself "
+                          f"{getattr(kind, 'name', None)!r}", why="a class has the name it is registered by",
+                          next=f'set name: ClassVar[str] = "{name}" in {kind.__name__}')
     fields = kind.model_fields
     for option in options:
         if option not in fields and option not in kind.renamed:

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.errors import PluginError, UsageError
 from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
+from quantkit.kv.checked import check_codecs, codec_fault
+from quantkit.kv.decoded import DecodedPages
 from quantkit.kv.geometry import LayerGeometry
 from quantkit.kv.layer import LayerCache
 from quantkit.kv.page_pool import MoveCounter, PagePool
@@ -39,12 +41,14 @@ class KVCache:
         codecs: of keys and values.
         policy: the policy of the spec.
         layers: the cache of each layer, with the policy of the spec or the window that the model has there.
+        decoded: of pages whose codec has no kernel, for the CPU program.
         keeps_all: whether no layer's policy drops anything.
         bytes_per_token: of codes, scales and positions, in all layers and heads; a page's share where 64
             tokens are encoded together. Unencoded vectors take :attr:`residual_bytes_per_token`.
 
     Raises:
         UsageError: the policy's options or the head dimension don't fit.
+        PluginError: a plugin's codec doesn't do what it promises.
     """
 
     def __init__(self, config: ModelConfig, spec: KVSpec | None = None, dtype: torch.dtype = torch.bfloat16,
@@ -52,6 +56,7 @@ class KVCache:
         self.spec = spec or KVSpec()
         self.codecs = build_kv_codecs(self.spec)
         self.config, self.heads = config, config.num_kv_heads
+        check_codecs(self.codecs, self.spec, config.head_dim, dtype)
         self.dtype, self.device, self.move_counter = dtype, torch.device(device), MoveCounter()
         stores = [PageStore(self.codecs, self.heads, config.head_dim, dtype, not policy.keeps_all,
                             self.device, self.move_counter)
@@ -64,12 +69,13 @@ class KVCache:
         self.policy = build_policy(self.spec, lambda policy: self._decoding_bytes(policy, stores))
         policies = self._by_layer(self.policy)
         self.keeps_all = all(policy.keeps_all for policy in policies)
-        self.layers = []
+        self.layers: list[LayerCache] = []
         for index, (policy, store) in enumerate(zip(policies, stores)):
             managed = [layer for layer, other in enumerate(policies) if other is policy]
             geometry = LayerGeometry(config, index, dtype, self.device)
             self.layers.append(LayerCache(geometry, self.codecs, policy, store,
                                           (managed.index(index), len(managed))))
+        self.decoded = DecodedPages(self.layers, self.move_counter, self.heads, config.head_dim)
 
     def _by_layer(self, policy: KVPolicy) -> list[KVPolicy]:
         return by_layer(policy, self.config, self.codecs.first)
@@ -104,8 +110,9 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages that exist, free ones included, and of what policies track."""
-        return self._tracked_bytes + sum(pool.allocated_bytes for pool in self.pools)
+        """Bytes of all pages that exist, free and decoded ones included, and of what policies track."""
+        pages = sum(pool.allocated_bytes for pool in self.pools)
+        return pages + self.decoded.shared_bytes + self._tracked_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -193,6 +200,11 @@ class KVCache:
     def slots(self, number: int) -> list[tuple[int, ...]]:
         """Slots that each layer's heads hold of a sequence."""
         return [tuple(row) for row in self._sequences[number].lengths.tolist()]
+
+    def codec_fault(self, number: int) -> PluginError | None:
+        """Why a plugin's codec is to blame where a sequence's output isn't finite; ``None`` if it isn't."""
+        return codec_fault([layer.store for layer in self.layers], self._sequences[number], self.codecs,
+                           self.spec)
 
     def bytes_of(self, number: int) -> int:
         """Bytes of a sequence's pages, those that it shares with others included, and of what is tracked."""

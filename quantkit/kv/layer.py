@@ -9,6 +9,7 @@ import torch
 from quantkit.kv.attend import PagedAttention
 from quantkit.kv.attention_scores import AttentionScores
 from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, Phase, PolicyView
+from quantkit.kv.checked import checked_slots
 from quantkit.kv.geometry import LayerGeometry
 from quantkit.kv.sequence import LayerState
 from quantkit.kv.store import PageStore
@@ -123,13 +124,18 @@ class LayerCache:
 
     def drop(self, state: LayerState) -> bool:
         """Let the policy choose what stays and give back the other pages; returns whether it dropped
-        anything."""
+        anything.
+
+        Raises:
+            PluginError: what the policy returned isn't what it promises.
+        """
         kept = self.policy.keep(self.view(state))
         if kept is None:
             return False
+        slots = checked_slots(self.policy, kept, state.lengths.tolist())
         # what queries don't see may stay stored if everything behind it would have to be encoded again
         if self.policy.visible is not None and self.store.residual is not None:
-            self.store.thin(state, list(kept), self.policy.release_granularity // PAGE)
+            self.store.thin(state, slots, self.policy.release_granularity // PAGE)
         else:
-            self.store.keep(state, list(kept))
+            self.store.keep(state, slots)
         return True

@@ -44,6 +44,7 @@ class PagePool:
         self.parts = {name: torch.zeros(0, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
+        self._derived: frozenset[str] = frozenset()
         self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
         self._total = self._least = 0
@@ -56,8 +57,13 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return sum(math.prod(part.shape[1:]) * part.element_size() for part in self.parts.values())
+        """Bytes of one page, without what is derived."""
+        return sum(_page_bytes(part) for name, part in self.parts.items() if name not in self._derived)
+
+    @property
+    def total(self) -> int:
+        """Pages that exist, free ones included."""
+        return self._total
 
     @property
     def allocated_bytes(self) -> int:
@@ -75,6 +81,22 @@ class PagePool:
         self._least = total
         if total > self._total:
             self._resize(total)
+
+    def derive(self, layout: Layout) -> None:
+        """Give each slot more parts, whose numbers follow from those of the others: zero until they are
+        written. They move with their page and count in :attr:`allocated_bytes` alone."""
+        for name, (shape, dtype) in layout.items():
+            like = next(iter(self.parts.values()))
+            self.parts[name] = torch.zeros(self._total, PAGE, *shape, dtype=dtype, device=like.device)
+        self._derived |= layout.keys()
+        self._moves.count += 1
+
+    def forget_derived(self) -> None:
+        """Give back the memory of derived parts."""
+        for name in self._derived:
+            del self.parts[name]
+        self._derived = frozenset()
+        self._moves.count += 1
 
     def share(self, pages: Iterable[int]) -> None:
         """One more holder of each: nobody's to write now, and free when all have given it back."""
@@ -160,6 +182,10 @@ class PagePool:
         self._free += range(self._total, total)  # above all others: it stays a heap
         self._total = total
         self._moves.count += 1
+
+
+def _page_bytes(part: torch.Tensor) -> int:
+    return math.prod(part.shape[1:]) * part.element_size()
 
 
 def _grown(total: int, needed: int) -> int:

@@ -15,6 +15,7 @@ from copy import deepcopy
 import torch
 
 from quantkit.kv.base import PAGE, KVCodecs, Layout, SideCodec
+from quantkit.kv.coded_pages import CodedPages
 from quantkit.kv.page_pool import MoveCounter, PagePool, slots_of
 from quantkit.kv.sequence import LayerState
 
@@ -32,6 +33,7 @@ class PageStore:
 
     Attributes:
         pages: the pages of codes.
+        coded: encodes into them and decodes them.
         residual: the pages of unencoded vectors; ``None`` if the codecs need none.
 
     Raises:
@@ -46,6 +48,7 @@ class PageStore:
         layout: Layout = {**self._by_side(lambda codec: codec.layout(dim, dtype)), **places}
         self.pages = PagePool(layout, device, move_counter,
                               self._by_side(lambda codec: codec.shared(dim, dtype)))
+        self.coded = CodedPages(self.pages, codecs, dim)
         self.residual: PagePool | None = None
         if codecs.has_residual(dim, dtype):
             vectors: Layout = {f"{side}.values": ((dim,), dtype) for side in self._sides}
@@ -151,7 +154,7 @@ class PageStore:
         where = torch.tensor(slots, dtype=torch.int64, device=self._device)
         pages, values = self.pages, {"k.values": k, "v.values": v}
         if self.residual is None:
-            values = self._encoded(k, v)
+            values = self.coded.encode(k, v)
         else:
             pages, values = self.residual, {name: self._clamped(x) for name, x in values.items()}
         if self._numbered:
@@ -165,24 +168,28 @@ class PageStore:
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype)
 
-    def close(self, state: LayerState) -> None:
-        """Encode the vectors that are older than the residual window; they stay there until
-        :meth:`settle`."""
+    def close(self, state: LayerState, count: int = 0) -> None:
+        """Encode the vectors that are older than the residual window; they stay there until :meth:`settle`.
+
+        Args:
+            state: the sequence.
+            count: tokens of this step that the residual holds beyond the state's lengths.
+        """
         if self.residual is None:
             return
         source: list[int] = []
         target: list[int] = []
         for head, length in enumerate(state.lengths.tolist()):
             start = int(state.starts[head])
-            count = (self._codecs.border(length) - start) // PAGE
+            blocks = (self._codecs.border(length + count) - start) // PAGE
             page = (start - self._codecs.first) // PAGE
-            source += state.residual[head][self._next_pages(count)]
-            target += state.pages[head][page:page + count]
+            source += state.residual[head][self._next_pages(blocks)]
+            target += state.pages[head][page:page + blocks] if blocks > 0 else []
         if not source:
             return
         pages = torch.tensor(source, device=self._device)
         k, v = (self.residual.parts[f"{side}.values"][pages] for side in "kv")
-        values = self._encoded(k, v)
+        values = self.coded.encode(k, v)
         if self._numbered:
             values["positions"] = self.residual.parts["positions"][pages]
         self.pages.fill(torch.tensor(target, device=self._device), values)
@@ -191,10 +198,6 @@ class PageStore:
         """Where in a head's residual the next ``count`` pages to be encoded are."""
         kept = self._codecs.first // PAGE
         return slice(kept, kept + max(0, count))
-
-    def _encoded(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {f"{side}.{name}": part for side, x in (("k", k), ("v", v))
-                for name, part in self._sides[side].encode(x).items()}
 
     # -- reading
 
@@ -208,9 +211,7 @@ class PageStore:
                 older than the residual window.
         """
         longest, table = int(state.lengths.max()), self.table(state)
-        names = [name for name in self.pages.parts if name.startswith(f"{side}.")]
-        codes = self._sides[side].decode(
-            {name.removeprefix(f"{side}."): self.pages.read(name, table) for name in names}).flatten(1, 2)
+        codes = self.coded.read(side, table).flatten(1, 2)
         if self.residual is None:
             return codes[:, :longest]
         lengths = state.lengths.tolist()
@@ -337,7 +338,7 @@ class PageStore:
             return
         k, v, at = (torch.cat(parts) for parts in zip(*coded))
         k, v = (self._clamped(x).unflatten(0, (-1, PAGE)) for x in (k, v))
-        values = self._encoded(k, v)
+        values = self.coded.encode(k, v)
         if self._numbered:
             values["positions"] = at.view(-1, PAGE)
         self.pages.fill(torch.tensor(target, device=self._device), values)

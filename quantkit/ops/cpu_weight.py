@@ -275,3 +275,10 @@ def _ready(packed: CpuWeight) -> CpuProduct:
         product.replace(packed)
     _kept.products[key] = product
     return product
+
+
+def widened(weight: torch.Tensor, size: int = 0) -> torch.Tensor:
+    """A weight in float32 ``[size]`` or, if that is more, ``[n]``, padded with 0."""
+    wide = torch.zeros(max(weight.numel(), size))
+    wide[:weight.numel()] = weight.float()
+    return wide

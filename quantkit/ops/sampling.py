@@ -35,3 +35,13 @@ def one_thread() -> Iterator[None]:
     finally:
         if before > 1:
             torch.set_num_threads(before)
+
+
+def capped_rows(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """``cap · tanh(logits / cap)`` of float32 ``[n, vocab]`` in place, a row at a time: tanh may be another
+    function at the end of a tensor. ``None`` changes nothing."""
+    if cap is not None:
+        with one_thread():
+            for row in logits:
+                row.div_(cap).tanh_().mul_(cap)
+    return logits

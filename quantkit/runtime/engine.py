@@ -312,7 +312,7 @@ class Engine:
         """Give a request its token, or the reason why there is none."""
         try:
             if isinstance(token, QuantkitError):
-                raise token
+                raise self.cache.codec_fault(request.sequence) or token
             request.append(token, logits)
             self._generated += 1
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit_kernels.cpu import kv_bits
 from quantkit_kernels.cpu.emit import Emitter
@@ -256,10 +256,12 @@ def _total(e: Emitter, pairs: Sequence[tuple[Value, Value]]) -> Value:
 
 
 BF16, FP16, FP32 = map(_plain, ("bf16", "f16", "f32"))
+ROTATED = replace(FP32, name="f32_hadamard", hadamard=True)
+"""Rotated vectors that somebody else encodes and decodes."""
 INT8 = PageCodec("int8", lambda dim: {"codes": dim, "scale": 2}, _store_int8, _load_int8)
 FP8 = PageCodec("fp8", lambda dim: {"codes": dim, "scale": 2}, _store_fp8, _load_fp8)
 CODECS = {codec.name: codec for codec in (
-    BF16, FP16, FP32, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
+    BF16, FP16, FP32, ROTATED, INT8, FP8, *map(_by_token, (2, 3, 4)), *map(_by_channel, (2, 3, 4)),
     *(_hadamard(bits, centered) for bits in (2, 3, 4) for centered in (False, True)))}
 PARTS = ("values", "codes", "scale", "low", "mean")
 """Names of parts, in the order of a record's pointers."""

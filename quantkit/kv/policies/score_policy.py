@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_TOKENS, KVPolicy, PolicyView
+from quantkit.kv.checked import checked_scores
 
 
 class ScorePolicy(KVPolicy):
@@ -44,8 +45,8 @@ class ScorePolicy(KVPolicy):
         counts = [min(budget, length) for length in view.lengths]
         if counts == list(view.lengths):
             return None
-        scores = self.score(view)
-        return self.select(scores.masked_fill(~stored(view, scores.device), -torch.inf), counts)
+        scores = checked_scores(self, self.score(view), view.lengths)
+        return self.select(scores, counts)
 
 
 class SharedBudget(ScorePolicy):

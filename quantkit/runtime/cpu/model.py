@@ -24,6 +24,7 @@ from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, choose
 from quantkit.ops.linear import query_for
 from quantkit.runtime.chunks import chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.cpu.buffers import MAX_ROWS, packed_of
+from quantkit.runtime.cpu.decoded_program import DecodedCpuProgram
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.spec import KVSpec
 
@@ -100,7 +101,7 @@ class CpuModel:
     def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
-        self._programs: dict[PageCodecs, CpuProgram] = {}
+        self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
         cpu_machine.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
@@ -123,8 +124,9 @@ class CpuModel:
         operation."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
-        """See :class:`~quantkit.models.interfaces.LanguageModel`: operation by operation it isn't."""
-        return isinstance(cache, Batch) and self.declines(cache) is None
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: operation by operation it isn't, nor where
+        torch encodes a chunk's keys and values."""
+        return isinstance(cache, Batch) and self.declines(cache) is None and has_kernels(cache.cache)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,7 +135,7 @@ class CpuModel:
         if batch is None:
             return self._model(ids, positions, cache, last).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(codecs_of(batch.cache))
+        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
             single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
         parts = [program.step(batch, ids, chunks, selected_rows(chunks, wanted))
@@ -150,7 +152,7 @@ class CpuModel:
         if batch is None:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
-        program = self.program(codecs_of(batch.cache))
+        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
         parts = [program.run(batch, ids, chunks).clone()
                  for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
@@ -163,15 +165,22 @@ class CpuModel:
         flat = join_rows([program.logits(part) for part in rows.split(MAX_ROWS)], self.config.vocab_size)
         return flat.reshape(*x.shape[:-1], self.config.vocab_size)
 
-    def program(self, codecs: PageCodecs | None) -> CpuProgram:
-        """The program that reads these codecs of the cache, or any; made when it is first asked for."""
+    def program(self, codecs: PageCodecs | None, decoded: bool = False) -> CpuProgram:
+        """The program that reads these codecs of the cache, or any; made when it is first asked for.
+
+        Args:
+            codecs: of the pages that attention reads; ``None``: any.
+            decoded: whether these are decoded pages.
+        """
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-        page_codecs = codecs or next(iter(self._programs), PageCodecs("bf16", "bf16"))
-        if page_codecs not in self._programs:
+        key = next(iter(self._programs), (PageCodecs("bf16", "bf16"), False)) if codecs is None else (
+            codecs, decoded)
+        if key not in self._programs:
             with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
-                self._programs[page_codecs] = CpuProgram(self._model, page_codecs)
-        return self._programs[page_codecs]
+                kind = DecodedCpuProgram if key[1] else CpuProgram
+                self._programs[key] = kind(self._model, key[0])
+        return self._programs[key]
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
@@ -183,22 +192,27 @@ class CpuModel:
 
 def cache_declines(cache: KVCache) -> str | None:
     """Why a program doesn't read this cache; ``None`` if it does."""
-    from quantkit_kernels.cpu.kv_codecs import CODECS
-
     if cache.dtype not in cpu_weight.PLAIN:
         return f"reads pages in {_listed(cpu_weight.PLAIN)}, not {_listed([cache.dtype])}"
-    codecs = codecs_of(cache)
-    for codec in (codecs.keys, codecs.values):
-        if codec not in CODECS:
-            return f"reads the KV codings {', '.join(CODECS)}, not {codec}"
     return None
 
 
+def has_kernels(cache: KVCache) -> bool:
+    """Whether kernels read both codecs of a cache; else its pages are decoded by the codecs themselves."""
+    from quantkit_kernels.cpu.kv_codecs import CODECS
+
+    return all(codec.name == "none" or codec.name in CODECS for codec in (cache.codecs.keys,
+                                                                          cache.codecs.values))
+
+
 def codecs_of(cache: KVCache) -> PageCodecs:
-    """A cache's, as kernels name them: what is stored as it was computed has the cache's dtype."""
+    """Of the pages that attention reads, as kernels name them: what is stored as it was computed has the
+    cache's dtype, and decoded pages are float32."""
     from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-    plain = cpu_weight.PLAIN[cache.dtype]
-    keys, values = (plain if codec.name == "none" else codec.name for codec in (
-        cache.codecs.keys, cache.codecs.values))
+    plain, sides = cpu_weight.PLAIN[cache.dtype], (cache.codecs.keys, cache.codecs.values)
+    if has_kernels(cache):
+        keys, values = (plain if codec.name == "none" else codec.name for codec in sides)
+    else:
+        keys, values = ("f32_hadamard" if codec.hadamard else "f32" for codec in sides)
     return PageCodecs(keys, values, None if cache.layers[0].store.residual is None else plain)

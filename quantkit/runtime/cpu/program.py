@@ -16,9 +16,9 @@ from quantkit.models.decoder import CausalLM, DecoderLayer
 from quantkit.models.layers import RMSNorm
 from quantkit.models.linear import Linear
 from quantkit.ops import cpu_machine, cpu_weight
-from quantkit.ops.cpu_weight import Activations, CpuWeight
+from quantkit.ops.cpu_weight import Activations, CpuWeight, widened
 from quantkit.ops.hadamard import hadamard_factors
-from quantkit.ops.sampling import one_thread
+from quantkit.ops.sampling import capped_rows
 from quantkit.progress import tell_compiling
 from quantkit.runtime.chunks import Chunk
 from quantkit.runtime.cpu.buffers import MAX_ROWS, buffer, buffers, mlp_of, packed_of, plain_of, stride_of
@@ -40,7 +40,12 @@ class CpuProgram:
     Args:
         model: with packed Linears.
         codecs: of the cache's pages.
+
+    Attributes:
+        encodes: whether a kernel encodes what is older than the residual window.
     """
+
+    encodes = True
 
     def __init__(self, model: CausalLM, codecs: PageCodecs) -> None:
         from quantkit_kernels.cpu.attention import scratch_bytes
@@ -126,7 +131,7 @@ class CpuProgram:
         self._project(attention.inputs, (q, k, v))
         where: dict[str, Any] = {"rows": self._rows, "sequences": self._sequences, "layer": index,
                                  "heads": config.num_kv_heads}
-        q_norm, k_norm = (None if norm is None else self._float(norm.weight)
+        q_norm, k_norm = (None if norm is None else widened(norm.weight)
                           for norm in (attention.q_norm, attention.k_norm))
         window = config.sliding_windows[index]
         scratch: dict[str, Any] = {"scratch": self._scratch, "scratch_private": self._scratch.shape[1]}
@@ -137,7 +142,7 @@ class CpuProgram:
         self._record_queries.append(program.add(
             KeepQueries(dim), 0, rows=self._rows, sequences=self._sequences, layer=index, q=q,
             q_stride=stride_of(q), query_heads=config.num_heads))
-        if self._codecs.residual:
+        if self._codecs.residual and self.encodes:
             self._encode.append(program.add(EncodePages(self._codecs, dim), 0, **where, **scratch))
         self._attention.append((
             store,
@@ -157,16 +162,10 @@ class CpuProgram:
         self._prepare(gated, "gate", self._gate, [mlp.down_proj], second=self._up)
         self._add(mlp.down_proj, "gate", layer.after_mlp)
 
-    def _float(self, weight: torch.Tensor, size: int = 0) -> torch.Tensor:
-        """A weight in float32, padded with 0."""
-        wide = torch.zeros(max(weight.numel(), size))
-        wide[:weight.numel()] = weight.float()
-        return wide
-
     def _norm(self, weight: torch.Tensor, linears: Sequence[Linear],
               selected: torch.Tensor | None = None) -> None:
         self._prepare("norm", "hidden", self._hidden, linears, size=self._config.hidden_size, picked=selected,
-                      weight=self._float(weight, self._hidden.shape[1]), eps=self._eps)
+                      weight=widened(weight, self._hidden.shape[1]), eps=self._eps)
 
     def _prepare(self, source: Any, role: str, x: torch.Tensor, linears: Sequence[Linear],
                  **values: Any) -> None:
@@ -202,7 +201,7 @@ class CpuProgram:
         self._multiply(linear, role, self._before_norm)
         self._program.add(NormAdd(), x=self._before_norm, x_stride=stride_of(self._before_norm),
                           out=self._hidden, out_stride=stride_of(self._hidden), size=self._config.hidden_size,
-                          eps=self._eps, weight=self._float(norm.weight, self._before_norm.shape[1]))
+                          eps=self._eps, weight=widened(norm.weight, self._before_norm.shape[1]))
 
     def _multiply(self, linear: Linear, role: str, out: torch.Tensor | None, stride: int = 0, *, add: int = 0,
                   barrier: bool = True) -> None:
@@ -210,7 +209,7 @@ class CpuProgram:
 
         weight = packed_of(linear)
         activations = self._activations[role, *weight.input_key]
-        bias = None if linear.bias is None else self._float(linear.bias, weight.stripes * STRIPE)
+        bias = None if linear.bias is None else widened(linear.bias, weight.stripes * STRIPE)
         index = self._program.add(weight.kernel, **weight.arguments, **activations.read, out=out, bias=bias,
                                   add=add, scratch=self._scratch,
                                   out_stride=stride if out is None else stride_of(out),
@@ -231,7 +230,7 @@ class CpuProgram:
             float32 ``[n, hidden]``, valid until the next call.
         """
         self._place(batch, ids, chunks)
-        self._pool.run(self._program.records[:self._head_at])
+        self._run(batch, chunks, self._head_at)
         self._done(batch, chunks)
         return self._hidden[:sum(chunk.count for chunk in chunks), :self._config.hidden_size]
 
@@ -248,9 +247,13 @@ class CpuProgram:
         """
         self._place(batch, ids, chunks)
         logits = self._select(selected)
-        self._pool.run(self._program.records if selected else self._program.records[:self._head_at])
+        self._run(batch, chunks, len(self._names) if selected else self._head_at)
         self._done(batch, chunks)
-        return self._capped(logits[:, :self._config.vocab_size])
+        return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
+
+    def _run(self, batch: Batch, chunks: Sequence[Chunk], end: int) -> None:
+        """Run the operations before ``end``."""
+        self._pool.run(self._program.records[:end])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head over float32 ``[n, hidden]``: float32 ``[n, vocab]``."""
@@ -258,15 +261,7 @@ class CpuProgram:
         logits = self._select(range(len(x)))
         if len(x):
             self._pool.run(self._program.records[self._head_at:])
-        return self._capped(logits[:, :self._config.vocab_size])
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        if (cap := self._config.logit_softcap) is None:
-            return logits
-        with one_thread():
-            for row in logits:  # alone: tanh may be another function at the end of a tensor
-                row.div_(cap).tanh_().mul_(cap)
-        return logits
+        return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
 
     def _place(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> None:
         """Write into the program which tokens belong to which sequence, and where their keys and values
@@ -390,11 +385,15 @@ class CpuProgram:
             return
         rule = {"residual_length": cache.codecs.residual_length, "first": cache.codecs.first}
         closes = self._encode or itertools.repeat(None)
-        for (store, attend, _), close, layer in zip(
-                self._attention, closes, cache.layers):
-            parts, (limit, sinks) = page_addresses(layer.store), layer.policy.visible or (UNBOUNDED, 0)
+        for layer, ((store, attend, _), close) in enumerate(zip(self._attention, closes)):
+            parts, visible = self._addresses(cache, layer), cache.layers[layer].policy.visible
+            limit, sinks = visible or (UNBOUNDED, 0)
             for index in (store, attend, close):
                 if index is not None:
                     self._program.set(index, **parts, **rule)
             self._program.set(attend, limit=limit, sinks=sinks)
         self._current_pages = now
+
+    def _addresses(self, cache: KVCache, layer: int) -> dict[str, int]:
+        """Where a layer's pages lie, by the name of a kernel's argument."""
+        return page_addresses(cache.layers[layer].store)

@@ -1,0 +1,12 @@
+"""KeyDiff as a quantkit plugin. This file only says where it is."""
+
+from __future__ import annotations
+
+from quantkit.hookspecs import Register, hookimpl
+
+QUANTKIT_API = 1
+
+
+@hookimpl
+def register_kv_policies(register: Register) -> None:
+    register("keydiff", "quantkit_keydiff.policy:KeyDiff")

@@ -1,0 +1,195 @@
+"""Checks of what policies and codecs return: cheap ones, and none for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from quantkit.errors import PluginError
+from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
+from quantkit.kv.sequence import SequenceState
+from quantkit.kv.store import PageStore
+from quantkit.plugins import registry
+from quantkit.spec import KVSpec
+
+OURS = "quantkit.kv.codecs."
+"""Modules of the codecs that kernels know by name."""
+KERNEL_NAMES = frozenset({"none", "bf16", "f16", "f32", "f32_hadamard", "int8", "fp8"} | {
+    f"{kind}{bits}{mean}" for bits in (2, 3, 4)
+    for kind, means in (("token", ("",)), ("channel", ("",)), ("hadamard", ("", "c"))) for mean in means})
+"""Names by which a kernel chooses its code, so that no other codec may have them."""
+
+
+def is_ours(codec: SideCodec) -> bool:
+    """Whether a side's codec is a built-in one."""
+    return type(codec).__module__.startswith(OURS)
+
+
+def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """What :meth:`~quantkit.kv.base.KVPolicy.keep` returned, as a list of a tensor for each head.
+
+    Args:
+        policy: whose.
+        kept: a tensor ``[Hkv, n]`` or a sequence of Hkv tensors ``[n]``.
+        lengths: slots that each head holds.
+
+    Raises:
+        PluginError: it isn't int64, of that shape, in rising order, within a head's length and at least one
+            slot a head; or heads keep different numbers though the policy promises equal ones.
+    """
+    def refuse(what: str) -> PluginError:
+        return PluginError(f"{_named('kv_policies', 'policy', policy.name)}: keep() returned {what}",
+                           why="for each KV head it returns int64 [n], slots in rising order; or None",
+                           next="check it by quantkit.testing.check_policy, or use another --kv")
+
+    if not isinstance(kept, torch.Tensor | list | tuple):
+        raise refuse(f"a {type(kept).__name__}")
+    if len(kept) != len(lengths):
+        raise refuse(f"slots of {len(kept)} heads; there are {len(lengths)}")
+    heads = list(kept)
+    for head, (slots, length) in enumerate(zip(heads, lengths)):
+        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64 or slots.dim() != 1:
+            raise refuse(f"for head {head} {_described(slots)}")
+        if not len(slots):
+            if policy.visible is not None:  # the next query may see nothing that is stored
+                continue
+            raise refuse(f"no slot for head {head}")
+        if bool((slots[1:] <= slots[:-1]).any()):
+            raise refuse(f"slots of head {head} that don't rise")
+        if int(slots[0]) < 0 or int(slots[-1]) >= length:
+            raise refuse(f"slot {int(slots[-1] if slots[0] >= 0 else slots[0])} of head {head}, which holds "
+                         f"{length}")
+    if policy.uniform_budget and policy.visible is None and len(set(map(len, heads))) > 1:
+        counts = ", ".join(map(str, map(len, heads)))
+        raise refuse(f"{counts} slots; heads keep equally many unless uniform_budget is False")
+    return heads
+
+
+def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -> None:
+    """Put a plugin's codecs to one page of vectors. Built-in ones have tests for that.
+
+    Args:
+        codecs: of a cache.
+        spec: that named them.
+        dim: head dimension.
+        dtype: in which keys and values are computed.
+
+    Raises:
+        PluginError: a layout isn't one, what is encoded differs from it, or what is decoded isn't finite.
+        UsageError: the codec doesn't support the head dimension.
+    """
+    for name, side in ((spec.codec, codecs.keys), (spec.values or spec.codec, codecs.values)):
+        if not is_ours(side):
+            _check_side(side, name, dim, dtype)
+
+
+def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype) -> None:
+    def refuse(what: str, why: str) -> PluginError:
+        return PluginError(f"{_named('kv_codecs', 'codec', registered)}: {what}", why=why,
+                           next="check it by quantkit.testing.check_codec, or use another --kv")
+
+    if not isinstance(codec.name, str) or not codec.name or not isinstance(codec.hadamard, bool):
+        raise refuse(f"its name is {codec.name!r} and hadamard is {codec.hadamard!r}",
+                     "a SideCodec's name is text that says everything about its bytes, and hadamard a bool")
+    if codec.name in KERNEL_NAMES:
+        raise refuse(f"a side of it is called {codec.name!r}",
+                     "kernels know a built-in codec by that name, and would read other bytes")
+    layouts = {"layout": codec.layout(dim, dtype), "shared": codec.shared(dim, dtype)}
+    for method, layout in layouts.items():
+        if not isinstance(layout, Mapping) or not all(map(_is_part, layout.items())):
+            raise refuse(f"{method}() returned {str(layout)[:120]}",
+                         'it maps a name to a shape and a dtype: {"codes": ((dim,), torch.int8)}')
+    if not layouts["layout"] or layouts["layout"].keys() & layouts["shared"].keys():
+        raise refuse("layout() is empty or shares a name with shared()", "each part has one place")
+    sample = torch.linspace(-1, 1, 2 * PAGE * dim).reshape(2, PAGE, dim)
+    for x in (torch.zeros_like(sample), sample, sample.to(dtype)):
+        parts = codec.encode(x)
+        wanted = {name: ((2, PAGE, *shape), kind) for name, (shape, kind) in layouts["layout"].items()}
+        wanted |= {name: ((2, *shape), kind) for name, (shape, kind) in layouts["shared"].items()}
+        actual = {name: (tuple(part.shape), part.dtype) if isinstance(part, torch.Tensor) else part
+                  for name, part in parts.items()} if isinstance(parts, Mapping) else parts
+        if actual != wanted:
+            raise refuse(f"encode() of [2, {PAGE}, {dim}] returned {_listed(actual)}",
+                         f"by its layout that is {_listed(wanted)}")
+        vectors = codec.decode(parts)
+        if not isinstance(vectors, torch.Tensor) or not vectors.dtype.is_floating_point or (
+                vectors.shape != x.shape):
+            raise refuse(f"decode() returned {_described(vectors)}", f"it was given codes of {list(x.shape)}")
+        if not bool(torch.isfinite(vectors).all()):
+            raise refuse("decode() gives values that aren't finite", "they came from finite vectors")
+    unwritten = {name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in wanted.items()}
+    if not bool(torch.isfinite(codec.decode(unwritten)).all()):
+        raise refuse("decode() of zeros gives values that aren't finite",
+                     "a page's slots are zeros until they are written, and are decoded with the others")
+
+
+def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KVCodecs,
+                spec: KVSpec) -> PluginError | None:
+    """Why a plugin's codec is to blame for output that isn't finite; ``None`` if it isn't.
+
+    Args:
+        stores: pages of all layers.
+        sequence: that the output belongs to.
+        codecs, spec: of the cache.
+    """
+    sides = {"k": (spec.codec, codecs.keys), "v": (spec.values or spec.codec, codecs.values)}
+    for side, (name, codec) in sides.items():
+        for index, (store, state) in enumerate(zip(stores, sequence.layers)):
+            if is_ours(codec) or not int(state.lengths.max()):
+                continue
+            if not bool(torch.isfinite(store.read(state, side)).all()):
+                what = "keys" if side == "k" else "values"
+                return PluginError(
+                    f"{_named('kv_codecs', 'codec', name)}: decode() gives {what} that aren't finite",
+                    why=f"in layer {index}; the model's weights are not the cause",
+                    next="check it by quantkit.testing.check_codec, or use another --kv")
+    return None
+
+
+def _named(kind: str, noun: str, name: str) -> str:
+    """``KV codec 'x' of DISTRIBUTION``."""
+    table = registry(kind)
+    return f"KV {noun} {name!r}" + (f" of {table.entry(name).owner}" if name in table else "")
+
+
+def _is_part(part: tuple[Any, Any]) -> bool:
+    name, about = part
+    return (isinstance(name, str) and name.isidentifier() and name != "decoded" and isinstance(about, tuple)
+            and len(about) == 2 and isinstance(about[1], torch.dtype) and isinstance(about[0], tuple)
+            and all(type(size) is int and size > 0 for size in about[0]))
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else (
+        f"a {type(value).__name__}")
+
+
+def _listed(parts: Any) -> str:
+    if not isinstance(parts, Mapping):
+        return f"a {type(parts).__name__}"
+    described = {name: f"{about[1]} {list(about[0])}" if isinstance(about, tuple) else (
+        f"a {type(about).__name__}") for name, about in parts.items()}
+    return ", ".join(f"{name} {text}" for name, text in sorted(described.items())).replace("torch.", "")
+
+
+def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> torch.Tensor:
+    """What :meth:`~quantkit.kv.policies.score_policy.ScorePolicy.score` returned, with −∞ beyond a head's
+    length.
+
+    Raises:
+        PluginError: it isn't a floating-point tensor ``[Hkv, S]``, or a slot's score is NaN.
+    """
+    shape = (len(lengths), max(lengths))
+    if not isinstance(scores, torch.Tensor) or not scores.dtype.is_floating_point or scores.shape != shape:
+        what = _described(scores)
+    else:
+        ends = torch.tensor(lengths, device=scores.device)[:, None]
+        scores = scores.masked_fill(torch.arange(shape[1], device=scores.device) >= ends, -torch.inf)
+        if not bool(torch.isnan(scores).any()):
+            return scores
+        what = "NaN"
+    raise PluginError(f"{_named('kv_policies', 'policy', policy.name)}: score() returned {what}",
+                      why=f"it returns float32 {list(shape)}: a number for each slot of each KV head",
+                      next="check it by quantkit.testing.check_policy, or use another --kv")

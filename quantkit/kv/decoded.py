@@ -1,0 +1,109 @@
+"""What the CPU program reads of a cache whose codec has no kernel: its pages decoded to float32.
+
+The program stores each token's key and value there as they were computed. Between that and attention the
+codec encodes them, in Python, and leaves what the codes decode to in their place. Attention therefore reads
+what is stored, as with every codec, and no page is decoded twice.
+
+As many layers as fit into a limit keep their pages decoded. The others share memory for one layer, into which
+their pages are decoded in each step. Attention gets the same numbers in both cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantkit.kv.base import PAGE
+from quantkit.kv.coded_pages import CodedPages
+from quantkit.kv.layer import LayerCache
+from quantkit.kv.page_pool import MoveCounter, slots_of
+from quantkit.kv.sequence import LayerState
+
+LIMIT = 1 << 30
+"""Bytes of pages that a cache keeps decoded, at most."""
+REGAIN = 0.75
+"""A layer's pages are decoded again where all would fill less than this share of the limit."""
+
+
+class DecodedPages:
+    """The decoded pages of a cache on a CPU.
+
+    Args:
+        layers: of the cache.
+        move_counter: of their pages.
+        heads, dim: KV heads and head dimension.
+        limit: bytes of pages that are kept decoded, at most.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], move_counter: MoveCounter, heads: int, dim: int,
+                 limit: int = LIMIT) -> None:
+        self._layers, self._move_counter, self._moves = layers, move_counter, -1
+        self._heads, self._dim, self._limit = heads, dim, limit
+        self._shared = self._memory(0)
+
+    @property
+    def kept_layers(self) -> int:
+        """Layers that keep their pages decoded: the first ones."""
+        return sum(layer.store.coded.keeps_decoded for layer in self._layers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the memory that the other layers share."""
+        return sum(vectors.nbytes for vectors in self._shared.values())
+
+    def fit(self) -> None:
+        """After pages were taken: choose the layers that keep theirs decoded; make room for the others."""
+        if self._moves == self._move_counter.count:
+            return
+        stores, total, kept = [layer.store for layer in self._layers], 0, 0
+        for store in stores:
+            total += store.coded.decoded_bytes
+            if total > self._limit * (1.0 if store.coded.keeps_decoded else REGAIN):
+                break
+            kept += 1
+        for index, store in enumerate(stores):
+            if store.coded.keeps_decoded and index >= kept:
+                store.coded.forget_decoded()
+            elif not store.coded.keeps_decoded and index < kept:
+                store.coded.keep_decoded()
+        pages = max((store.pages.total for store in stores[kept:]), default=0)
+        if len(self._shared["k"]) != pages:
+            self._shared = self._memory(pages)
+            self._move_counter.count += 1
+        self._moves = self._move_counter.count
+
+    def vectors(self, layer: int) -> dict[str, torch.Tensor]:
+        """What the program writes to and reads from, by side: float32 ``[pages, PAGE, D]``."""
+        coded = self._layers[layer].store.coded
+        return {side: coded.decoded(side) for side in "kv"} if coded.keeps_decoded else self._shared
+
+    def encode(self, layer: int, states: Sequence[LayerState], counts: Sequence[int]) -> None:
+        """Encode the tokens that a layer of a step has just stored, a sequence at a time: what torch computes
+        for one may depend on what else is in a tensor.
+
+        Args:
+            layer: index of the layer.
+            states: the step's sequences in this layer; their lengths don't count the step's tokens yet.
+            counts: tokens that each of them adds.
+        """
+        store = self._layers[layer].store
+        for state, count in zip(states, counts):
+            if store.residual is not None:
+                store.close(state, count)
+            else:
+                slots = [slot for pages, length in zip(state.pages, state.lengths.tolist())
+                         for slot in slots_of(pages, length, count)]
+                store.coded.replace(slots, self._heads, self.vectors(layer))
+            if not store.coded.keeps_decoded:
+                self._decode(store.coded, state)
+
+    def _decode(self, coded: CodedPages, state: LayerState) -> None:
+        """Decode all pages of a sequence into the memory that layers share."""
+        pages = torch.tensor([page for head in state.pages for page in head], dtype=torch.int64)
+        for side, vectors in self._shared.items():
+            if len(pages):
+                vectors.index_copy_(0, pages, coded.decode(side, pages).float())
+
+    def _memory(self, pages: int) -> dict[str, torch.Tensor]:
+        return {side: torch.zeros(pages, PAGE, self._dim) for side in "kv"}

@@ -1,0 +1,161 @@
+"""The contract of KV codecs: ``quantkit.kv.base``, ``KVCodec`` and ``SideCodec``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from quantkit.errors import PluginError, UsageError
+from quantkit.kv.base import PAGE, KVCodec, KVCodecs, SideCodec
+from quantkit.kv.checked import check_codecs, is_ours
+from quantkit.spec import KVSpec
+from quantkit.testing.purity import pure, registered, same
+from quantkit.testing.running import check_setting
+
+DIMS = (64, 128, 96, 32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SMALLEST = 2.0**-100
+"""An error below this is none."""
+CONTRACT = "quantkit.kv.base says what a codec promises"
+
+
+def check_codec(kind: type[KVCodec], **options: Any) -> None:
+    """Encode and decode ordinary and awkward vectors, and run a tiny model over such a cache.
+
+    For each side, head dimension and dtype that the codec takes: layouts and dtypes, finite results, no
+    argument written to, the same result twice, tokens that don't depend on each other unless they share a
+    page, and vectors closer than zeros. With options that change what is stored, a side's name must change
+    too. Then the model's logits must be the same alone and beside another sequence.
+
+    Args:
+        kind: the class that is registered.
+        options: of the codec; by default its own.
+
+    Raises:
+        PluginError: a promise is broken; the side, the dimension and the vectors are named.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, KVCodec)):
+        raise PluginError(f"{kind!r} is no KV codec", why="it must be a subclass of quantkit.kv.base.KVCodec")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name:
+        raise PluginError(f"{kind.__name__} has no name",
+                          next='name: ClassVar[str] = "…", as it is registered')
+    where = f"KV codec {name!r}"
+    codec = _made(kind, options, where)
+    sides = {"keys": codec.keys(), "values": codec.values()}
+    for side, made in sides.items():
+        if not isinstance(made, SideCodec):
+            raise PluginError(f"{where}: {side}() returned a {type(made).__name__}",
+                              why="it must be a SideCodec",
+                              next="give it name, hadamard, layout, shared, encode and decode")
+    with registered("kv_codecs", name, kind):
+        dims = [dim for dim in DIMS if _takes(codec, dim, where)]
+        if not dims:
+            raise PluginError(f"{where} refuses every head dimension of {', '.join(map(str, DIMS))}")
+        for dim in dims:
+            for dtype in DTYPES:
+                check_codecs(KVCodecs(sides["keys"], sides["values"]), KVSpec(codec=name), dim, dtype)
+                for side, made in sides.items():
+                    _check_vectors(made, dim, dtype, f"{where}, {side} [{dim}] {dtype}".replace("torch.", ""))
+        _check_names(kind, codec, dims[0], where)
+        check_setting(KVSpec(codec=name, codec_options=options), dims[0], where)
+
+
+def _made(kind: type[KVCodec], options: Mapping[str, Any], where: str) -> KVCodec:
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PluginError(f"{where} can't be made with {dict(options)}",
+                          why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _takes(codec: KVCodec, dim: int, where: str) -> bool:
+    for side in (codec.keys(), codec.values()):
+        try:
+            side.layout(dim, torch.bfloat16)
+        except UsageError:
+            return False
+        except Exception as error:
+            raise PluginError(f"{where} fails at a head dimension of {dim}: {type(error).__name__}: {error}",
+                              why="layout() raises UsageError for what the codec doesn't support") from error
+    return True
+
+
+def vectors(dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Ordinary and awkward vectors ``[2, 64, dim]``, all finite in ``dtype``."""
+    normal = torch.randn(2, PAGE, dim, generator=torch.Generator().manual_seed(0))
+    outlier, channel = normal.clone(), normal.clone()
+    outlier[0, 3, 5] = 1e4
+    channel[..., 7] += 30
+    largest = torch.full_like(normal, torch.finfo(dtype).max)
+    largest[..., ::2] *= -1
+    made = {"normal": normal, "one outlier": outlier, "a large channel": channel,
+            "zeros": torch.zeros_like(normal), "equal": torch.full_like(normal, 0.3),
+            "denormal": normal * torch.finfo(dtype).tiny * 0.1, "the largest": largest,
+            "one large token": torch.cat((normal[:, :1] * 1e3, normal[:, 1:]), 1)}
+    return {name: x.to(dtype) for name, x in made.items()}
+
+
+def _check_vectors(codec: SideCodec, dim: int, dtype: torch.dtype, where: str) -> None:
+    shared = bool(codec.shared(dim, dtype))
+    encoded: dict[str, Mapping[str, torch.Tensor]] = {}
+    for name, x in vectors(dim, dtype).items():
+        here = f"{where}, vectors {name!r}"
+        parts = encoded[name] = pure(partial(codec.encode, x), {"x": x}, f"{here}: encode()")
+        back = pure(partial(codec.decode, parts), parts, f"{here}: decode()")
+        for part_name, part in parts.items():
+            if part.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
+                raise PluginError(f"{here}: encode() gives a {part_name} that isn't finite", why=CONTRACT)
+        if not bool(torch.isfinite(back).all()):
+            raise PluginError(f"{here}: decode() gives values that aren't finite", why=CONTRACT)
+        wide = x.double()
+        error, size = (float(vectors.square().sum()) for vectors in (back.double() - wide, wide))
+        if error > size * 1.0001 + x.numel() * SMALLEST**2:
+            raise PluginError(f"{here}: zeros would be closer than what is decoded",
+                              why="encode() and decode() aren't inverses of each other")
+        if not shared:
+            _check_alone(codec, x, parts, here)
+    for name, x in vectors(dim, dtype).items():  # nothing of other calls is left in the codec
+        if not same(dict(codec.encode(x)), dict(encoded[name])):
+            raise PluginError(f"{where}, vectors {name!r}: encode() depends on earlier calls", why=CONTRACT)
+
+
+def _check_alone(codec: SideCodec, x: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> None:
+    """Without shared parts a token's codes are its own, whatever stands beside it."""
+    for head, start, stop in ((0, 0, 1), (1, 3, 8), (0, PAGE - 1, PAGE)):
+        few = codec.encode(x[head, start:stop])
+        if not same({name: part[head, start:stop] for name, part in parts.items()}, dict(few)):
+            raise PluginError(f"{where}: a token's codes depend on the others",
+                              why="tokens come in groups of any size; what 64 share belongs in shared()")
+
+
+def _check_names(kind: type[KVCodec], codec: KVCodec, dim: int, where: str) -> None:
+    """Options that change the bytes must change the name: kernels and programs are chosen by it."""
+    for option, value, other in _variants(kind, codec):
+        for side in ("keys", "values"):
+            mine, its = getattr(codec, side)(), getattr(other, side)()
+            if mine.name != its.name or is_ours(mine):
+                continue
+            x = vectors(dim, torch.float32)["normal"]
+            if not same(dict(mine.encode(x)), dict(its.encode(x))):
+                raise PluginError(f"{where}: with {option}={value} its {side} are stored in other bytes "
+                                  f"under the same name {mine.name!r}", why=CONTRACT,
+                                  next="say everything that the bytes depend on in the side's name")
+
+
+def _variants(kind: type[KVCodec], codec: KVCodec) -> Iterator[tuple[str, Any, KVCodec]]:
+    """The codec with one option changed, where that is valid."""
+    for option in kind.model_fields:
+        value = getattr(codec, option)
+        others: tuple[Any, ...] = (not value,) if isinstance(value, bool) else (
+            value + 1, value - 1, value * 2) if isinstance(value, int | float) else ()
+        for other in others:
+            try:
+                yield option, other, kind.model_validate({**codec.model_dump(), option: other})
+            except (ValidationError, UsageError):
+                continue

@@ -1,0 +1,205 @@
+"""The contract of KV policies: ``quantkit.kv.base``, ``KVPolicy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from pydantic import ValidationError
+
+from quantkit.errors import PluginError, UsageError
+from quantkit.kv.base import PAGE, KVPolicy, PolicyView
+from quantkit.kv.checked import checked_scores, checked_slots
+from quantkit.kv.policies.score_policy import ScorePolicy
+from quantkit.spec import KVSpec
+from quantkit.testing.purity import pure, registered
+from quantkit.testing.running import PROMPT, check_setting
+
+CONTRACT = "quantkit.kv.base says what a policy promises"
+HEADS, GROUP, DIM = 3, 2, 32
+LENGTHS = (1, 3, PAGE - 1, PAGE, PAGE + 1, 130, 300)
+
+
+def check_policy(kind: type[KVPolicy], **options: Any) -> None:
+    """Let a policy choose among ordinary and awkward slots, and run a tiny model with it.
+
+    Checked are what its class declares, what ``keep`` and ``score`` return for many lengths and for slots
+    that are all alike, that it asks only for what it declares, writes to nothing, gives the same twice, that
+    the number of slots that stay doesn't depend on how many were dropped before, that its budget is obeyed
+    and memory given back, and that a sequence's logits are the same alone and beside another.
+
+    Args:
+        kind: the class that is registered.
+        options: of the policy; a ``budget`` without a default is half of the prompt, or 128 tokens.
+
+    Raises:
+        PluginError: a promise is broken; the slots are named.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, KVPolicy)):
+        raise PluginError(f"{kind!r} is no KV policy",
+                          why="it must be a subclass of quantkit.kv.base.KVPolicy")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name:
+        raise PluginError(f"{kind.__name__} has no name",
+                          next='name: ClassVar[str] = "…", as it is registered')
+    where = f"KV policy {name!r}"
+    policy = _made(kind, options, where)
+    _check_declarations(policy, where)
+    for case in _cases(policy):
+        _check_case(policy, case, where)
+    chosen = dict(options)
+    if "budget" in kind.model_fields:
+        chosen["budget"] = policy.model_dump()["budget"]
+    limit = _limit(policy, PROMPT)
+    with registered("kv_policies", name, kind):
+        for codec in ("none", "int4"):
+            here = f"{where} with {codec}"
+            run = check_setting(KVSpec(policy=name, options=chosen, codec=codec), DIM, here)
+            held = max(map(max, run.slots))
+            if limit is not None and policy.uniform_budget and policy.visible is None and held > limit:
+                raise PluginError(f"{here}: a head holds {held} slots after a prompt of {PROMPT} tokens and "
+                                  f"an answer, its budget and what it declares allow {limit}",
+                                  why="a head holds its budget, and `slack` slots until the policy acts")
+
+
+def _made(kind: type[KVPolicy], options: dict[str, Any], where: str) -> KVPolicy:
+    field = kind.model_fields.get("budget")
+    candidates: Sequence[dict[str, Any]] = (
+        ({"budget": 0.5}, {"budget": 128}) if field is not None and field.is_required()
+        and "budget" not in options else ({},))
+    for extra in candidates:
+        try:
+            return kind.model_validate(extra | options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    raise PluginError(f"{where} can't be made with {options or 'its defaults'}", why=reason,
+                      next="give an option a default, or give it to check_policy")
+
+
+def _check_declarations(policy: KVPolicy, where: str) -> None:
+    def must(holds: bool, promise: str) -> None:
+        if not holds:
+            raise PluginError(f"{where}: {promise}", why=CONTRACT)
+
+    must(policy.on_prefill in (None, "chunk", "end"),
+         f"on_prefill is {policy.on_prefill!r}: chunk, end or None")
+    must(policy.tracks in (None, "attention_sum", "attention_max", "query_moments"),
+         f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None")
+    must(type(policy.query_window) is int and policy.query_window >= 0,
+         f"query_window is {policy.query_window!r}: a number of queries")
+    interval = policy.decode_interval
+    must(interval is None or (type(interval) is int and interval > 0),
+         f"decode_interval is {interval!r}: a number of steps, or None")
+    must(type(policy.slack) is int and policy.slack >= 0, f"slack is {policy.slack!r}: a number of slots")
+    must(policy.release_granularity % PAGE == 0 and policy.release_granularity > 0,
+         f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}")
+    must(policy.visible is None or (len(policy.visible) == 2 and min(policy.visible) >= 0),
+         f"visible is {policy.visible!r}: (window, sinks) or None")
+    acts = policy.on_prefill is not None or policy.decode_interval is not None or policy.reread_prompt
+    must(policy.keeps_all or bool(acts), "it never acts: on_prefill and decode_interval are None")
+    must(policy.tracks is None or policy.reread_prompt is not None or policy.query_window > 0,
+         f"it tracks {policy.tracks} in blocks of query_window queries, which is 0")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Slots that a policy chooses among."""
+
+    name: str
+    view: PolicyView
+    tensors: dict[str, torch.Tensor]
+
+
+def _cases(policy: KVPolicy) -> list[_Case]:
+    cases = []
+    for length in LENGTHS:
+        cases.append(_case(policy, f"{length} slots", (length,) * HEADS, "random"))
+    cases.append(_case(policy, "130 slots that are all alike", (130,) * HEADS, "alike"))
+    cases.append(_case(policy, "130 slots of zeros", (130,) * HEADS, "zeros"))
+    if not policy.uniform_budget:
+        cases.append(_case(policy, "heads of 130, 64 and 7 slots", (130, 64, 7), "random"))
+    return cases
+
+
+def _case(policy: KVPolicy, name: str, lengths: tuple[int, ...], content: str) -> _Case:
+    longest = max(lengths)
+    random = torch.Generator().manual_seed(longest)
+
+    def made(*shape: int) -> torch.Tensor:
+        if content == "random":
+            return torch.randn(*shape, generator=random)
+        return torch.full(shape, 0.5 if content == "alike" else 0.0)
+
+    ends = torch.tensor(lengths)[:, None]
+    at = torch.arange(longest, dtype=torch.int32).expand(len(lengths), -1)
+    beyond = at >= ends
+    tensors = {"positions": at.masked_fill(beyond, -1).contiguous(), "keys": made(len(lengths), longest, DIM),
+               "values": made(len(lengths), longest, DIM),
+               "window_attention": made(len(lengths), longest).abs().masked_fill(beyond, 0),
+               "attention_received": made(len(lengths), longest).abs().masked_fill(beyond, 0)}
+    queries = len(lengths) * GROUP
+    mean, covariance = made(queries, DIM), torch.eye(DIM).expand(queries, -1, -1)
+
+    def undeclared(what: str, declare: str) -> Callable[..., NoReturn]:
+        def refuse(*_: Any) -> NoReturn:
+            raise PluginError(f"KV policy {policy.name!r} asks for view.{what}",
+                              why="it doesn't declare that", next=f"declare it: {declare}")
+
+        return refuse
+
+    scores = tensors["window_attention"], tensors["attention_received"]
+    view = PolicyView(
+        layer=0, layers=2, lengths=lengths, seen=longest, prompt=longest,
+        positions=lambda: tensors["positions"],
+        keys=lambda: tensors["keys"], values=lambda: tensors["values"],
+        window_attention=(lambda: scores[0]) if policy.query_window else undeclared(
+            "window_attention", "a property query_window that returns the number of queries"),
+        attention_received=(lambda: scores[1]) if policy.tracks in ("attention_sum", "attention_max")
+        else undeclared("attention_received", 'tracks: ClassVar = "attention_sum" (or "attention_max")'),
+        future_queries=(lambda steps: (mean, covariance)) if policy.tracks == "query_moments" else undeclared(
+            "future_queries", 'tracks: ClassVar = "query_moments"'))
+    return _Case(name, view, tensors)
+
+
+def _check_case(policy: KVPolicy, case: _Case, where: str) -> None:
+    here, view = f"{where}, {case.name}", case.view
+    try:
+        if isinstance(policy, ScorePolicy):
+            scores = pure(lambda: policy.score(view), case.tensors, f"{here}: score()")
+            checked_scores(policy, scores, view.lengths)
+        kept = pure(lambda: policy.keep(view), case.tensors, f"{here}: keep()")
+    except (PluginError, UsageError):
+        raise
+    except Exception as error:
+        raise PluginError(f"{here}: {type(error).__name__}: {error}",
+                          why="keep() must choose among any number of slots") from error
+    if kept is None:
+        return
+    if policy.keeps_all:
+        raise PluginError(f"{here}: keep() drops slots, and keeps_all says that nothing is ever dropped",
+                          why=CONTRACT)
+    counts = [len(slots) for slots in checked_slots(policy, kept, view.lengths)]
+    if policy.visible is not None:
+        return  # what is visible depends on the position
+    limit = _limit(policy, view.prompt)
+    if limit is not None and sum(counts) > limit * len(counts):
+        raise PluginError(f"{here}: {sum(counts)} slots stay in {len(counts)} heads, its budget allows "
+                          f"{limit} each", why=CONTRACT)
+    later = policy.keep(replace(view, seen=view.seen + 1000))
+    if later is None or [len(slots) for slots in checked_slots(policy, later, view.lengths)] != counts:
+        raise PluginError(f"{here}: how many slots stay depends on view.seen",
+                          why="memory for an answer of any length is predicted from its first tokens",
+                          next="use view.lengths and view.prompt")
+
+
+def _limit(policy: KVPolicy, prompt: int) -> int | None:
+    """Slots that a head may hold: its budget, and some until the policy acts again."""
+    budget = policy.model_dump().get("budget")
+    if not isinstance(budget, int | float):
+        return None
+    slots = max(1, int(prompt * budget)) if budget < 1 else int(budget)
+    answer = 2 * PAGE + 5 if policy.decode_interval is None else policy.slack
+    return slots + answer

@@ -1,0 +1,11 @@
+"""Every built-in KV codec keeps what quantkit.kv.base promises."""
+
+import pytest
+
+from quantkit.plugins import registry
+from quantkit.testing import check_codec
+
+
+@pytest.mark.parametrize("name", list(registry("kv_codecs")))
+def test_codec(name: str) -> None:
+    check_codec(registry("kv_codecs").get(name))

@@ -1,0 +1,16 @@
+"""Every built-in policy keeps what quantkit.kv.base promises."""
+
+import pytest
+
+from quantkit.plugins import registry
+from quantkit.testing import check_policy
+
+
+@pytest.mark.parametrize("name", list(registry("kv_policies")))
+def test_policy(name: str) -> None:
+    check_policy(registry("kv_policies").get(name))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "window", "h2o"])
+def test_with_a_budget_in_tokens(name: str) -> None:
+    check_policy(registry("kv_policies").get(name), budget=100)
