@@ -87,12 +87,12 @@ def _takes(codec: KVCodec, dim: int, where: str) -> bool:
 
 
 def vectors(dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Ordinary and awkward vectors ``[2, 64, dim]``, all finite in ``dtype``."""
+    """Ordinary and awkward vectors ``[2, 64, dim]``, all finite in ``dtype`` and at most 2^126."""
     normal = torch.randn(2, PAGE, dim, generator=torch.Generator().manual_seed(0))
     outlier, channel = normal.clone(), normal.clone()
     outlier[0, 3, 5] = 1e4
     channel[..., 7] += 30
-    largest = torch.full_like(normal, torch.finfo(dtype).max)
+    largest = torch.full_like(normal, min(torch.finfo(dtype).max, 2.0**126))
     largest[..., ::2] *= -1
     made = {"normal": normal, "one outlier": outlier, "a large channel": channel,
             "zeros": torch.zeros_like(normal), "equal": torch.full_like(normal, 0.3),

@@ -1,8 +1,8 @@
 """6-bit integers: a grid for 32 numbers of a token's vector, four codes in three bytes.
 
-The grid is the one that KIVI uses for values (https://arxiv.org/abs/2402.02750), with 64 levels. Every token is
-encoded alone, so nothing has to wait unencoded. A head of 64 numbers takes 56 bytes; int8 takes 66 and bfloat16
-128.
+The grid is the one that KIVI uses for values (https://arxiv.org/abs/2402.02750), with 64 levels. Every token
+is encoded alone, so nothing has to wait unencoded. A head of 64 numbers takes 56 bytes; int8 takes 66 and
+bfloat16 128.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = 2.0**126
 
 
 class SixBitVectors:
-    """``x ≈ codes · scale + low`` in groups of 32; codes 0 to 63, scale and low float16 or bfloat16.
+    """``x ≈ codes · scale + low`` in groups of 32; codes 0 to 63, scale and low bfloat16.
 
     The scale is rounded up and the lowest level down, so that no number lies outside of its grid.
     """

@@ -1,8 +1,7 @@
 """KeyDiff: at the end of the prompt, keep the positions whose keys differ most from the others,
 https://arxiv.org/abs/2504.15364.
 
-It looks at keys alone. No query is kept and no attention computed, so a prompt is read as fast as without it, and
-it works while a question isn't known yet.
+It looks at keys alone. No query is kept and no attention computed, so a prompt is read as fast as without it.
 """
 
 from __future__ import annotations
