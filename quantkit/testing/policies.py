@@ -57,9 +57,9 @@ def check_policy(kind: type[KVPolicy], **options: Any) -> None:
         for codec in ("none", "int4"):
             here = f"{where} with {codec}"
             run = check_setting(KVSpec(policy=name, options=chosen, codec=codec), DIM, here)
-            held = max(map(max, run.slots))
-            if limit is not None and policy.uniform_budget and policy.visible is None and held > limit:
-                raise PluginError(f"{here}: a head holds {held} slots after a prompt of {PROMPT} tokens and "
+            slots = max(map(max, run.slots))
+            if limit is not None and policy.uniform_budget and policy.visible is None and slots > limit:
+                raise PluginError(f"{here}: a head holds {slots} slots after a prompt of {PROMPT} tokens and "
                                   f"an answer, its budget and what it declares allow {limit}",
                                   why="a head holds its budget, and `slack` slots until the policy acts")
 

@@ -50,8 +50,8 @@ def test_its_bytes_and_its_error_are_between_int4_and_int8() -> None:
         size = sum(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in layout.values())
         return size, float((codec.decode(codec.encode(x)) - x).square().mean())
 
-    small, own, large = map(size_and_error, (GroupedGrid(4, channels=False), CODEC, Int8Vectors()))
-    assert small[0] < own[0] == 56 < large[0] and small[1] > own[1] * 8 > large[1]
+    small, six, large = map(size_and_error, (GroupedGrid(4, channels=False), CODEC, Int8Vectors()))
+    assert small[0] < six[0] == 56 < large[0] and small[1] > six[1] * 8 > large[1]
 
 
 def test_a_head_that_32_does_not_divide_is_refused() -> None:
