@@ -119,11 +119,19 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
     import torch
 
     from quantkit.plugins import registry
+    from quantkit.registry import BUILTIN, described
 
     formats, shape = registry("formats"), (1024, 1024)
-    for name in formats:
+    for name, form in formats.usable():
         for spec in _specs():
-            if formats.get(name).refuses(spec, shape) is None:
+            try:
+                refuses = form.refuses(spec, shape)
+            except Exception as error:
+                if formats.entry(name).owner == BUILTIN:
+                    raise
+                formats.reject(name, f"fails in refuses(): {described(error)}")
+                break
+            if refuses is None:
                 yield {"format": name, "label": spec.label(), "spec": spec.model_dump(mode="json"),
                        **kernels_for(name, spec, shape, torch.bfloat16)}
 
