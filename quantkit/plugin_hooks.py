@@ -14,7 +14,7 @@ import pluggy
 from quantkit import hookspecs
 from quantkit.errors import PluginError, did_you_mean
 from quantkit.hookspecs import API_VERSION, OLDEST_API_VERSION
-from quantkit.registry import Registry, RegistryEntry, described
+from quantkit.registry import Registry, RegistryEntry, a_type, described
 
 HOOKS = tuple(name for name, function in inspect.getmembers(hookspecs, inspect.isfunction)
               if hasattr(function, "quantkit_spec"))
@@ -60,7 +60,7 @@ def check_marks(plugin: object) -> None:
             marked[attr] = options
     if not marked:
         unmarked = [name for name in HOOKS if callable(getattr(plugin, name, None))]
-        kind = "" if isinstance(plugin, ModuleType) else f" and is a {type(plugin).__name__}"
+        kind = "" if isinstance(plugin, ModuleType) else f" and is {a_type(plugin)}"
         raise PluginError(f"marks no function with @hookimpl{kind}", next="see docs/plugins.md",
                           why=f"{', '.join(unmarked)} must be marked to be called" if unmarked
                           else "hooks are functions marked with @hookimpl of quantkit.hookspecs")
@@ -68,7 +68,7 @@ def check_marks(plugin: object) -> None:
         hook, function = options.get("specname") or attr, getattr(plugin, attr)
         if not inspect.isroutine(function):
             raise PluginError(f"marks {attr!r} with @hookimpl, which isn't a function",
-                              why=f"it is a {type(function).__name__}")
+                              why=f"it is {a_type(function)}")
         if hook not in HOOKS and not options.get("optionalhook"):
             raise PluginError(f"implements a hook {hook!r} that doesn't exist in quantkit",
                               why=did_you_mean(hook, HOOKS))
@@ -107,6 +107,7 @@ def collect(impls: Callable[[str], Iterable[pluggy.HookImpl]], tables: dict[str,
                               why="a name means one thing")
         entries.append((kind, entry))
 
+    register.__qualname__ = "register"  # as its author knows it
     for kind in tables:
         hook = f"register_{kind}"
         for impl in impls(hook):

@@ -23,7 +23,7 @@ from quantkit import hookspecs
 from quantkit.errors import PluginError, QuantkitError, did_you_mean
 from quantkit.plugin_files import belongs, frames, module_file, package_of
 from quantkit.plugin_hooks import HOOKS, Registrations, api_of, check_marks, collect
-from quantkit.registry import BUILTIN, Registry, RegistryEntry, described
+from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described
 
 ENTRY_POINTS = "quantkit"
 OBSERVERS = tuple(name for name in HOOKS if name.startswith("on_"))
@@ -126,6 +126,9 @@ class PluginManager:
         info = PluginInfo(point.name, *_distribution(point, module), module=module)
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's data
+                if isinstance(point, importlib.metadata.EntryPoint) and not point.pattern.match(point.value):
+                    raise PluginError(f"has the entry point {point.value!r}",
+                                      why='an entry point is written "module" or "module:attr"')
                 plugin = point.load()
                 info, entries = self._examine(plugin, info)
         except KeyboardInterrupt:
@@ -215,7 +218,7 @@ class PluginManager:
             try:
                 answer = impl.function()
                 if not isinstance(answer, list | tuple):
-                    raise PluginError(f"it returned a {type(answer).__name__}, not a list of folders")
+                    raise PluginError(f"it returned {a_type(answer)}, not a list of folders")
                 given = list(answer)
             except Exception as error:
                 self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version} failed: "

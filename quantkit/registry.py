@@ -95,7 +95,7 @@ class Registry(Generic[T]):
         name, target = entry.name, entry.target
         what = f"{self.kind} {name!r} of {entry.by}"
         if not isinstance(name, str):
-            raise PluginError(f"a {self.kind} of {entry.by} is registered as a {type(name).__name__}",
+            raise PluginError(f"a {self.kind} of {entry.by} is registered as {a_type(name)}",
                               why="register(name, target) takes the name first, a text")
         if not SPELLING.fullmatch(name):
             raise PluginError(f"{what} can't have this name", next="give it a name that is spelled so",
@@ -172,7 +172,7 @@ class Registry(Generic[T]):
 
     def _misfit(self, thing: Any, expected: type) -> str | None:
         """What a thing is instead of what is expected; ``None`` if it fits."""
-        described = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+        described = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
         try:
             if not self._subclass:
                 return None if isinstance(thing, expected) and not isinstance(thing, type) else described
@@ -288,6 +288,12 @@ def load_target(target: object, whose: str, plugin: str = "") -> Any:
     except BaseException as error:  # a stranger's module may raise what it likes, SystemExit too
         raise PluginError(f"{whose} can't be loaded from {target!r}", why=described(error),
                           next=_check(plugin)) from error
+
+
+def a_type(thing: object) -> str:
+    """``a float``, ``an int``."""
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def described(error: BaseException) -> str:

@@ -56,7 +56,8 @@ def _registration(manager: PluginManager, kind: str, entry: RegistryEntry) -> di
     module = target.partition(":")[0] if isinstance(target, str) else getattr(
         target, "__module__", type(target).__module__)
     return {"kind": KINDS[kind].singular, "name": entry.name, "owner": entry.owner,
-            "distribution": entry.owner, "plugin": entry.plugin, "version": entry.version, "target": target if isinstance(target, str) else repr(target),
+            "distribution": entry.owner, "plugin": entry.plugin, "version": entry.version,
+            "target": target if isinstance(target, str) else repr(target),
             "module": module, "file": module_file(str(module)),
             "about": {key: str(value) for key, value in entry.about.items()}}
 
@@ -68,5 +69,6 @@ def _named(manager: PluginManager, kind: str) -> list[dict[str, Any]]:
         owners.setdefault(folder, info)
     files = named_files([(info.distribution, folder) for folder, info in owners.items()])
     return [{"kind": kind.removesuffix("s"), "name": path.stem, "owner": owner,
-             "distribution": owner, "plugin": owners[path.parent].name, "version": owners[path.parent].version, "file": str(path)}
+             "distribution": owner, "plugin": owners[path.parent].name,
+             "version": owners[path.parent].version, "file": str(path)}
             for owner, path in files]

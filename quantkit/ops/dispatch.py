@@ -89,9 +89,9 @@ def _has_place(kernel: LinearKernel, registered: str) -> bool:
     """Whether a kernel's order and name are such that it can be asked in its turn."""
     from quantkit.plugins import registry
 
-    for attribute, kind in (("order", int), ("name", str)):
+    for attribute, kind, noun in (("order", int, "an int"), ("name", str, "a str")):
         if not isinstance(value := getattr(kernel, attribute), kind):
-            problem = f"has {attribute} {value!r}, which isn't a {kind.__name__}"
+            problem = f"has {attribute} {value!r}, which isn't {noun}"
             registry("kernels").reject(registered, problem)
             return False
     return True
@@ -100,7 +100,7 @@ def _has_place(kernel: LinearKernel, registered: str) -> bool:
 def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | None:
     """What a kernel answers to a query; of a plugin's kernel also that it fails to."""
     from quantkit.plugins import registry
-    from quantkit.registry import BUILTIN, described
+    from quantkit.registry import BUILTIN, a_type, described
 
     table = registry("kernels")
     if table.entry(registered).owner == BUILTIN:
@@ -112,7 +112,7 @@ def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | N
     else:
         if reason is None or isinstance(reason, str):
             return reason
-        reason = f"declines() returned a {type(reason).__name__}, not a reason or None"
+        reason = f"declines() returned {a_type(reason)}, not a reason or None"
     table.warn(registered, f"kernel {registered!r} of {table.entry(registered).by}: {reason}")
     return reason
 

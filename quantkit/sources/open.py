@@ -15,6 +15,7 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         PluginError: a plugin's kind opened something that isn't a source.
     """
     from quantkit.plugins import registry
+    from quantkit.registry import a_type
 
     if (name := kind_of(uri)) is not None:
         kind: SourceKind = registry("sources").get(name)
@@ -23,7 +24,7 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
                    if not callable(getattr(source, method, None))]
         if lacking:
             raise PluginError(f"source {name!r} of {registry('sources').entry(name).by} can't open {uri!r}",
-                              why=f"it gave a {type(source).__name__}, which has no {', '.join(lacking)}")
+                              why=f"it gave {a_type(source)}, which has no {', '.join(lacking)}")
         try:
             return text_part(source)
         except SourceError:
@@ -38,7 +39,7 @@ def kind_of(uri: str) -> str | None:
     """The first kind of source that takes a name. A plugin's kind that can't be loaded, or that fails while
     it is asked, is passed over with one warning."""
     from quantkit.plugins import registry
-    from quantkit.registry import BUILTIN, described
+    from quantkit.registry import BUILTIN, a_type, described
 
     table = registry("sources")
     for name, kind in _ordered():
@@ -53,7 +54,7 @@ def kind_of(uri: str) -> str | None:
                 if matches:
                     return name
                 continue
-            problem = f"matches() returned a {type(matches).__name__}, not a bool"
+            problem = f"matches() returned {a_type(matches)}, not a bool"
         table.warn(name, f"source {name!r} of {table.entry(name).by}: {problem}")
     return None
 
@@ -65,9 +66,9 @@ def _ordered() -> list[tuple[str, SourceKind]]:
     table = registry("sources")
     kinds = []
     for name, kind in table.usable():
-        for attribute, expected in (("order", int), ("example", str)):
+        for attribute, expected, noun in (("order", int, "an int"), ("example", str, "a str")):
             if not isinstance(value := getattr(kind, attribute), expected):
-                table.reject(name, f"has {attribute} {value!r}, which isn't a {expected.__name__}")
+                table.reject(name, f"has {attribute} {value!r}, which isn't {noun}")
                 break
         else:
             kinds.append((name, kind))
