@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -23,13 +24,17 @@ Registrations = list[tuple[str, RegistryEntry]]
 """Kind, as in the hook's name, and the entry, in the order of registration."""
 
 
-def api_of(plugin: object) -> int:
+def api_of(plugin: object, module: str = "") -> int:
     """The version of the hooks that a plugin was written for.
+
+    Args:
+        plugin: which says so, or
+        module: the name of its module, where that does.
 
     Raises:
         PluginError: it is none that this quantkit offers; the message goes on after the plugin's name.
     """
-    version = getattr(plugin, "QUANTKIT_API", 1)
+    version = getattr(plugin, "QUANTKIT_API", getattr(sys.modules.get(module), "QUANTKIT_API", 1))
     if type(version) is not int or version < 1:
         raise PluginError(f"says QUANTKIT_API = {version!r}"[:200],
                           why="it is a whole number: the version of the hooks that the plugin is written for",

@@ -181,7 +181,7 @@ class PluginManager:
         Raises:
             PluginError: it isn't a plugin as it must be; the message goes on after its name.
         """
-        info = replace(info, api=api_of(plugin), file=getattr(plugin, "__file__", None)
+        info = replace(info, api=api_of(plugin, info.module), file=getattr(plugin, "__file__", None)
                        or module_file(info.module))
         check_marks(plugin)
         make = functools.partial(RegistryEntry, owner=info.distribution, plugin=info.name,
