@@ -7,6 +7,7 @@ import sys
 from types import FunctionType
 
 import pytest
+import torch
 
 from quantkit.errors import PluginError, QuantkitError
 from quantkit.plugin_files import module_file, package_of
@@ -134,6 +135,28 @@ def test_a_client_is_told_who_failed_but_not_what_it_said(plugin):
     assert (answer.status_code, answer.code) == (500, "plugin_error")
     assert answer.detail == "the plugin 'blamed' of dist-blamed 2.0 failed: ValueError"
     assert api_error(error_of(int, "x")).code == "internal_error"
+
+
+def test_a_server_says_it_on_its_terminal(plugin, capsys):
+    from quantkit.cli.serve_local import _failed
+
+    _failed(error_of(plugin.fail))
+    said = capsys.readouterr().err
+    assert "error: plugin 'blamed' of dist-blamed 2.0 failed: ValueError: odd" in said
+    assert "internal error" not in said
+    _failed(error_of(int, "x"))
+    assert "internal error: ValueError" in capsys.readouterr().err
+
+
+def test_a_worker_of_a_cluster_names_the_plugin_before_its_traceback_is_lost(plugin, monkeypatch):
+    from quantkit.executor import ray
+
+    monkeypatch.setattr(ray, "_register_tensors", lambda: None)
+    setup = ({}, [], torch.get_num_threads())
+    with pytest.raises(PluginError, match="of dist-blamed 2[.]0 failed"):
+        ray._call(setup, plugin.fail)
+    with pytest.raises(ValueError, match="invalid literal"):
+        ray._call(setup, int, "x")
 
 
 def test_a_modules_file_is_known_without_an_import(tmp_path, monkeypatch):

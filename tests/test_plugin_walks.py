@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quantkit.errors import PluginError, SourceError
+from quantkit.errors import PluginError, QuantkitError, SourceError
 from quantkit.hookspecs import hookimpl
 from quantkit.ops.dispatch import KernelQuery, choose
 from quantkit.plugins import PluginManager, current, registry
@@ -68,6 +69,35 @@ def test_a_builtin_kernel_that_raises_is_our_own_fault(monkeypatch):
     monkeypatch.setattr(type(registry("kernels").get("reference")), "declines", failing)
     with pytest.raises(ValueError, match="odd"):
         choose(QUERY)
+
+
+def test_a_broken_format_is_left_out_of_doctor(add):
+    from quantkit.cli.doctor import _kernel_cases
+
+    usual = list(_kernel_cases())
+    broken = type("Broken", (type(registry("formats").get("pack-quantized")),), {"refuses": failing})
+    add(register_formats=lambda register: register("mine", "qk_broken_format:FORMAT"))
+    registry("formats")._loaded["mine"] = broken.__new__(broken)
+    with pytest.warns(UserWarning, match="format 'mine' of stranger 7 .*fails in refuses") as caught:
+        assert list(_kernel_cases()) == usual
+        assert list(_kernel_cases()) == usual
+    assert len(caught) == 1
+
+
+def test_what_could_be_used_instead_is_told_without_what_is_broken(add, tmp_path):
+    from quantkit.planning.plan import make_plan
+
+    add(register_methods=lambda register: register("mine", "no_such_module_at_all:METHOD"),
+        register_formats=lambda register: register("mine", 5))
+    folder = tiny_model(tmp_path / "tiny", tie_word_embeddings=False)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("rules:\n  - match: '*embed_tokens'\n    method: gptq\n"
+                      "    spec: {bits: 4, granularity: {strategy: channel}}\n"
+                      "  - {match: '*', method: null}\n")
+    with closing(open_source(str(folder))) as model, pytest.raises(QuantkitError) as caught, \
+            pytest.warns(UserWarning, match="no_such_module_at_all"):
+        make_plan(load_recipe(str(recipe)), model)
+    assert "data-free method" in caught.value.why and "rtn" in caught.value.why
 
 
 def source(**changed):

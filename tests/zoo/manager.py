@@ -239,6 +239,13 @@ ZOO: tuple[BrokenPlugin, ...] = (
     BrokenPlugin("commandtype", "a command that is a function", "Registry.get, when it is called",
                  hook("register_commands", "register('zoo-command', 'zoo_commandtype:run', help=5)")
                  + "def run():\n    pass\n"),
+    BrokenPlugin("policyraises", "a KV policy that raises", "blame, which finds whose code raised",
+                 registering("kv_policies", "zoo_raises", "'zoo_policyraises_policy:Raises'"), modules={
+                     "zoo_policyraises_policy":
+                         "from typing import ClassVar\n\n"
+                         "from quantkit.kv.policies.score_policy import ScorePolicy\n\n\n"
+                         "class Raises(ScorePolicy):\n    name: ClassVar[str] = 'zoo_raises'\n\n"
+                         "    def score(self, view):\n        raise ZeroDivisionError('no scores')\n"}),
     BrokenPlugin("methodraises", "a method that raises", "blame, which finds whose code raised",
                  registering("methods", "zoo_method", "'zoo_methodraises_method:METHOD'"), modules={
                      "zoo_methodraises_method":

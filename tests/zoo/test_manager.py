@@ -149,6 +149,29 @@ def test_an_error_of_a_plugins_code_is_not_ours(run, tiny, tmp_path):
     assert "internal error" not in done.stderr and "report" not in done.stderr
 
 
+def test_an_error_of_a_plugins_policy_while_a_model_runs(run, tiny):
+    done = run("generate", tiny, "Hello Hello Hello Hello Hello Hello", "--kv", "zoo_raises(4)",
+               plugins="policyraises")
+    assert done.returncode == 1
+    assert ("error: plugin 'policyraises' of zoo-policyraises 1.0 failed: ZeroDivisionError: no scores"
+            in done.stderr)
+    assert "zoo_policyraises_policy.py:" in done.stderr and "in score" in done.stderr
+
+
+def test_the_process_that_measures_speed_says_it_in_the_same_words(site, tiny, run):
+    """``quantkit.evaluate.worker`` answers a request."""
+    request = {"uri": str(tiny), "revision": None, "dtype": "auto", "device": "cpu", "ids": [1] * 32,
+               "decode": 2, "repeats": 1, "threads": 1, "kv": "zoo_raises(4)"}
+    env = {**os.environ, "QUANTKIT_PLUGINS": "policyraises",
+           "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)])}
+    done = subprocess.run([sys.executable, "-m", "quantkit.evaluate.worker"], input=json.dumps(request),
+                          env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    what, why, then = json.loads(done.stdout.splitlines()[-1])["error"]
+    assert what == "plugin 'policyraises' of zoo-policyraises 1.0 failed: ZeroDivisionError: no scores"
+    assert "in score" in why and then.startswith("quantkit plugins check policyraises")
+
+
 def test_walked_tables_pass_over_what_is_broken(site):
     code = ("import warnings\nfrom quantkit.plugins import registry\n"
             "with warnings.catch_warnings(record=True) as caught:\n"
