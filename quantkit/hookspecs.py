@@ -2,6 +2,10 @@
 
 A ``register`` callback takes ``(name, target, **about)``; ``target`` is an object or a lazy
 ``"module:attr"``. Hooks discover and observe; none stands on the per-token path.
+
+A plugin's module may say ``QUANTKIT_API = 1``, the version of the hooks and base types that it was written
+for; without it, 1 is assumed. A quantkit that doesn't offer that version leaves the plugin out and says which
+of the two must be upgraded.
 """
 
 from __future__ import annotations
@@ -11,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pluggy
+
+API_VERSION = 1
+"""Version of the hooks and of the base types of what they register."""
+OLDEST_API_VERSION = 1
+"""The oldest version whose plugins still work here."""
 
 hookspec = pluggy.HookspecMarker("quantkit")
 hookimpl = pluggy.HookimplMarker("quantkit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from quantkit.errors import UsageError, did_you_mean
+from quantkit.first_party import explain_absent
 from quantkit.plugins import registry
 from quantkit.spec import KVSpec
 
@@ -55,8 +56,9 @@ def _read(part: str, text: str) -> tuple[str, str, dict[str, int | float | str |
     policies, codecs = registry("kv_policies"), registry("kv_codecs")
     kind = "policy" if name in policies else "codec"
     if kind == "codec" and name not in codecs:
-        raise UsageError(f"no KV policy or codec is called {name!r}",
-                         why=did_you_mean(name, [*policies, *codecs]), next="quantkit plugins list")
+        absent = explain_absent("KV policy", name) or explain_absent("KV codec", name)
+        why, then = absent or (did_you_mean(name, [*policies, *codecs]), "quantkit plugins list")
+        raise UsageError(f"no KV policy or codec is called {name!r}", why=why, next=then)
     return kind, name, _options(inside, part, "budget" if kind == "policy" else "bits")
 
 

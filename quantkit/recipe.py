@@ -10,12 +10,14 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from quantkit.errors import RecipeError, UsageError, did_you_mean
+from quantkit.errors import QuantkitError, RecipeError, UsageError, did_you_mean
+from quantkit.first_party import explain_absent
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import EMBEDDING
 from quantkit.paths import local_path
 from quantkit.patterns import compiled
-from quantkit.plugins import current
+from quantkit.plugins import current, named_files
+from quantkit.registry import described
 from quantkit.safe_yaml import YamlDocument, read_yaml
 from quantkit.spec import CalibrationSpec, Frozen, QuantSpec, TransformSpec
 
@@ -162,8 +164,10 @@ def list_recipes() -> list[RecipeInfo]:
     for owner, path in _files():
         try:
             recipe, problem = _load(path, (path.stem,)), None
-        except RecipeError as error:
+        except QuantkitError as error:
             recipe, problem = None, str(error)
+        except Exception as error:  # of a plugin that the recipe names
+            recipe, problem = None, described(error)
         recipes.append(RecipeInfo(path.stem, recipe.description if recipe else "", owner, path, problem))
     return sorted(recipes, key=lambda info: (info.name, info.owner))
 
@@ -173,8 +177,7 @@ def _is_path(text: str) -> bool:
 
 
 def _files() -> list[tuple[str, Path]]:
-    return [(owner, path) for owner, folder in current().dirs("recipe_dirs") if folder.is_dir()
-            for path in sorted(folder.glob("*.yaml"))]
+    return named_files(current().dirs("recipe_dirs"))
 
 
 def _find(name: str) -> Path:
@@ -185,9 +188,9 @@ def _find(name: str) -> Path:
                           why=" and ".join(f"{path} (of {owner})" for owner, path in matches),
                           next=f"name the file itself: --recipe {matches[0][1]}")
     if not matches:
-        raise RecipeError(f"no recipe is called {name!r}",
-                          why=did_you_mean(name, {path.stem for _, path in files}),
-                          next="quantkit recipes list")
+        why, then = explain_absent("recipe", name) or (did_you_mean(name, {path.stem for _, path in files}),
+                                                       "quantkit recipes list")
+        raise RecipeError(f"no recipe is called {name!r}", why=why, next=then)
     return matches[0][1]
 
 

@@ -166,10 +166,119 @@ def test_only_restricts(installed):
 
 
 def test_only_with_an_unknown_name_is_an_error(installed):
-    installed(hqq=plugin())
+    installed(hqq=plugin(on_run_finished=lambda kind: None))
     with pytest.raises(PluginError, match="'hqk'") as caught:
         PluginManager(only=["hqk"])
     assert "did you mean 'hqq'" in caught.value.why
+
+
+def test_a_direct_add_that_fails_leaves_nothing(manager):
+    def register_methods(register):
+        register("half", "a.b:C")
+
+    def register_transforms(register):
+        register("awq", "a.b:C")
+
+    for hooks in ({"register_methods": register_methods, "register_transforms": register_transforms},
+                  {"register_methods": register_methods, "register_formats": lambda register: 1 / 0}):
+        thing = plugin(**hooks)
+        with pytest.raises(PluginError, match="dist-mine"):
+            manager.add(thing, "dist-mine")
+        assert "half" not in manager.registries["methods"]
+        assert [info.name for info in manager.plugins] == ["quantkit"]
+        assert not manager._pluggy.is_registered(thing)
+
+
+def test_a_name_may_not_be_registered_for_somebody_else(manager):
+    def register_methods(register):
+        register("mine", "a.b:C", owner="quantkit", plugin="other")
+
+    manager.add(plugin(register_methods=register_methods), "dist-mine")
+    assert manager.registries["methods"].entry("mine").owner == "dist-mine"
+
+
+def test_a_late_registration_is_refused(manager):
+    kept = []
+    manager.add(plugin(register_methods=lambda register: kept.append(register)), "dist-mine")
+    with pytest.raises(PluginError, match="too late"):
+        kept[0]("late", "a.b:C")
+    assert "late" not in manager.registries["methods"]
+
+
+def test_two_plugins_of_one_distribution_stand_for_themselves(installed, monkeypatch):
+    def good(register):
+        register("good", "a.b:C")
+
+    def bad(register):
+        raise RuntimeError("no")
+
+    installed(good=plugin(register_methods=good), wrong=plugin(register_methods=bad))
+    points = plugins.importlib.metadata.entry_points(group="quantkit")
+    for point in points:
+        point.dist = Dist(name="dist-both", version="1")
+    monkeypatch.setattr(plugins.importlib.metadata, "entry_points", lambda group: points)
+    with pytest.warns(UserWarning, match="'wrong' of dist-both 1 was left out"):
+        manager = PluginManager()
+    assert "good" in manager.registries["methods"]
+
+
+def test_a_module_under_two_names_is_loaded_once(installed):
+    module = plugin(register_methods=lambda register: register("once", "a.b:C"))
+    installed(a=module, b=module)
+    with pytest.warns(UserWarning, match="'b' of dist-b"):
+        manager = PluginManager()
+    assert manager.registries["methods"].entry("once").owner == "dist-a"
+    assert [info.error is None for info in manager.plugins] == [True, True, False]
+
+
+@pytest.mark.parametrize(("version", "oldest", "says"), [
+    (3, 2, "pip install --upgrade quantkit"), (1, 2, "pip install --upgrade dist-mine"), (2, 2, ""),
+    (2.0, 1, "whole number"), (True, 1, "whole number"), (0, 1, "whole number"), (None, 1, "whole number")])
+def test_a_plugin_for_another_api_says_what_to_upgrade(manager, monkeypatch, version, oldest, says):
+    monkeypatch.setattr("quantkit.plugin_hooks.API_VERSION", 2)
+    monkeypatch.setattr("quantkit.plugin_hooks.OLDEST_API_VERSION", oldest)
+    module = plugin(on_run_finished=lambda kind: None)
+    module.QUANTKIT_API = version
+    if says:
+        with pytest.raises(PluginError) as caught:
+            manager.add(module, "dist-mine")
+        assert says in str(caught.value) and "dist-mine" in caught.value.what
+    else:
+        manager.add(module, "dist-mine")
+        assert manager.plugins[-1].api == 2
+
+
+def test_an_observer_that_always_raises_warns_once(manager):
+    def on_layer_quantized(name):
+        raise RuntimeError(name)
+
+    manager.add(plugin(on_layer_quantized=on_layer_quantized), "dist-mine")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in "abc":
+            manager.notify("on_layer_quantized", name=name, row={})
+    assert len(caught) == 1
+
+
+def test_what_a_plugin_prints_stays_off_stdout(installed, capsys):
+    installed(loud=plugin(register_methods=lambda register: print("hello")))
+    PluginManager()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "hello" in captured.err
+
+
+def test_a_shipped_recipe_stays_what_it_is(tmp_path):
+    for owner in ("quantkit", "dist-one", "dist-two"):
+        (tmp_path / owner).mkdir()
+    (tmp_path / "quantkit" / "a.yaml").touch()
+    for name in ("dist-one/a.yaml", "dist-one/b.yaml", "dist-two/b.yaml"):
+        (tmp_path / name).touch()
+    folders = [(owner, tmp_path / owner) for owner in ("dist-one", "quantkit", "dist-two")]
+    with pytest.warns(UserWarning, match="a.yaml of dist-one is left out") as caught:
+        files = plugins.named_files(folders)
+    assert len(caught) == 1
+    assert [(owner, path.stem) for owner, path in files] == [("dist-one", "b"), ("quantkit", "a"),
+                                                             ("dist-two", "b")]
 
 
 @pytest.mark.parametrize(("value", "expected"),

@@ -14,7 +14,7 @@ from typing import Any
 import rich_click as click
 
 from quantkit import __version__
-from quantkit.cli.plugins import plugin_facts
+from quantkit.cli.plugin_facts import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
 from quantkit.cli.probe import PHASES, best_device, kernels_for, other_lines
 from quantkit.units import human_bytes
@@ -66,7 +66,8 @@ def command(as_json: bool) -> None:
         click.echo(line)
     click.echo("\nplugins")
     for plugin in facts["plugins"]:
-        state = f"left out: {plugin['error']}" if plugin["error"] else "loaded"
+        state = f"left out: {plugin['error']}" if plugin["error"] else "; ".join(["loaded", *(
+            f"not used: {reason}" for reason in plugin["refused"])])
         whose = f"{plugin['name']} ({plugin['distribution']} {plugin['version']})"
         click.echo(wrapped("", f"{whose}: {state}", 2))
     click.echo("\noptional")
@@ -119,11 +120,19 @@ def _kernel_cases() -> Iterator[dict[str, Any]]:
     import torch
 
     from quantkit.plugins import registry
+    from quantkit.registry import BUILTIN, described
 
     formats, shape = registry("formats"), (1024, 1024)
-    for name in formats:
+    for name, form in formats.usable():
         for spec in _specs():
-            if formats.get(name).refuses(spec, shape) is None:
+            try:
+                refuses = form.refuses(spec, shape)
+            except Exception as error:
+                if formats.entry(name).owner == BUILTIN:
+                    raise
+                formats.reject(name, f"fails in refuses(): {described(error)}")
+                break
+            if refuses is None:
                 yield {"format": name, "label": spec.label(), "spec": spec.model_dump(mode="json"),
                        **kernels_for(name, spec, shape, torch.bfloat16)}
 

@@ -102,11 +102,9 @@ def _source_facts(source: ModelSource, uri: str) -> dict[str, Any]:
 
 
 def _kind_of(uri: str) -> str:
-    from quantkit.plugins import registry
+    from quantkit.sources.open import kind_of
 
-    kinds = registry("sources")
-    ordered = sorted(kinds, key=lambda name: (kinds.get(name).order, name))
-    return next((name for name in ordered if kinds.get(name).matches(uri)), "unknown")
+    return kind_of(uri) or "unknown"
 
 
 def _checkpoint_facts(checkpoint: AnyCheckpoint, uri: str) -> dict[str, Any]:

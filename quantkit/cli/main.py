@@ -20,7 +20,7 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.present import show_error, show_warning
 from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
-from quantkit.plugins import registry
+from quantkit.plugins import plugin_failure, registry
 from quantkit.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
@@ -36,9 +36,10 @@ class CommandGroup(click.RichGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A stand-in that carries the help line only; :meth:`resolve_command` gives the real one."""
         table = registry("commands")
-        if cmd_name not in table:
+        if cmd_name not in list(table):  # a contested name isn't listed
             return None
-        return click.RichCommand(name=cmd_name, help=table.entry(cmd_name).about.get("help", ""))
+        line = str(table.entry(cmd_name).about.get("help") or "")
+        return click.RichCommand(name=cmd_name, help=" ".join(line.split()))
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -90,11 +91,12 @@ def _failed(error: BaseException) -> int:
         return INTERRUPTED
     if debugging():
         traceback.print_exception(error)
-    if isinstance(error, QuantkitError):
-        show_error(error.what, error.why, error.next)
-        return error.exit_code
     if isinstance(error, click.ClickException):
         return _misused(error)
+    failure = error if isinstance(error, QuantkitError | MemoryError) else plugin_failure(error) or error
+    if isinstance(failure, QuantkitError):
+        show_error(failure.what, failure.why, failure.next)
+        return failure.exit_code
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         show_error(f"{where}{error.strerror}", next=_OS_REMEDIES.get(type(error)) or _remedy(error.errno))

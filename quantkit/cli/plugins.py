@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import rich_click as click
 
+from quantkit.cli.plugin_facts import contents, plugin_facts
 from quantkit.cli.present import print_json, wrapped
-from quantkit.plugins import current
 
 
 @click.group("plugins")
@@ -29,23 +27,8 @@ def list_(as_json: bool) -> None:
     for plugin in facts["plugins"]:
         click.echo(f"{plugin['distribution']} {plugin['version']} (plugin {plugin['name']!r})")
         if plugin["error"]:
-            click.echo("  " + wrapped("left out", plugin["error"]))
-        for kind, entries in facts["registered"].items():
-            names = [e["name"] for e in entries if e["owner"] == plugin["distribution"]]
-            if names:
-                click.echo(wrapped(f"  {kind}", ", ".join(names), 18))
-
-
-def plugin_facts() -> dict[str, Any]:
-    """Plain data: ``plugins`` (name, distribution, version, error) and ``registered`` by kind, each
-    entry with its name, owner, target and what was said about it. Imports no target."""
-    manager = current()
-    return {
-        "plugins": [{"name": p.name, "distribution": p.distribution, "version": p.version,
-                     "error": p.error} for p in manager.plugins],
-        "registered": {
-            kind: [{"name": name, "owner": (entry := table.entry(name)).owner,
-                    "target": entry.target if isinstance(entry.target, str) else repr(entry.target),
-                    "about": {key: str(value) for key, value in entry.about.items()}} for name in table]
-            for kind, table in manager.registries.items()},
-    }
+            click.echo(wrapped("  left out", plugin["error"], 21))
+        for kind, names in contents(facts, plugin).items():
+            click.echo(wrapped(f"  {kind}", ", ".join(names), 21))
+        for reason in plugin["refused"]:
+            click.echo(wrapped("  not used", reason, 21))

@@ -191,9 +191,10 @@ def _drain(active: int) -> None:
 def _failed(error: BaseException) -> None:
     """A request failed for no fault of its own: say so, and serve on."""
     from quantkit.cli.main import debugging
+    from quantkit.plugins import plugin_failure
 
-    if isinstance(error, QuantkitError):
-        show_error(error.what, error.why, error.next)
+    if isinstance(failure := plugin_failure(error) or error, QuantkitError):
+        show_error(failure.what, failure.why, failure.next)
     else:
         first = str(error).strip().splitlines()[:1]
         show_error(f"internal error: {': '.join([type(error).__name__, *first])}")

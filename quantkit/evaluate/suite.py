@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.evaluate.text import BUILTIN
-from quantkit.plugins import current
+from quantkit.plugins import current, named_files
 from quantkit.safe_yaml import read_yaml
 from quantkit.spec import Frozen
 
@@ -29,13 +29,14 @@ def load_suite(name: str) -> EvalSuite:
     Raises:
         UsageError: none or several are called so, or its file is malformed.
     """
-    files: dict[str, list[Path]] = {}
-    for _, folder in current().dirs("eval_dirs"):
-        for path in sorted(folder.glob("*.yaml")):
-            files.setdefault(path.stem, []).append(path)
+    files: dict[str, list[tuple[str, Path]]] = {}
+    for owner, path in named_files(current().dirs("eval_dirs")):
+        files.setdefault(path.stem, []).append((owner, path))
     if name not in files:
         raise UsageError(f"no evaluation suite is called {name!r}", why=did_you_mean(name, files),
                          next=f"quantkit eval … --suite {next(iter(sorted(files)), 'quick')}")
     if len(files[name]) > 1:
-        raise UsageError(f"two suites are called {name!r}", why=", ".join(map(str, files[name])))
-    return read_yaml(files[name][0], UsageError).build(EvalSuite)
+        raise UsageError(f"two suites are called {name!r}",
+                         why=" and ".join(f"{path} (of {owner})" for owner, path in files[name]),
+                         next=f"uninstall one: pip uninstall {files[name][-1][0]}")
+    return read_yaml(files[name][0][1], UsageError).build(EvalSuite)

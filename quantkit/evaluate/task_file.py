@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.paths import local_path
-from quantkit.plugins import current
+from quantkit.plugins import current, named_files
 from quantkit.safe_yaml import read_yaml
 from quantkit.spec import Frozen
 
@@ -233,8 +233,7 @@ def read_task(path: Path) -> TaskFile:
 
 def _files() -> list[tuple[str, Path]]:
     """The owner and the file of every task that can be named."""
-    return [(owner, path) for owner, folder in current().dirs("eval_dirs")
-            for path in sorted((folder / FOLDER).glob("*.yaml"))]
+    return named_files(current().dirs("eval_dirs"), FOLDER)
 
 
 def _only(name: str, files: Sequence[tuple[str, Path]]) -> tuple[str, Path, TaskFile]:

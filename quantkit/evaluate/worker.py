@@ -108,11 +108,16 @@ def kernels(loaded: LoadedModel) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Answer one request; an error is answered as ``{"error": [what, why, next]}``."""
     from quantkit.errors import QuantkitError
+    from quantkit.plugins import plugin_failure
 
     try:
         answer = measure(json.load(sys.stdin))
     except QuantkitError as error:
         answer = {"error": [error.what, error.why, error.next]}
+    except Exception as error:
+        if (failure := plugin_failure(error)) is None:
+            raise
+        answer = {"error": [failure.what, failure.why, failure.next]}
     print(json.dumps(answer))
 
 

@@ -19,6 +19,7 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.base import Item
+from quantkit.plugins import plugin_failure
 
 T = TypeVar("T")
 LOOPBACK, LOCAL = "127.0.0.1", "local"
@@ -150,7 +151,12 @@ def _call(setup: tuple[Mapping[str, str], list[str], int], work: Callable[..., T
     sys.path.extend(entry for entry in path if entry not in sys.path)
     torch.set_num_threads(threads)
     _register_tensors()
-    return work(*arguments)
+    try:
+        return work(*arguments)
+    except Exception as error:  # its traceback stays here
+        if (failure := plugin_failure(error)) is None:
+            raise
+        raise failure from error
 
 
 def _register_tensors() -> None:

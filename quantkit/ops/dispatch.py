@@ -65,20 +65,56 @@ class KernelChoice:
 def choose(query: KernelQuery) -> KernelChoice:
     """Ask the registered kernels in order; the first that doesn't decline is taken.
 
+    A plugin's kernel that can't be loaded, isn't a kernel or fails while it is asked counts as one that
+    declined, and costs one warning.
+
     Raises:
         QuantkitError: all declined; the reasons are listed.
     """
     from quantkit.plugins import registry
 
     table = registry("kernels")
-    declined: list[tuple[str, str]] = []
-    for kernel in sorted((table.get(name) for name in table), key=lambda k: (k.order, k.name)):
-        reason = kernel.declines(query)
+    kernels = [(kernel, name) for name, kernel in table.usable() if _has_place(kernel, name)]
+    declined = list(table.broken.items())
+    for kernel, registered in sorted(kernels, key=lambda pair: (pair[0].order, pair[0].name)):
+        reason = _asked(kernel, registered, query)
         if reason is None:
             return KernelChoice(kernel, tuple(declined))
         declined.append((kernel.name, reason))
     raise QuantkitError(f"no kernel runs {query.op} on {query.format} {query.spec.label()}",
                         why="; ".join(f"{n}: {r}" for n, r in declined), next="quantkit doctor")
+
+
+def _has_place(kernel: LinearKernel, registered: str) -> bool:
+    """Whether a kernel's order and name are such that it can be asked in its turn."""
+    from quantkit.plugins import registry
+
+    for attribute, kind, noun in (("order", int, "an int"), ("name", str, "a str")):
+        if not isinstance(value := getattr(kernel, attribute), kind):
+            problem = f"has {attribute} {value!r}, which isn't {noun}"
+            registry("kernels").reject(registered, problem)
+            return False
+    return True
+
+
+def _asked(kernel: LinearKernel, registered: str, query: KernelQuery) -> str | None:
+    """What a kernel answers to a query; of a plugin's kernel also that it fails to."""
+    from quantkit.plugins import registry
+    from quantkit.registry import BUILTIN, a_type, described
+
+    table = registry("kernels")
+    if table.entry(registered).owner == BUILTIN:
+        return kernel.declines(query)
+    try:
+        reason: object = kernel.declines(query)
+    except Exception as error:
+        reason = f"declines() failed: {described(error)}"
+    else:
+        if reason is None or isinstance(reason, str):
+            return reason
+        reason = f"declines() returned {a_type(reason)}, not a reason or None"
+    table.warn(registered, f"kernel {registered!r} of {table.entry(registered).by}: {reason}")
+    return reason
 
 
 def codes_of(weight: QuantizedTensor) -> Codes:

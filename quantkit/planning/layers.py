@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from quantkit.errors import QuantkitError, RecipeError, did_you_mean, nearest
+from quantkit.errors import QuantkitError, RecipeError, UsageError, did_you_mean, nearest
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
 from quantkit.methods.base import Method
@@ -173,7 +173,7 @@ class RowResolver:
         """Why an embedding can't be so: its rows are looked up one by one, and multiplied only if it is the
         head too."""
         if method.needs and slot.shares != HEAD:
-            free = [name for name in self.methods if not self._get(self.methods, name).needs]
+            free = [name for name, other in self.methods.usable() if not other.needs]
             return (f"{method.name} needs calibration, and an embedding with a head beside it is multiplied "
                     "with nothing that could be measured; give it a data-free method "
                     f"({', '.join(sorted(free))})")
@@ -181,7 +181,7 @@ class RowResolver:
             return ("rows of an embedding are looked up, not multiplied: it takes a spec without "
                     f"{'rotation' if spec.rotation else 'activations'}")
         if not hasattr(form, "rows"):
-            able = [name for name in self.formats if hasattr(self._get(self.formats, name), "rows")]
+            able = [name for name, other in self.formats.usable() if hasattr(other, "rows")]
             return (f"format {form.name} can't give single rows; use one that can "
                     f"({', '.join(sorted(able))}), or keep the embedding")
         return None
@@ -189,7 +189,7 @@ class RowResolver:
     def _get(self, table: Any, name: str) -> Any:
         try:
             return table.get(name)
-        except QuantkitError as error:
+        except UsageError as error:  # no such name; that a plugin is broken isn't the layer's matter
             raise LayerRefusal(f"{error.what}; {error.why}") from None
 
     def _checked_options(self, index: int, rule: Rule, method: Method) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from quantkit.errors import QuantkitError, SourceError, UsageError
+from quantkit.plugins import blame
 from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.runtime.request import ContextLengthError
 from quantkit.text.chat import TemplateError
@@ -82,6 +83,9 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, _text(error), code="tokenizer_error")
     if isinstance(error, QuantkitError):
         return ApiError(500, _text(error), code="internal_error")
+    if (info := blame(error)) is not None:  # what it says is for the terminal: it may hold anything
+        return ApiError(500, f"the plugin {info.name!r} of {info.distribution} {info.version} failed: "
+                             f"{type(error).__name__}", code="plugin_error")
     return ApiError(500, "internal error", code="internal_error")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quantkit.errors import SourceError
-from quantkit.sources.base import ModelSource
+from quantkit.errors import PluginError, SourceError
+from quantkit.sources.base import ModelSource, SourceKind
 from quantkit.sources.text_part import text_part
 
 
@@ -12,19 +12,64 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
 
     Raises:
         SourceError: no kind of source takes the name, or its kind can't open it.
+        PluginError: a plugin's kind opened something that isn't a source.
     """
     from quantkit.plugins import registry
+    from quantkit.registry import a_type
 
-    kinds = registry("sources")
-    loaded = sorted(((kinds.get(name), name) for name in kinds), key=lambda k: (k[0].order, k[1]))
-    for kind, _ in loaded:
-        if kind.matches(uri):
-            source: ModelSource = kind.open(uri, revision)
-            try:
-                return text_part(source)
-            except SourceError:
-                source.close()
-                raise
-    examples = ", ".join(kind.example for kind, _ in loaded)
+    if (name := kind_of(uri)) is not None:
+        kind: SourceKind = registry("sources").get(name)
+        source = kind.open(uri, revision)
+        lacking = [method for method in ("config", "tensors", "tensor", "side_files", "identity", "close")
+                   if not callable(getattr(source, method, None))]
+        if lacking:
+            raise PluginError(f"source {name!r} of {registry('sources').entry(name).by} can't open {uri!r}",
+                              why=f"it gave {a_type(source)}, which has no {', '.join(lacking)}")
+        try:
+            return text_part(source)
+        except SourceError:
+            source.close()
+            raise
+    examples = ", ".join(kind.example for _, kind in _ordered())
     raise SourceError(f"no model found at {uri!r}", why="it is no folder, file, package or hub name",
                       next=f"give one of: {examples}")
+
+
+def kind_of(uri: str) -> str | None:
+    """The first kind of source that takes a name. A plugin's kind that can't be loaded, or that fails while
+    it is asked, is passed over with one warning."""
+    from quantkit.plugins import registry
+    from quantkit.registry import BUILTIN, a_type, described
+
+    table = registry("sources")
+    for name, kind in _ordered():
+        try:
+            matches: object = kind.matches(uri)
+        except Exception as error:
+            if table.entry(name).owner == BUILTIN:
+                raise
+            problem = f"matches() failed: {described(error)}"
+        else:
+            if isinstance(matches, bool):
+                if matches:
+                    return name
+                continue
+            problem = f"matches() returned {a_type(matches)}, not a bool"
+        table.warn(name, f"source {name!r} of {table.entry(name).by}: {problem}")
+    return None
+
+
+def _ordered() -> list[tuple[str, SourceKind]]:
+    """Every usable kind of source in the order in which they are asked."""
+    from quantkit.plugins import registry
+
+    table = registry("sources")
+    kinds = []
+    for name, kind in table.usable():
+        for attribute, expected, noun in (("order", int, "an int"), ("example", str, "a str")):
+            if not isinstance(value := getattr(kind, attribute), expected):
+                table.reject(name, f"has {attribute} {value!r}, which isn't {noun}")
+                break
+        else:
+            kinds.append((name, kind))
+    return sorted(kinds, key=lambda pair: (pair[1].order, pair[0]))

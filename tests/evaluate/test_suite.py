@@ -1,5 +1,7 @@
 """Named settings."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from quantkit.errors import UsageError
@@ -58,11 +60,23 @@ def test_a_plugins_suite_is_found(folder):
     assert (found.text, found.window, found.windows) == ("builtin", 32, 2)
 
 
-def test_two_of_a_name_are_refused(folder):
-    (folder / "quick.yaml").write_text("name: quick\ndescription: Mine.\n")
+def test_two_of_a_name_are_refused(folder, monkeypatch):
+    (folder / "mine.yaml").write_text("name: mine\ndescription: Mine.\n")
+    (folder / "other").mkdir()
+    (folder / "other" / "mine.yaml").write_text("name: mine\ndescription: Mine too.\n")
+    both = [("somebody", folder), ("somebody-else", folder / "other")]
+    monkeypatch.setattr("quantkit.evaluate.suite.current", lambda: SimpleNamespace(dirs=lambda hook: both))
     with pytest.raises(UsageError) as caught:
-        load_suite("quick")
+        load_suite("mine")
     assert "two suites" in caught.value.what and str(folder) in caught.value.why
+    assert "somebody)" in caught.value.why and "pip uninstall somebody-else" in caught.value.next
+
+
+def test_a_shipped_suite_stays_what_it_is(folder):
+    shipped = load_suite("quick")
+    (folder / "quick.yaml").write_text("name: quick\ndescription: Mine.\n")
+    with pytest.warns(UserWarning, match="of somebody is left out: 'quick' is a name of quantkit's own"):
+        assert load_suite("quick") == shipped
 
 
 @pytest.mark.parametrize(("content", "said"), [

@@ -68,8 +68,18 @@ def test_names_that_clash(folder):
     (folder / "other.yaml").unlink()
     (folder / "piqa.yaml").write_text(GOOD.replace("task: mine", "task: piqa"))
     for look in (list_tasks, lambda: find_task("piqa")):
-        with pytest.raises(UsageError, match="two tasks are called 'piqa'"):
+        with pytest.warns(UserWarning, match="of somebody is left out: 'piqa' is a name of quantkit's own"):
             look()
+    assert find_task("piqa")[1].parent != folder
+
+
+def test_two_plugins_with_a_task_of_the_same_name(folder, monkeypatch):
+    (folder / "mine.yaml").write_text(GOOD)
+    both = [("somebody", folder.parent), ("somebody-else", folder.parent)]
+    monkeypatch.setattr(task_file, "current", lambda: type("Manager", (), {
+        "dirs": staticmethod(lambda hook: both)}))
+    with pytest.raises(UsageError, match="two tasks are called 'mine'"):
+        find_task("mine")
 
 
 def test_a_broken_file_is_never_skipped(folder):

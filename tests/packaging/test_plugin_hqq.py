@@ -64,13 +64,23 @@ def test_it_is_listed_with_its_distribution(run):
     done = run("plugins", "list", "--json")
     facts = json.loads(done.stdout)
     (found,) = [p for p in facts["plugins"] if p["name"] == "hqq"]
-    assert found == {"name": "hqq", "distribution": "quantkit-hqq", "version": "0.1.0", "error": None}
+    assert found["file"].endswith("quantkit_hqq/__init__.py")
+    facts_of_it = ("name", "distribution", "version", "module", "api", "error", "refused")
+    assert {key: found[key] for key in facts_of_it} == {
+        "name": "hqq", "distribution": "quantkit-hqq", "version": "0.1.0", "module": "quantkit_hqq",
+        "api": 1, "error": None, "refused": []}
+    (method,) = [entry for entry in facts["registered"]["methods"] if entry["name"] == "hqq"]
+    assert (method["distribution"], method["version"]) == ("quantkit-hqq", "0.1.0")
+    assert method["file"].endswith("quantkit_hqq/method.py")
+    assert [entry["name"] for entry in facts["recipes"] if entry["plugin"] == "hqq"] == ["int4-hqq"]
     assert "int4-hqq" in run("recipes", "list").stdout
 
 
 def test_without_it_neither_recipe_nor_method_is_known(run, tiny, tmp_path):
     done = run("quantize", tiny, "--recipe", "int4-hqq", "--dry-run", installed=False)
     assert done.returncode == 2 and "no recipe is called 'int4-hqq'" in done.stderr
+    assert "it belongs to the plugin quantkit-hqq, which isn't installed" in done.stderr
+    assert "pip install plugins/quantkit-hqq" in done.stderr
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("rules:\n  - match: '*'\n    method: hqq\n"
                       "    spec: {bits: 4, granularity: {strategy: group, size: 64}}\n", encoding="utf-8")
