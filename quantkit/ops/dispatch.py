@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -73,12 +75,34 @@ def choose(query: KernelQuery) -> KernelChoice:
     table = registry("kernels")
     declined: list[tuple[str, str]] = []
     for kernel in sorted((table.get(name) for name in table), key=lambda k: (k.order, k.name)):
-        reason = kernel.declines(query)
+        reason = reason_to_decline(kernel, query)
         if reason is None:
             return KernelChoice(kernel, tuple(declined))
         declined.append((kernel.name, reason))
     raise QuantkitError(f"no kernel runs {query.op} on {query.format} {query.spec.label()}",
                         why="; ".join(f"{n}: {r}" for n, r in declined), next="quantkit doctor")
+
+
+def reason_to_decline(kernel: LinearKernel, query: KernelQuery) -> str | None:
+    """What :meth:`LinearKernel.declines` says. A kernel that raises, or says anything but a reason or
+    ``None``, costs itself only: it is left out with one warning."""
+    try:
+        reason: object = kernel.declines(query)
+    except Exception as error:  # a stranger's kernel may raise anything
+        reason = error
+    if reason is None or isinstance(reason, str):
+        return reason
+    fault = (f"declines raises {type(reason).__name__}: {reason}" if isinstance(reason, Exception)
+             else f"declines returned {reason!r:.80}, neither a reason nor None")
+    _warn_once(kernel.name, fault)
+    return fault
+
+
+@functools.cache
+def _warn_once(name: str, fault: str) -> None:
+    from quantkit.plugins import whose
+
+    warnings.warn(f"{whose('kernels', name)} was left out: {fault}", stacklevel=4)
 
 
 def codes_of(weight: QuantizedTensor) -> Codes:

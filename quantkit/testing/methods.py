@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from quantkit.methods.base import Method, MethodOptions
 from quantkit.spec import Granularity, Kind, QuantSpec
 from quantkit.testing.contract import Contract, check_name, check_reason
-from quantkit.testing.method_runs import check_equal_runs, check_run, check_statistics, check_together
+from quantkit.testing.method_runs import (
+    check_equal_runs,
+    check_run,
+    check_statistics,
+    check_threads,
+    check_together,
+)
 from quantkit.testing.method_weights import layer_stats, method_weights
 from quantkit.testing.watched import STATISTICS, watched_options
 
@@ -56,7 +62,8 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     contract.must(bool(taken), "it refuses every spec that it was asked for")
     reads: set[str] = set()
     for spec in taken:
-        _check_spec(contract.at(spec.label()), method, spec, watched_options(options, reads), spec == taken[0])
+        _check_spec(contract.at(spec.label()), method, spec, watched_options(options, reads))
+    check_threads(contract.at(taken[0].label()), method, taken[0], options)
     if specs == METHOD_SPECS:  # of a part of the specs a part of the options may be enough
         _check_reads(contract, method, taken, options, reads)
 
@@ -84,13 +91,12 @@ def _check_description(contract: Contract, method: Method) -> MethodOptions:
     return options
 
 
-def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions,
-                threaded: bool) -> None:
+def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
     for name, weight in method_weights(spec).items():
         check_run(contract.at(f"weight {name!r}"), method, spec, weight, options)
     weight = method_weights(spec)["normal"]
     check_statistics(contract, method, spec, weight, options)
-    check_equal_runs(contract, method, spec, weight, options, threaded)
+    check_equal_runs(contract, method, spec, weight, options)
     if method.together is not None:
         check_together(contract, method, spec, options)
     quick = method.options(**method.quick)
