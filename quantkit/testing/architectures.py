@@ -21,6 +21,8 @@ from quantkit.testing.tiny import FAMILIES, random_weights, tiny_config
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Without these nothing can be said about a model's shape."""
+DEFAULTED = ("num_attention_heads", "vocab_size")
+"""Of these, which some families leave out where they are what transformers would take."""
 UNKNOWN = {"norm_type": "layernorm", "use_mamba": True, "clip_qkv": 8.0, "num_extra_layers": 2,
            "position_embedding_type": "relative_key"}
 """Keys that no family here implements and that change what a model computes."""
@@ -107,8 +109,10 @@ def _check_refusals(contract: Contract, architecture: Architecture, config: Mapp
 
     for key in REQUIRED:
         if key in config:
-            refused(f"without {key}", {name: value for name, value in config.items() if name != key},
-                    "raise UnsupportedModelError: read it by quantkit.models.reader.ConfigReader")
+            less = {name: value for name, value in config.items() if name != key}
+            if key not in DEFAULTED or not isinstance(_parsed(architecture, less), ModelConfig):
+                refused(f"without {key}", less,
+                        "raise UnsupportedModelError: read it by quantkit.models.reader.ConfigReader")
             for value in MALFORMED:
                 refused(f"with {key} {value!r}", {**config, key: value},
                         "raise UnsupportedModelError: read it by quantkit.models.reader.ConfigReader")
@@ -122,6 +126,14 @@ def _check_refusals(contract: Contract, architecture: Architecture, config: Mapp
             except UnsupportedModelError:
                 continue
             contract.must(other != parsed, f"it ignores {key}, which changes the maths")
+
+
+def _parsed(architecture: Architecture, config: Mapping[str, Any]) -> object:
+    """``None`` if anything is raised."""
+    try:
+        return architecture.parse(config)
+    except Exception:  # whatever a stranger's code raises; the caller parses once more to see it
+        return None
 
 
 @torch.no_grad()

@@ -111,10 +111,12 @@ def _check_products(case: Contract, kernel: LinearKernel, weight: QuantizedTenso
         with poisoned_memory():
             y = case.call(f"run of {count} rows", kernel.run, part, prepared)
         at = case.at(f"{count} rows")
+        at.must(same_bits(part, given), "run wrote to its input")
         fault = product_fault(part, y, weight)
         at.must(fault is None, fault or "")
-        at.must(same_bits(part, given), "run wrote to its input")
         results[count] = y, y.clone()
+    for count in rows:
+        case.call("run", kernel.run, -x[:count], prepared)
     case.must(all(same_bits(*pair) for pair in results.values()),
               "run returned memory that a later call writes to", "return a tensor of its own")
     count = rows[0]
@@ -133,7 +135,7 @@ def _check_rows(case: Contract, kernel: LinearKernel, prepared: object, x: torch
     if 1 not in results or not side_by_side:
         return
     longest = max(side_by_side)
-    alone = torch.cat([case.call("run of 1 row", kernel.run, row.clone(), prepared)
+    alone = torch.cat([case.call("run of 1 row", kernel.run, row.clone(), prepared).clone()
                        for row in x[:longest].split(1)])
     for count in side_by_side:
         case.at(f"{count} rows").must(same_bits(results[count], alone[:count]),
