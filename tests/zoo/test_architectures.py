@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def fixed_rope(config):
     return parse({**config, "rope_theta": 10000.0})
 
 
-CALLS = iter(range(1000))
+CALLS = itertools.count(1)
 ZOO = {
     "returns a dictionary": (replace(SOUND, parse=dict), "returned a dict, not a ModelConfig"),
     "returns nothing": (replace(SOUND, parse=lambda config: None), "returned a NoneType"),
@@ -72,7 +73,7 @@ ZOO = {
     "guesses a size": (replace(SOUND, parse=guesses), "takes a config without hidden_size"),
     "takes a number as text": (replace(SOUND, parse=coerces), "takes a config with vocab_size '64'"),
     "ignores the base of RoPE": (replace(SOUND, parse=fixed_rope), "ignores rope_theta"),
-    "counts": (replace(SOUND, parse=lambda config: replace(parse(config), embedding_scale=1.0 + next(CALLS))),
+    "counts": (replace(SOUND, parse=lambda config: replace(parse(config), embedding_scale=1.0 * next(CALLS))),
                "parse differs the second time"),
     "another width": (changed(hidden_size=32), "the config says hidden_size 64, parse 32"),
     "windows of another number": (changed(sliding_windows=(None,)), "an entry for each of 2 layers"),

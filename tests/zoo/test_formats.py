@@ -1,4 +1,4 @@
-"""Broken formats, each a correct one with one fault: what ``check_format`` says of each, and what a run does."""
+"""Broken formats, each a correct one with one fault: what ``check_format`` says, and what a run does."""
 
 from __future__ import annotations
 
@@ -201,11 +201,16 @@ class OtherRows(Sound):
 
 
 class SharedMemory(Sound):
+    """Stores two tensors in one piece of memory, which safetensors can't save."""
+
     def pack(self, codes, dtype):
         packed = super().pack(codes, dtype)
-        return dataclasses.replace(packed, tensors={
-            **packed.tensors, "weight_zero": packed.tensors["weight"].view(-1)[:codes.scale.numel()].view(
-                codes.scale.shape)}) if codes.zero is not None and packed.tensors["weight"].numel() > 99 else packed
+        if codes.zero is None:
+            return packed
+        both = torch.cat([codes.codes.reshape(-1), codes.zero.reshape(-1)])
+        level, zero = both.split([codes.codes.numel(), codes.zero.numel()])
+        return dataclasses.replace(packed, tensors={**packed.tensors, "weight": level.view_as(codes.codes),
+                                                    "weight_zero": zero.view_as(codes.zero)})
 
 
 class NoMethod(Sound):
@@ -261,6 +266,7 @@ ZOO = {
     "keeps the last weight": (OneWeight(), "keeps something between calls"),
     "sorts rows": (OtherRows(), "rows disagrees with dequantize"),
     "gives back what it stores": (View(), "memory of the stored tensors"),
+    "shares memory": (SharedMemory(), "safetensors can't save its tensors"),
     "no quant_method": (NoMethod(), "quant_method is ''"),
     "scales of int8": (OtherScales(), "scales is 'int8'"),
     "raises": (Raises(), "pack raises IndexError"),

@@ -1,4 +1,4 @@
-"""Broken kernels, each a correct one with one fault: what ``check_kernel`` says of each, and what a run does."""
+"""Broken kernels, each a correct one with one fault: what ``check_kernel`` says, and what a run does."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class OneBuffer(Sound):
 
     def run(self, x, prepared):
         y = super().run(x, prepared)
-        buffer = self.buffers.setdefault((prepared.shape, x.dtype), torch.empty(64, y.shape[1], dtype=y.dtype))
+        new = torch.empty(64, y.shape[1], dtype=y.dtype)
+        buffer = self.buffers.setdefault((prepared.shape, x.dtype), new)
         buffer[:len(y)] = y
         return buffer[:len(y)]
 
@@ -234,8 +235,8 @@ def test_a_sound_kernel_is_checked_once(multiply) -> None:
     multiply(kernel, X)
     assert kernel.runs == 2  # the check, then the product
     form = registry("formats").get("pack-quantized")
-    other = QuantizedWeight(form.pack(random_codes(resolve(SPEC, torch.bfloat16), (33, 96), 1), torch.bfloat16))
-    other.multiply(X)
+    codes = random_codes(resolve(SPEC, torch.bfloat16), (33, 96), seed=1)
+    QuantizedWeight(form.pack(codes, torch.bfloat16)).multiply(X)
     assert kernel.runs == 3
 
 

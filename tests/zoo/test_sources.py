@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import socket
@@ -34,14 +35,13 @@ def kind(source: Any = Sound, **changes: Any) -> SourceKind:
             raise SourceError(f"{uri} has no revisions")
         return source(uri)
 
-    return dataclasses.replace(SourceKind(lambda uri: uri.startswith(PREFIX), opened, "copy:FOLDER"), **changes)
+    sound = SourceKind(lambda uri: uri.startswith(PREFIX), opened, "copy:FOLDER")
+    return dataclasses.replace(sound, **changes)
 
 
 def connects(uri: str) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", 9), timeout=0.1).close()
-    except OSError:
-        pass
     return uri.startswith(PREFIX)
 
 
