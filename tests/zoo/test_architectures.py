@@ -61,6 +61,11 @@ def fixed_rope(config):
     return parse({**config, "rope_theta": 10000.0})
 
 
+
+def counts(config):
+    return replace(parse(config), embedding_scale=float(next(CALLS)))
+
+
 CALLS = itertools.count(1)
 ZOO = {
     "returns a dictionary": (replace(SOUND, parse=dict), "returned a dict, not a ModelConfig"),
@@ -73,14 +78,13 @@ ZOO = {
     "guesses a size": (replace(SOUND, parse=guesses), "takes a config without hidden_size"),
     "takes a number as text": (replace(SOUND, parse=coerces), "takes a config with vocab_size '64'"),
     "ignores the base of RoPE": (replace(SOUND, parse=fixed_rope), "ignores rope_theta"),
-    "counts": (replace(SOUND, parse=lambda config: replace(parse(config), embedding_scale=1.0 * next(CALLS))),
-               "parse differs the second time"),
+    "counts": (replace(SOUND, parse=counts), "parse differs the second time"),
     "another width": (changed(hidden_size=32), "the config says hidden_size 64, parse 32"),
     "windows of another number": (changed(sliding_windows=(None,)), "an entry for each of 2 layers"),
     "an odd head": (changed(head_dim=15), "head_dim is odd"),
     "no epsilon": (changed(rms_norm_eps=0.0), "rms_norm_eps of its config is 0.0"),
     "a float for a size": (changed(intermediate_size=128.0), "intermediate_size of its config is 128.0"),
-    "groups that don't fit": (changed(num_kv_heads=3), "num_kv_heads doesn't divide|says num_key_value_heads"),
+    "groups that don't fit": (changed(num_kv_heads=3), "num_kv_heads doesn't divide num_heads"),
     "logits that overflow": (changed(embedding_scale=float("inf")), "a logit is not finite"),
     "an unknown activation": (changed(activation="relu2"), "the model raises|making a model"),
     "no classes": (replace(SOUND, classes=()), "classes is"),

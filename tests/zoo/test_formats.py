@@ -14,8 +14,11 @@ from quantkit.formats.affine import dequantize
 from quantkit.formats.base import Codes, QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.formats.fit import require_fit
+from quantkit.hookspecs import Register, hookimpl
+from quantkit.plugins import current
+from quantkit.quantize import quantize
 from quantkit.spec import Granularity, QuantSpec
-from quantkit.testing import check_format
+from quantkit.testing import check_format, tiny_model
 from quantkit.testing.codes import random_codes
 
 SPECS = (QuantSpec(bits=4, granularity=Granularity(strategy="channel")),
@@ -200,19 +203,6 @@ class OtherRows(Sound):
         return self.dequantize(packed)[ids.sort().values]
 
 
-class SharedMemory(Sound):
-    """Stores two tensors in one piece of memory, which safetensors can't save."""
-
-    def pack(self, codes, dtype):
-        packed = super().pack(codes, dtype)
-        if codes.zero is None:
-            return packed
-        both = torch.cat([codes.codes.reshape(-1), codes.zero.reshape(-1)])
-        level, zero = both.split([codes.codes.numel(), codes.zero.numel()])
-        return dataclasses.replace(packed, tensors={**packed.tensors, "weight": level.view_as(codes.codes),
-                                                    "weight_zero": zero.view_as(codes.zero)})
-
-
 class NoMethod(Sound):
     quant_method = ""
 
@@ -266,7 +256,6 @@ ZOO = {
     "keeps the last weight": (OneWeight(), "keeps something between calls"),
     "sorts rows": (OtherRows(), "rows disagrees with dequantize"),
     "gives back what it stores": (View(), "memory of the stored tensors"),
-    "shares memory": (SharedMemory(), "safetensors can't save its tensors"),
     "no quant_method": (NoMethod(), "quant_method is ''"),
     "scales of int8": (OtherScales(), "scales is 'int8'"),
     "raises": (Raises(), "pack raises IndexError"),
@@ -305,3 +294,34 @@ def test_refusing_stays_a_spec_error() -> None:
     with pytest.raises(SpecError, match="can't hold"):
         contract.pack(Sound(), random_codes(QuantSpec(kind="fp", bits=8, granularity=Granularity(
             strategy="channel"), scale_dtype="bfloat16"), (4, 64)), torch.bfloat16)
+
+
+RECIPE = """
+rules:
+  - match: "*.k_proj"
+    method: rtn
+    format: plain-bytes
+    spec: {bits: 4, granularity: {strategy: channel}}
+"""
+
+
+@pytest.mark.parametrize(("form", "message"), [
+    (AnotherName(), "pack stores weight, weight_scale, but layout says weight_packed, weight_scale"),
+    (FewerBytes(), "layout says uint8"), (NotFinite(), "not finite"), (HalfPrecision(), "returned bfloat16")],
+    ids=lambda given: type(given).__name__)
+def test_quantizing_names_the_layer_and_the_plugin(tmp_path, form: Sound, message: str) -> None:
+    current.cache_clear()
+
+    class Plugin:
+        @hookimpl
+        def register_formats(self, register: Register) -> None:
+            register("plain-bytes", form)
+
+    try:
+        current().add(Plugin(), "quantkit-bytes")
+        (tmp_path / "recipe.yaml").write_text(RECIPE)
+        with pytest.raises(PluginError, match="k_proj: format 'plain-bytes' of quantkit-bytes") as caught:
+            quantize(str(tiny_model(tmp_path / "model")), str(tmp_path / "recipe.yaml"), tmp_path / "out")
+        assert message in caught.value.what
+    finally:
+        current.cache_clear()
