@@ -24,6 +24,7 @@ from quantkit.checkpoint.quantization_config import OWN, quantization_config
 from quantkit.checkpoint.reader import CARD, Checkpoint, read_manifest
 from quantkit.checkpoint.writer import CheckpointWriter, refuse_existing
 from quantkit.errors import CheckpointError, QuantkitError, SpecError, Stopped, UsageError
+from quantkit.formats import contract
 from quantkit.formats.affine import middle
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
@@ -282,7 +283,7 @@ def repack(name: str, packed: QuantizedTensor, form: Format, spec: QuantSpec) ->
                                     "then rounded before the levels are chosen")
     wanted = replace(codes, spec=spec, zero=zero)
     try:
-        again = form.pack(wanted, packed.dtype)
+        again = contract.pack(form, wanted, packed.dtype)
     except SpecError as error:
         raise InexactError(f"layer {name}: {error.what}", why=error.why, next=error.next) from error
     back = form.unpack(again)

@@ -86,6 +86,20 @@ class PluginInfo:
     api: int | None = None
 
 
+def whose(kind: str, name: str) -> str:
+    """A registered thing for messages: ``method 'hqq' of quantkit-hqq``; without its distribution if it isn't
+    registered."""
+    table = registry(kind)
+    owner = f" of {table.entry(name).owner}" if name in table else ""
+    return f"{KINDS[kind][0]} {name!r}{owner}"
+
+
+def is_builtin(kind: str, name: str) -> bool:
+    """Whether the thing called ``name`` is quantkit's own."""
+    table = registry(kind)
+    return name in table and table.entry(name).owner == BUILTIN
+
+
 class PluginManager:
     """Loads the built-ins, then every wanted entry point, through one and the same set of hooks.
 

@@ -11,6 +11,7 @@ import torch
 from quantkit.calibrate.runner import EXPERT
 from quantkit.checkpoint.manifest import FEW_TOKENS, LayerRow
 from quantkit.errors import QuantkitError, SourceError
+from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.methods import parts
 from quantkit.methods.base import LayerStats, Method
@@ -101,9 +102,10 @@ def solve(plans: Sequence[PlanRow], dtype: torch.dtype,
             codes_together = method.run_together(exacts, stats, spec, options)
             for exact in exacts:
                 codes = codes_together.pop(0)
-                result, notes = form.pack(codes, dtype), codes.notes
+                result, notes = contract.pack(form, codes, dtype), codes.notes
                 del codes
-                off = squares(form.dequantize(result).sub_(exact)) / max(squares(exact), 1e-60)
+                off = squares(contract.dequantize(form, result).sub_(exact)) / max(squares(exact), 1e-60)
+                contract.require_finite_error(form, off)
                 results.append((result.to(torch.device("cpu")), off ** 0.5, notes))
     except QuantkitError as error:
         raise type(error)(f"{blamed}: {error.what}", why=error.why, next=error.next) from error

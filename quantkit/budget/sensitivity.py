@@ -32,6 +32,7 @@ from quantkit.checkpoint.manifest import SourceRecord
 from quantkit.checkpoint.work import WorkStore
 from quantkit.checkpoint.writer import WORK, CheckpointWriter
 from quantkit.errors import CheckpointError, QuantkitError, Stopped
+from quantkit.formats import contract
 from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import parse_config
 from quantkit.models.linear import Weights
@@ -176,7 +177,7 @@ def _loss(row: PlanRow, weight: torch.Tensor, stats: LayerStats) -> float:
     try:
         codes = method.run(exact, LayerStats(stats.tokens, hessian), row.spec,
                            method.options(**{**row.options, **method.quick}))
-        error = form.dequantize(form.pack(codes, weight.dtype)) - exact
+        error = contract.dequantize(form, contract.pack(form, codes, weight.dtype)) - exact
     except QuantkitError as fault:
         raise type(fault)(f"{row.name}: {fault.what}", why=fault.why, next=fault.next) from fault
     return float((error @ hessian).mul_(error).sum(dtype=torch.float64).clamp(min=0))

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from quantkit.errors import SpecError
-from quantkit.formats import e4m3
+from quantkit.errors import PluginError
 from quantkit.formats.base import Codes
+from quantkit.methods.contract import codes_fault
+from quantkit.plugins import whose
 from quantkit.spec import QuantSpec, accept_old_names
 
 
@@ -100,7 +101,7 @@ class Method:
 
     def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
             options: MethodOptions) -> Codes:
-        """:attr:`quantize` with its contract checked. Raises SpecError if a plugin breaks it."""
+        """:attr:`quantize` with its contract checked. Raises PluginError if the method breaks it."""
         return self._checked(self.quantize(weight, stats, spec, options), weight, spec)
 
     def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
@@ -110,21 +111,17 @@ class Method:
             return [self.run(weight, stat, spec, options) for weight, stat in zip(weights, stats,
                                                                                   strict=True)]
         results = self.together(weights, stats, spec, options)
+        if not isinstance(results, list) or len(results) != len(weights):
+            size = f" of {len(results)}" if isinstance(results, list) else ""
+            raise self._broken(f"together returned a {type(results).__name__}{size}",
+                               f"it must return a list of Codes, one for each of the {len(weights)} weights")
         return [self._checked(codes, weight, spec) for codes, weight in zip(results, weights, strict=True)]
 
     def _checked(self, codes: Codes, weight: torch.Tensor, spec: QuantSpec) -> Codes:
-        rows, cols = weight.shape
-        if codes.codes.shape != weight.shape or codes.codes.dtype != torch.uint8:
-            raise SpecError(f"method {self.name!r} returned codes {tuple(codes.codes.shape)} "
-                            f"{codes.codes.dtype} for a weight {(rows, cols)}",
-                            why="codes must be uint8 of the weight's shape")
-        if tuple(codes.scale.shape) != spec.scale_shape((rows, cols)):
-            raise SpecError(f"method {self.name!r} returned scales {tuple(codes.scale.shape)}",
-                            why=f"{spec.label()} means {spec.scale_shape((rows, cols))}")
-        if not torch.isfinite(codes.scale).all():
-            raise SpecError(f"method {self.name!r} returned a scale that is not finite")
-        if int(codes.codes.max()) >= 2 ** spec.bits:
-            raise SpecError(f"method {self.name!r} returned a code above {2 ** spec.bits - 1}")
-        if spec.kind == "fp" and e4m3.has_nan(codes.codes):
-            raise SpecError(f"method {self.name!r} returned the code of a NaN")
+        if (fault := codes_fault(codes, (weight.shape[0], weight.shape[1]), spec)) is not None:
+            raise self._broken(*fault)
         return codes
+
+    def _broken(self, what: str, why: str) -> PluginError:
+        return PluginError(f"{whose('methods', self.name)} {what}", why=why,
+                           next="correct the method: quantkit.testing.check_method finds such errors")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.formats import contract
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.ops.finite import squares
@@ -58,16 +59,17 @@ def solve(weight: torch.Tensor, method: Method, form: Format, stats: LayerStats 
                   torch.cat(zeros) if zeros else None,
                   tuple(dict.fromkeys(note for result in results for note in result.notes)))
     del results
-    packed = form.pack(codes, weight.dtype)
+    packed = contract.pack(form, codes, weight.dtype)
     off = of = 0.0
     rows: Any = getattr(form, "rows", None)
-    stored = form.dequantize(packed) if rows is None else None
+    stored = contract.dequantize(form, packed) if rows is None else None
     for start in range(0, weight.shape[0], step):
         part = _exact(weight[start:start + step], spec)
         back = rows(packed, torch.arange(start, start + len(part))) if stored is None else stored[
             start:start + step]
         off += squares(back - part)
         of += squares(part)
+    contract.require_finite_error(form, off)
     return packed, (off / max(of, 1e-60)) ** 0.5, codes.notes
 
 

@@ -14,6 +14,7 @@ from quantkit.ops.cpu_linear import CpuKernel
 from quantkit.ops.cpu_weight import CpuWeight, pack_plain
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase, choose
 from quantkit.ops.hadamard import apply_hadamard
+from quantkit.ops.kernel_contract import prepare
 from quantkit.ops.linear import dense, query_for
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.spec import QuantSpec
@@ -140,8 +141,12 @@ class QuantizedWeight(StoredWeight):
         return QuantizedWeight(self.quantized.to(device))
 
     def packed(self, dtype: torch.dtype, read: Callable[[], None] = lambda: None) -> LinearWeight:
-        kernel = choose(query_for(self.quantized, dtype, torch.device("cpu"), "decode")).kernel
-        return kernel.prepare(self.quantized) if isinstance(kernel, CpuKernel) else self
+        cpu = torch.device("cpu")
+        kernel = choose(query_for(self.quantized, dtype, cpu, "decode")).kernel
+        if not isinstance(kernel, CpuKernel):
+            return self
+        packed: LinearWeight = prepare(kernel, self.quantized, dtype, cpu, "decode")
+        return packed
 
     def _kernel(self, x: torch.Tensor, phase: Phase) -> tuple[LinearKernel, Any]:
         """The kernel and its state for this weight; chosen once, then found by two comparisons."""
@@ -150,6 +155,6 @@ class QuantizedWeight(StoredWeight):
             kernel = choose(query_for(self.quantized, x.dtype, x.device, phase)).kernel
             key = kernel.name, x.device
             if key not in self._prepared:
-                self._prepared[key] = kernel.prepare(self.quantized)
+                self._prepared[key] = prepare(kernel, self.quantized, x.dtype, x.device, phase)
             chosen = self._chosen[phase] = (x.dtype, x.device, kernel, self._prepared[key])
         return chosen[2], chosen[3]

@@ -4,11 +4,24 @@ A check puts what it is given to the work that quantkit would give it, ordinary 
 PluginError where a promise of its base type is broken. It can be called in a test of any framework.
 """
 
+from quantkit.testing.architectures import check_architecture
 from quantkit.testing.codecs import check_codec
+from quantkit.testing.formats import FORMAT_SPECS, check_format
+from quantkit.testing.kernels import check_kernel
 from quantkit.testing.methods import METHOD_SPECS, check_method
 from quantkit.testing.policies import check_policy
-from quantkit.testing.tiny import CHAT_TEMPLATE, FAMILIES, VOCAB, tiny_model, tiny_tokenizer, tiny_weights
+from quantkit.testing.sources import check_source
+from quantkit.testing.tiny import (
+    CHAT_TEMPLATE,
+    FAMILIES,
+    VOCAB,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+    tiny_weights,
+)
 from quantkit.testing.transforms import check_transform
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "METHOD_SPECS", "VOCAB", "check_codec", "check_method",
-           "check_policy", "check_transform", "tiny_model", "tiny_tokenizer", "tiny_weights"]
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "FORMAT_SPECS", "METHOD_SPECS", "VOCAB", "check_architecture",
+           "check_codec", "check_format", "check_kernel", "check_method", "check_policy", "check_source",
+           "check_transform", "tiny_config", "tiny_model", "tiny_tokenizer", "tiny_weights"]

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import itertools
-import math
+import typing
 from collections.abc import Iterable
 
-import torch
+from quantkit.methods.base import Method, MethodOptions
+from quantkit.spec import Granularity, Kind, QuantSpec
+from quantkit.testing.contract import Contract, check_name, check_reason
+from quantkit.testing.method_runs import (
+    check_equal_runs,
+    check_run,
+    check_statistics,
+    check_threads,
+    check_together,
+)
+from quantkit.testing.method_weights import layer_stats, method_weights
+from quantkit.testing.watched import STATISTICS, watched_options
 
-from quantkit.errors import PluginError, QuantkitError
-from quantkit.methods.base import LayerStats, Method
-from quantkit.plugins import registry
-from quantkit.recipe import default_format
-from quantkit.spec import Granularity, QuantSpec
-
-METHOD_SPECS = tuple(
-    QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype="bfloat16")
-    for bits, symmetric, granularity in itertools.product(
-        (4, 8), (True, False), (Granularity(strategy="channel"), Granularity(strategy="group", size=16)))
-) + tuple(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64), nested=nested,
-                    scale_dtype="float32") for nested in (False, True)) + tuple(
-    QuantSpec(kind="fp", bits=8, granularity=Granularity(strategy=strategy), scale_dtype="bfloat16")
-    for strategy in ("tensor", "channel")) + (
-    QuantSpec(kind="trellis", bits=3, window=10, granularity=Granularity(strategy="channel"),
-              scale_dtype="bfloat16"),)
+CHANNEL, TENSOR, GROUP = (Granularity(strategy="channel"), Granularity(strategy="tensor"),
+                          Granularity(strategy="group", size=16))
+METHOD_SPECS = (
+    *(QuantSpec(bits=bits, symmetric=symmetric, granularity=granularity, scale_dtype="bfloat16")
+      for bits, symmetric, granularity in itertools.product((4, 8), (True, False), (CHANNEL, GROUP))),
+    QuantSpec(bits=8, granularity=TENSOR, scale_dtype="float16"),
+    *(QuantSpec(kind="nf", bits=4, granularity=Granularity(strategy="block", size=64), nested=nested,
+                scale_dtype="float32") for nested in (False, True)),
+    *(QuantSpec(kind="fp", bits=8, granularity=granularity, scale_dtype="bfloat16")
+      for granularity in (TENSOR, CHANNEL)),
+    QuantSpec(kind="trellis", bits=3, window=10, granularity=CHANNEL, scale_dtype="bfloat16"))
 """What :func:`check_method` asks a method for, unless told otherwise."""
+
+PROMISES = "quantkit.methods.base"
 
 
 def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> None:
     """Run a method as quantkit would and check every promise of ``quantkit.methods.base``.
 
-    For each spec that the method doesn't refuse, and for ordinary and awkward weights: shapes and
-    dtypes, finite and rounded scales, writing to no argument, leaving the global generator alone,
-    the same result twice, and a result closer to the weight than nothing. NaN must be refused.
+    For each spec that the method doesn't refuse, and for ordinary and awkward weights of several shapes:
+    types, shapes and dtypes, finite and rounded scales, zero points in range, writing to no argument, no
+    global random generator, the same result twice, after other weights, with other numbers of threads and of
+    a weight with other strides, and a result closer to the weight than zeros. Weights with NaN or infinity
+    must be refused. Statistics that are read must be declared in ``needs``, ``quick`` must be options, and
+    ``together`` must agree with ``quantize``.
 
     Args:
         method: the method, with default options.
@@ -41,61 +52,81 @@ def check_method(method: Method, specs: Iterable[QuantSpec] = METHOD_SPECS) -> N
     Raises:
         PluginError: a promise is broken; the spec and the weight are named.
     """
-    taken = [spec for spec in specs if method.refuses(spec) is None]
-    if not taken:
-        raise PluginError(f"method {method.name!r} refuses every spec that it was asked for")
+    specs = tuple(specs)
+    contract = Contract(f"method {getattr(method, 'name', method)!r}", PROMISES)
+    contract.must(isinstance(method, Method), f"it is a {type(method).__name__}, not a Method")
+    options = _check_description(contract, method)
+    taken = [spec for spec in specs
+             if check_reason(contract, f"check({spec.label()})",
+                             contract.call("check", method.refuses, spec)) is None]
+    contract.must(bool(taken), "it refuses every spec that it was asked for")
+    reads: set[str] = set()
     for spec in taken:
-        rows = 64 if spec.kind == "trellis" else 1
-        for name, weight in _method_weights(rows).items():
-            _check_run(method, spec, weight, f"method {method.name!r} at {spec.label()}, weight {name!r}")
-        weight = torch.full((64, 64), float("nan"))
-        try:
-            method.run(weight, _method_stats(), spec, method.options())
-        except QuantkitError:
-            continue
-        raise PluginError(f"method {method.name!r} at {spec.label()} accepts a weight of NaN",
-                          why="no engine can run this layer", next="raise quantkit.errors.SpecError")
+        _check_spec(contract.at(spec.label()), method, spec, watched_options(options, reads))
+    check_threads(contract.at(taken[0].label()), method, taken[0], options)
+    if specs == METHOD_SPECS:  # of a part of the specs a part of the options may be enough
+        _check_reads(contract, method, taken, options, reads)
 
 
-def _method_weights(multiple: int) -> dict[str, torch.Tensor]:
-    """Ordinary and awkward weights whose number of rows is a multiple of ``multiple``."""
-    normal = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)) * 0.05
-    outlier = normal.clone()
-    outlier[3, 5] = 50.0
-    weights = {"normal": normal, "one row": normal[:1].clone(), "zeros": torch.zeros(4, 64),
-               "outlier": outlier, "equal": torch.full((4, 64), 0.25), "denormal": normal * 1e-39}
-    return {name: weight.repeat(multiple // math.gcd(len(weight), multiple), 1)
-            for name, weight in weights.items()}
+def _check_description(contract: Contract, method: Method) -> MethodOptions:
+    """What a method says of itself; returns its default options."""
+    check_name(contract, "methods", method, method.name)
+    contract.must(isinstance(method.paper, str) and method.paper.startswith(("https://", "http://")),
+                  f"paper is {method.paper!r}; it must be a link")
+    contract.must(callable(method.quantize), "quantize is no function")
+    contract.must(not isinstance(method.needs, str) and set(method.needs) <= set(STATISTICS),
+                  f"needs is {method.needs!r}; it must be a frozenset of {' and '.join(STATISTICS)}")
+    known = set(typing.get_args(Kind))
+    contract.must(not isinstance(method.kinds, str) and set() < set(method.kinds) <= known,
+                  f"kinds is {method.kinds!r}; it must be a frozenset of {', '.join(sorted(known))}")
+    contract.must(isinstance(method.options, type) and issubclass(method.options, MethodOptions),
+                  "options is no subclass of MethodOptions")
+    options = contract.call("making its options with nothing given", method.options)
+    values = {name: getattr(options, name) for name in method.options.model_fields}
+    again = contract.call("validating the default options", method.options, **values)
+    contract.must(again == options, "its default options don't stay as they are when they are validated")
+    unknown = set(method.quick) - set(values)
+    contract.must(not unknown, f"quick names {', '.join(sorted(unknown))}, which is no option of it")
+    contract.call("making its options with what quick says", method.options, **method.quick)
+    return options
 
 
-def _method_stats() -> LayerStats:
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
-    return LayerStats(256, x.T @ x / 256)
+def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: MethodOptions) -> None:
+    for name, weight in method_weights(spec).items():
+        check_run(contract.at(f"weight {name!r}"), method, spec, weight, options)
+    weight = method_weights(spec)["normal"]
+    check_statistics(contract, method, spec, weight, options)
+    check_equal_runs(contract, method, spec, weight, options)
+    if method.together is not None:
+        check_together(contract, method, spec, options)
+    quick = method.options(**method.quick)
+    contract.call("quantize with the options that quick says", method.run, weight,
+                  layer_stats(weight.shape[1], method.needs), spec, quick)
+    for name, value in (("NaN", float("nan")), ("infinity", float("inf"))):
+        spoiled = weight.clone()
+        spoiled[0, 3] = value
+        contract.refuses(f"quantize of a weight with {name}", method.run, spoiled,
+                         layer_stats(weight.shape[1], method.needs), spec, options,
+                         accepted=f"it accepts a weight of {name}, which no engine can run",
+                         remedy="raise SpecError, as quantkit.methods.grid.require_finite does")
 
 
-def _check_run(method: Method, spec: QuantSpec, weight: torch.Tensor, where: str) -> None:
-    def must(holds: bool, promise: str) -> None:
-        if not holds:
-            raise PluginError(f"{where}: {promise}", why="quantkit.methods.base says what a method promises")
-
-    stats, fresh, before, random = _method_stats(), _method_stats(), weight.clone(), torch.get_rng_state()
-    result = method.run(weight, stats, spec, method.options())
-    assert stats.hessian is not None and fresh.hessian is not None
-    must(torch.equal(weight, before) and torch.equal(stats.hessian, fresh.hessian),
-         "it wrote to an argument")
-    must(torch.equal(random, torch.get_rng_state()), "it used the global random generator")
-    two = method.run(weight, stats, spec, method.options())
-    must(torch.equal(result.codes, two.codes) and torch.equal(result.scale, two.scale), "two runs differ")
-    must((result.zero is None) == (spec.symmetric or spec.kind != "int"),
-         "zero points where the spec has none")
-    must(result.zero is None or (result.zero.dtype == torch.uint8
-                                 and result.zero.shape == result.scale.shape),
-         "zero points must be uint8 of the scales' shape")
-    dtype = getattr(torch, spec.scale_dtype)
-    must(torch.equal(result.scale, result.scale.to(dtype).float()),
-         f"scales are not rounded to {spec.scale_dtype}")
-    must(spec.kind == "nf" or bool((result.scale > 0).all()), "a scale is not above 0")
-    layout = registry("formats").get(default_format(spec))
-    values = layout.dequantize(layout.pack(result, dtype))
-    must(bool(torch.isfinite(values).all()), "a dequantized weight is not finite")
-    must(float((values - weight).square().sum()) <= float(weight.square().sum()), "zeros would be closer")
+def _check_reads(contract: Contract, method: Method, specs: list[QuantSpec], options: MethodOptions,
+                 reads: set[str]) -> None:
+    """An option that is never read changes nothing. Some are read only where another one says so: these are
+    tried with each of their values."""
+    values = dict(options)
+    for name, field in method.options.model_fields.items():
+        if set(values) <= reads:
+            return
+        choices: tuple[object, ...] = (True, False) if field.annotation is bool else ()
+        if typing.get_origin(field.annotation) is typing.Literal:
+            choices = typing.get_args(field.annotation)
+        for choice, spec in itertools.product(choices, specs):
+            watched = watched_options(method.options(**{**values, name: choice}), reads)
+            weight = method_weights(spec)["normal"]
+            contract.call(f"quantize with {name}={choice!r}", method.run, weight,
+                          layer_stats(weight.shape[1], method.needs), spec, watched)
+    unread = sorted(set(values) - reads)
+    contract.must(not unread, f"it never reads its option {', '.join(unread)}",
+                  "use it in quantize, or take it out of the options")

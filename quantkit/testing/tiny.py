@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.models.architecture import parse_config, tensor_shapes
+from quantkit.models.config import ModelConfig
 
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
                           "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
@@ -67,15 +68,7 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
         UsageError: the family is unknown.
         UnsupportedModelError: the overrides make a model that quantkit can't run.
     """
-    if family not in FAMILIES:
-        raise UsageError(f"no tiny model of family {family!r}", why=did_you_mean(family, FAMILIES))
-    config: dict[str, Any] = {
-        "model_type": family, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "tie_word_embeddings": True, "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 3,
-        "pad_token_id": 0, "use_cache": True, "initializer_range": 0.02, "attention_dropout": 0.0,
-        **FAMILIES[family], **overrides}
+    config = tiny_config(family, dtype=dtype, **overrides)
     weights = tiny_weights(config, seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +80,29 @@ def tiny_model(folder: Path | str, family: str = "llama", seed: int = 0, *, dtyp
     return folder
 
 
+def tiny_config(family: str = "llama", *, dtype: str = "bfloat16", **overrides: Any) -> dict[str, Any]:
+    """The ``config.json`` of :func:`tiny_model`. Raises UsageError if the family is unknown."""
+    if family not in FAMILIES:
+        raise UsageError(f"no tiny model of family {family!r}", why=did_you_mean(family, FAMILIES))
+    return {
+        "model_type": family, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "torch_dtype": dtype, "bos_token_id": 1, "eos_token_id": 3,
+        "pad_token_id": 0, "use_cache": True, "initializer_range": 0.02, "attention_dropout": 0.0,
+        **FAMILIES[family], **overrides}
+
+
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random tensors for a ``config.json``, in its ``torch_dtype``, by their Hugging Face names."""
     dtype = getattr(torch, str(config.get("torch_dtype", "float32")))
+    return random_weights(parse_config(config), dtype, seed)
+
+
+def random_weights(parsed: ModelConfig, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors for a model, by their Hugging Face names; norms near 1."""
     random = torch.Generator().manual_seed(seed)
     weights = {}
-    parsed = parse_config(config)
     for name, shape in tensor_shapes(parsed).items():
         value = torch.randn(shape, generator=random)
         if name.endswith("norm.weight"):

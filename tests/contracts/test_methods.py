@@ -1,4 +1,4 @@
-"""Every registered method keeps the promises of ``methods/base.py``; the kit itself notices a broken one."""
+"""Every registered method keeps the promises of ``methods/base.py``; what one returns is checked."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantkit.errors import PluginError, SpecError
+from quantkit.errors import PluginError
 from quantkit.formats.base import Codes
-from quantkit.methods.base import LayerStats, Method, MethodOptions
+from quantkit.hookspecs import Register, hookimpl
+from quantkit.methods.base import MethodOptions
 from quantkit.methods.rtn import METHOD as RTN
 from quantkit.methods.rtn import RtnOptions
-from quantkit.plugins import registry
+from quantkit.plugins import current, registry
 from quantkit.spec import QuantSpec
 from quantkit.testing import check_method
+
+SPEC = QuantSpec.model_validate({"bits": 4, "granularity": {"strategy": "group", "size": 16}})
 
 
 @pytest.mark.parametrize("name", sorted(registry("methods")))
@@ -23,69 +26,47 @@ def test_registered_methods(name: str) -> None:
     check_method(method)
 
 
-def broken(change: Callable[[torch.Tensor, Codes], Codes]) -> Method:
-    def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-                 options: MethodOptions) -> Codes:
-        return change(weight, RTN.quantize(weight, stats, spec, RtnOptions()))
-
-    return Method(name="broken", paper="https://example.org", quantize=quantize)
-
-
-def draws_random_numbers(weight: torch.Tensor, codes: Codes) -> Codes:
-    torch.rand(1)
-    return codes
+@pytest.mark.parametrize(("result", "message"), [
+    (None, "returned None"), ((1, 2), "a tuple in place of Codes"), (torch.ones(3), "a Tensor in place")])
+def test_a_result_of_another_type_is_said_plainly(result: object, message: str) -> None:
+    method = replace(RTN, name="odd", quantize=lambda weight, stats, spec, options: result)
+    with pytest.raises(PluginError, match=f"method 'odd' {message}|method 'odd' returned {message}"):
+        method.run(torch.ones(2, 4), None, SPEC, MethodOptions())
 
 
-def negative_scale(weight: torch.Tensor, codes: Codes) -> Codes:
-    return replace(codes, scale=-codes.scale)
-
-
-def unrounded_scale(weight: torch.Tensor, codes: Codes) -> Codes:
-    return replace(codes, scale=codes.scale * 1.0001)
-
-
-def far_off(weight: torch.Tensor, codes: Codes) -> Codes:
-    return replace(codes, codes=(2**codes.spec.bits - 1) - codes.codes)
-
-
-def missing_zero(weight: torch.Tensor, codes: Codes) -> Codes:
-    return replace(codes, zero=None)
-
-
-def in_place(weight: torch.Tensor, codes: Codes) -> Codes:
-    weight.mul_(0.5)
-    return codes
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    (draws_random_numbers, "global random generator"), (negative_scale, "not above 0"),
-    (unrounded_scale, "not rounded"), (far_off, "zeros would be closer"), (missing_zero, "zero points"),
-    (in_place, "wrote to an argument")])
-def test_the_kit_notices(change: Callable[[torch.Tensor, Codes], Codes], said: str) -> None:
-    with pytest.raises(PluginError, match=said):
-        check_method(broken(change))
-
-
-def test_the_kit_notices_a_method_that_refuses_everything_and_one_that_takes_nan() -> None:
-    with pytest.raises(PluginError, match="refuses every spec"):
-        check_method(replace(RTN, check=lambda spec: "no"))
-
-    def careless(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
-                 options: MethodOptions) -> Codes:
-        return RTN.quantize(weight.nan_to_num(), stats, spec, RtnOptions())
-
-    with pytest.raises(PluginError, match="accepts a weight of NaN"):
-        check_method(replace(RTN, quantize=careless))
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda codes: replace(codes, codes=codes.codes.int()), "uint8"),
-    (lambda codes: replace(codes, scale=codes.scale.T), "returned scales"),
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda codes: replace(codes, codes=codes.codes.int()), "returned codes int32"),
+    (lambda codes: replace(codes, scale=codes.scale.T), "returned scales float32 of shape"),
+    (lambda codes: replace(codes, scale=codes.scale.double()), "returned scales float64"),
     (lambda codes: replace(codes, scale=codes.scale * float("inf")), "not finite"),
+    (lambda codes: replace(codes, zero=torch.zeros(6, 4, dtype=torch.uint8)), "zero points where"),
     (lambda codes: replace(codes, codes=codes.codes + 16), "code above 15")])
-def test_a_contract_is_checked_on_every_run(change: Callable[[Codes], Codes], said: str) -> None:
-    method = broken(lambda weight, codes: change(codes))
-    spec = QuantSpec.model_validate({"bits": 4, "granularity": {"strategy": "group", "size": 16}})
-    with pytest.raises(SpecError, match=said):
-        method.run(torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), None, spec,
-                   MethodOptions())
+def test_a_contract_is_checked_on_every_run(change: Callable[[Codes], Codes], message: str) -> None:
+    method = replace(RTN, quantize=lambda *given: change(RTN.quantize(*given)))
+    with pytest.raises(PluginError, match=message):
+        method.run(torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), None, SPEC,
+                   RtnOptions())
+
+
+def test_what_together_returns_is_checked() -> None:
+    weights = [torch.ones(2, 16)] * 2
+    for result, message in (((), "returned a tuple"), ([], "returned a list of 0")):
+        method = replace(RTN, together=lambda *given, result=result: result)
+        with pytest.raises(PluginError, match=message):
+            method.run_together(weights, [None, None], SPEC, RtnOptions())
+
+
+def test_the_message_names_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    current.cache_clear()
+
+    class Odd:
+        @hookimpl
+        def register_methods(self, register: Register) -> None:
+            register("odd", replace(RTN, name="odd", quantize=lambda *given: None))
+
+    try:
+        current().add(Odd(), "quantkit-odd")
+        with pytest.raises(PluginError, match="method 'odd' of quantkit-odd returned None"):
+            registry("methods").get("odd").run(torch.ones(2, 16), None, SPEC, RtnOptions())
+    finally:
+        current.cache_clear()

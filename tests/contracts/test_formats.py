@@ -1,0 +1,11 @@
+"""Every registered format keeps the promises of ``formats/base.py``."""
+
+import pytest
+
+from quantkit.plugins import registry
+from quantkit.testing import check_format
+
+
+@pytest.mark.parametrize("name", sorted(registry("formats")))
+def test_registered_formats(name: str) -> None:
+    check_format(registry("formats").get(name))

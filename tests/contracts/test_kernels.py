@@ -1,0 +1,17 @@
+"""Every registered kernel keeps the promises of ``ops/dispatch.py``; those of a CPU are run."""
+
+import pytest
+
+from quantkit.ops.cpu_machine import unavailable
+from quantkit.plugins import registry
+from quantkit.testing import FORMAT_SPECS, check_kernel
+
+FEW = [spec for spec in FORMAT_SPECS if spec.kind != "int" or spec.bits == 8 or spec.granularity.size == 32]
+"""For the reference, which takes every weight of every format."""
+
+
+@pytest.mark.parametrize("name", sorted(registry("kernels")))
+def test_registered_kernels(name: str) -> None:
+    taken = check_kernel(registry("kernels").get(name), FEW if name == "reference" else FORMAT_SPECS)
+    if name == "reference" or (name.startswith("cpu-") and unavailable() is None):
+        assert taken >= 5
