@@ -91,7 +91,7 @@ def whose(kind: str, name: str) -> str:
     registered."""
     table = registry(kind)
     owner = f" of {table.entry(name).owner}" if name in table else ""
-    return f"{KINDS[kind][0]} {name!r}{owner}"
+    return f"{KINDS[kind].singular} {name!r}{owner}"
 
 
 def is_builtin(kind: str, name: str) -> bool:

@@ -12,7 +12,7 @@ from quantkit.errors import PluginError, UsageError, did_you_mean
 from quantkit.kv.base import MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.policies.window import ModelWindow
 from quantkit.models.config import ModelConfig
-from quantkit.plugins import registry
+from quantkit.plugins import registry, whose
 from quantkit.spec import KVSpec
 from quantkit.units import bytes_of
 
@@ -98,10 +98,10 @@ def _built(kind: type[Made], base: type[KVCodec] | type[KVPolicy], what: str, na
         raise UsageError(f"the KV {what} {name!r} can't be made",
                          why=f"what is registered as {name!r} isn't a {base.__name__}",
                          next="see docs/plugins.md, and update the plugin")
-    if getattr(kind, "name", None) != name:
-        raise PluginError(f"KV {what} {name!r} of {registry(f'kv_{plural}').entry(name).owner} calls itself "
-                          f"{getattr(kind, 'name', None)!r}", why="a class has the name it is registered by",
-                          next=f'set name: ClassVar[str] = "{name}" in {kind.__name__}')
+    if (called := getattr(kind, "name", None)) != name:
+        raise PluginError(f"{whose(f'kv_{plural}', name)} calls itself {called!r}",
+                          why="a class has the name that it is registered by",
+                          next=f'name: ClassVar[str] = "{name}" in {kind.__name__}')
     fields = kind.model_fields
     for option in options:
         if option not in fields and option not in kind.renamed:

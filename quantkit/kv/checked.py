@@ -11,7 +11,7 @@ from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.store import PageStore
-from quantkit.plugins import registry
+from quantkit.plugins import whose
 from quantkit.spec import KVSpec
 
 OURS = "quantkit.kv.codecs."
@@ -40,7 +40,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
             slot a head; or heads keep different numbers though the policy promises equal ones.
     """
     def refuse(what: str) -> PluginError:
-        return PluginError(f"{_named('kv_policies', 'policy', policy.name)}: keep() returned {what}",
+        return PluginError(f"{whose('kv_policies', policy.name)}: keep() returned {what}",
                            why="for each KV head it returns int64 [n], slots in rising order; or None",
                            next="check it by quantkit.testing.check_policy, or use another --kv")
 
@@ -87,7 +87,7 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
 
 def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype) -> None:
     def refuse(what: str, why: str) -> PluginError:
-        return PluginError(f"{_named('kv_codecs', 'codec', registered)}: {what}", why=why,
+        return PluginError(f"{whose('kv_codecs', registered)}: {what}", why=why,
                            next="check it by quantkit.testing.check_codec, or use another --kv")
 
     if not isinstance(codec.name, str) or not codec.name or not isinstance(codec.hadamard, bool):
@@ -142,16 +142,10 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
             if not bool(torch.isfinite(store.read(state, side)).all()):
                 what = "keys" if side == "k" else "values"
                 return PluginError(
-                    f"{_named('kv_codecs', 'codec', name)}: decode() gives {what} that aren't finite",
+                    f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
                     why=f"in layer {index}; the model's weights are not the cause",
                     next="check it by quantkit.testing.check_codec, or use another --kv")
     return None
-
-
-def _named(kind: str, noun: str, name: str) -> str:
-    """``KV codec 'x' of DISTRIBUTION``."""
-    table = registry(kind)
-    return f"KV {noun} {name!r}" + (f" of {table.entry(name).owner}" if name in table else "")
 
 
 def _is_part(part: tuple[Any, Any]) -> bool:
@@ -190,6 +184,6 @@ def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> tor
         if not bool(torch.isnan(scores).any()):
             return scores
         what = "NaN"
-    raise PluginError(f"{_named('kv_policies', 'policy', policy.name)}: score() returned {what}",
+    raise PluginError(f"{whose('kv_policies', policy.name)}: score() returned {what}",
                       why=f"it returns float32 {list(shape)}: a number for each slot of each KV head",
                       next="check it by quantkit.testing.check_policy, or use another --kv")

@@ -13,6 +13,7 @@ from quantkit.errors import PluginError, UsageError
 from quantkit.kv.base import PAGE, KVCodec, KVCodecs, SideCodec
 from quantkit.kv.checked import check_codecs, is_ours
 from quantkit.spec import KVSpec
+from quantkit.testing.contract import Contract
 from quantkit.testing.purity import pure, registered, same
 from quantkit.testing.running import check_setting
 
@@ -20,7 +21,6 @@ DIMS = (64, 128, 96, 32)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SMALLEST = 2.0**-100
 """An error below this is none."""
-CONTRACT = "quantkit.kv.base says what a codec promises"
 
 
 def check_codec(kind: type[KVCodec], **options: Any) -> None:
@@ -44,45 +44,43 @@ def check_codec(kind: type[KVCodec], **options: Any) -> None:
     if not isinstance(name, str) or not name:
         raise PluginError(f"{kind.__name__} has no name",
                           next='name: ClassVar[str] = "…", as it is registered')
-    where = f"KV codec {name!r}"
-    codec = _made(kind, options, where)
-    sides = {"keys": codec.keys(), "values": codec.values()}
+    contract = Contract(f"KV codec {name!r}", "quantkit.kv.base")
+    codec = _made(kind, options, contract)
+    sides = {side: contract.call(f"{side}()", getattr(codec, side)) for side in ("keys", "values")}
     for side, made in sides.items():
-        if not isinstance(made, SideCodec):
-            raise PluginError(f"{where}: {side}() returned a {type(made).__name__}",
-                              why="it must be a SideCodec",
-                              next="give it name, hadamard, layout, shared, encode and decode")
+        contract.must(isinstance(made, SideCodec), f"{side}() returned a {type(made).__name__}",
+                      "give it name, hadamard, layout, shared, encode and decode, as SideCodec has them")
     with registered("kv_codecs", name, kind):
-        dims = [dim for dim in DIMS if _takes(codec, dim, where)]
-        if not dims:
-            raise PluginError(f"{where} refuses every head dimension of {', '.join(map(str, DIMS))}")
+        dims = [dim for dim in DIMS if _takes(codec, dim, contract)]
+        contract.must(bool(dims), f"it refuses every head dimension of {', '.join(map(str, DIMS))}")
         for dim in dims:
             for dtype in DTYPES:
                 check_codecs(KVCodecs(sides["keys"], sides["values"]), KVSpec(codec=name), dim, dtype)
                 for side, made in sides.items():
-                    _check_vectors(made, dim, dtype, f"{where}, {side} [{dim}] {dtype}".replace("torch.", ""))
-        _check_names(kind, codec, dims[0], where)
-        check_setting(KVSpec(codec=name, codec_options=options), dims[0], where)
+                    here = contract.at(f"{side} [{dim}] {dtype}".replace("torch.", ""))
+                    _check_vectors(made, dim, dtype, here)
+        _check_names(kind, codec, dims[0], contract)
+        check_setting(KVSpec(codec=name, codec_options=options), dims[0], contract)
 
 
-def _made(kind: type[KVCodec], options: Mapping[str, Any], where: str) -> KVCodec:
+def _made(kind: type[KVCodec], options: Mapping[str, Any], contract: Contract) -> KVCodec:
     try:
         return kind.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        raise PluginError(f"{where} can't be made with {dict(options)}",
-                          why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise contract.error(f"it can't be made with {dict(options)}: {'.'.join(map(str, first['loc']))}: "
+                             f"{first['msg']}") from None
 
 
-def _takes(codec: KVCodec, dim: int, where: str) -> bool:
+def _takes(codec: KVCodec, dim: int, contract: Contract) -> bool:
     for side in (codec.keys(), codec.values()):
         try:
             side.layout(dim, torch.bfloat16)
         except UsageError:
             return False
         except Exception as error:
-            raise PluginError(f"{where} fails at a head dimension of {dim}: {type(error).__name__}: {error}",
-                              why="layout() raises UsageError for what the codec doesn't support") from error
+            raise contract.error(f"it fails at a head dimension of {dim}: {type(error).__name__}: {error}",
+                                 "raise UsageError in layout() for what it doesn't support") from error
     return True
 
 
@@ -101,40 +99,39 @@ def vectors(dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: x.to(dtype) for name, x in made.items()}
 
 
-def _check_vectors(codec: SideCodec, dim: int, dtype: torch.dtype, where: str) -> None:
+def _check_vectors(codec: SideCodec, dim: int, dtype: torch.dtype, contract: Contract) -> None:
     shared = bool(codec.shared(dim, dtype))
     encoded: dict[str, Mapping[str, torch.Tensor]] = {}
     for name, x in vectors(dim, dtype).items():
-        here = f"{where}, vectors {name!r}"
-        parts = encoded[name] = pure(partial(codec.encode, x), {"x": x}, f"{here}: encode()")
-        back = pure(partial(codec.decode, parts), parts, f"{here}: decode()")
+        here = contract.at(f"vectors {name!r}")
+        parts = encoded[name] = pure(here, "encode()", partial(codec.encode, x), {"x": x})
+        back = pure(here, "decode()", partial(codec.decode, parts), parts)
         for part_name, part in parts.items():
-            if part.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
-                raise PluginError(f"{here}: encode() gives a {part_name} that isn't finite", why=CONTRACT)
-        if not bool(torch.isfinite(back).all()):
-            raise PluginError(f"{here}: decode() gives values that aren't finite", why=CONTRACT)
+            here.must(not part.dtype.is_floating_point or bool(torch.isfinite(part).all()),
+                      f"encode() gives a {part_name} that isn't finite")
+        here.must(bool(torch.isfinite(back).all()), "decode() gives values that aren't finite")
         wide = x.double()
         error, size = (float(vectors.square().sum()) for vectors in (back.double() - wide, wide))
-        if error > size * 1.0001 + x.numel() * SMALLEST**2:
-            raise PluginError(f"{here}: zeros would be closer than what is decoded",
-                              why="encode() and decode() aren't inverses of each other")
+        here.must(error <= size * 1.0001 + x.numel() * SMALLEST**2,
+                  "zeros would be closer than what is decoded: encode() and decode() aren't inverses")
         if not shared:
             _check_alone(codec, x, parts, here)
     for name, x in vectors(dim, dtype).items():  # nothing of other calls is left in the codec
-        if not same(dict(codec.encode(x)), dict(encoded[name])):
-            raise PluginError(f"{where}, vectors {name!r}: encode() depends on earlier calls", why=CONTRACT)
+        contract.at(f"vectors {name!r}").must(same(codec.encode(x), encoded[name]),
+                                              "encode() depends on earlier calls")
 
 
-def _check_alone(codec: SideCodec, x: torch.Tensor, parts: Mapping[str, torch.Tensor], where: str) -> None:
+def _check_alone(codec: SideCodec, x: torch.Tensor, parts: Mapping[str, torch.Tensor],
+                 contract: Contract) -> None:
     """Without shared parts a token's codes are its own, whatever stands beside it."""
     for head, start, stop in ((0, 0, 1), (1, 3, 8), (0, PAGE - 1, PAGE)):
-        few = codec.encode(x[head, start:stop])
-        if not same({name: part[head, start:stop] for name, part in parts.items()}, dict(few)):
-            raise PluginError(f"{where}: a token's codes depend on the others",
-                              why="tokens come in groups of any size; what 64 share belongs in shared()")
+        alone = codec.encode(x[head, start:stop])
+        contract.must(same({name: part[head, start:stop] for name, part in parts.items()}, alone),
+                      "a token's codes depend on the others, which come in groups of any size",
+                      "put what 64 tokens share into shared()")
 
 
-def _check_names(kind: type[KVCodec], codec: KVCodec, dim: int, where: str) -> None:
+def _check_names(kind: type[KVCodec], codec: KVCodec, dim: int, contract: Contract) -> None:
     """Options that change the bytes must change the name: kernels and programs are chosen by it."""
     for option, value, other in _variants(kind, codec):
         for side in ("keys", "values"):
@@ -142,10 +139,9 @@ def _check_names(kind: type[KVCodec], codec: KVCodec, dim: int, where: str) -> N
             if mine.name != its.name or is_ours(mine):
                 continue
             x = vectors(dim, torch.float32)["normal"]
-            if not same(dict(mine.encode(x)), dict(its.encode(x))):
-                raise PluginError(f"{where}: with {option}={value} its {side} are stored in other bytes "
-                                  f"under the same name {mine.name!r}", why=CONTRACT,
-                                  next="say everything that the bytes depend on in the side's name")
+            contract.must(same(mine.encode(x), its.encode(x)),
+                          f"with {option}={value} its {side} are stored in other bytes under the same name "
+                          f"{mine.name!r}", "say everything that the bytes depend on in the side's name")
 
 
 def _variants(kind: type[KVCodec], codec: KVCodec) -> Iterator[tuple[str, Any, KVCodec]]:

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import PluginError, UsageError
+from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVPolicy, PolicyView
 from quantkit.kv.checked import checked_scores, checked_slots
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.spec import KVSpec
+from quantkit.testing.contract import Contract
 from quantkit.testing.purity import pure, registered
 from quantkit.testing.running import PROMPT, check_setting
 
-CONTRACT = "quantkit.kv.base says what a policy promises"
 HEADS, GROUP, DIM = 3, 2, 32
 LENGTHS = (1, 3, PAGE - 1, PAGE, PAGE + 1, 130, 300)
 
@@ -44,27 +44,27 @@ def check_policy(kind: type[KVPolicy], **options: Any) -> None:
     if not isinstance(name, str) or not name:
         raise PluginError(f"{kind.__name__} has no name",
                           next='name: ClassVar[str] = "…", as it is registered')
-    where = f"KV policy {name!r}"
-    policy = _made(kind, options, where)
-    _check_declarations(policy, where)
+    contract = Contract(f"KV policy {name!r}", "quantkit.kv.base")
+    policy = _made(kind, options, contract)
+    _check_declarations(policy, contract)
     for case in _cases(policy):
-        _check_case(policy, case, where)
+        _check_case(policy, case, contract.at(case.name))
     chosen = dict(options)
     if "budget" in kind.model_fields:
         chosen["budget"] = policy.model_dump()["budget"]
     limit = _limit(policy, PROMPT)
     with registered("kv_policies", name, kind):
         for codec in ("none", "int4"):
-            here = f"{where} with {codec}"
+            here = contract.at(f"with {codec}")
             run = check_setting(KVSpec(policy=name, options=chosen, codec=codec), DIM, here)
             slots = max(map(max, run.slots))
-            if limit is not None and policy.uniform_budget and policy.visible is None and slots > limit:
-                raise PluginError(f"{here}: a head holds {slots} slots after a prompt of {PROMPT} tokens and "
-                                  f"an answer, its budget and what it declares allow {limit}",
-                                  why="a head holds its budget, and `slack` slots until the policy acts")
+            bounded = limit is not None and policy.uniform_budget and policy.visible is None
+            here.must(not bounded or limit is None or slots <= limit,
+                      f"a head holds {slots} slots after a prompt of {PROMPT} tokens and an answer, its "
+                      f"budget and its slack allow {limit}")
 
 
-def _made(kind: type[KVPolicy], options: dict[str, Any], where: str) -> KVPolicy:
+def _made(kind: type[KVPolicy], options: dict[str, Any], contract: Contract) -> KVPolicy:
     field = kind.model_fields.get("budget")
     candidates: Sequence[dict[str, Any]] = (
         ({"budget": 0.5}, {"budget": 128}) if field is not None and field.is_required()
@@ -75,15 +75,12 @@ def _made(kind: type[KVPolicy], options: dict[str, Any], where: str) -> KVPolicy
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    raise PluginError(f"{where} can't be made with {options or 'its defaults'}", why=reason,
-                      next="give an option a default, or give it to check_policy")
+    raise contract.error(f"it can't be made with {options or 'its defaults'}: {reason}",
+                         "give an option a default, or give it to check_policy")
 
 
-def _check_declarations(policy: KVPolicy, where: str) -> None:
-    def must(holds: bool, promise: str) -> None:
-        if not holds:
-            raise PluginError(f"{where}: {promise}", why=CONTRACT)
-
+def _check_declarations(policy: KVPolicy, contract: Contract) -> None:
+    must = contract.must
     must(policy.on_prefill in (None, "chunk", "end"),
          f"on_prefill is {policy.on_prefill!r}: chunk, end or None")
     must(policy.tracks in (None, "attention_sum", "attention_max", "query_moments"),
@@ -164,35 +161,26 @@ def _case(policy: KVPolicy, name: str, lengths: tuple[int, ...], content: str) -
     return _Case(name, view, tensors)
 
 
-def _check_case(policy: KVPolicy, case: _Case, where: str) -> None:
-    here, view = f"{where}, {case.name}", case.view
-    try:
-        if isinstance(policy, ScorePolicy):
-            scores = pure(lambda: policy.score(view), case.tensors, f"{here}: score()")
-            checked_scores(policy, scores, view.lengths)
-        kept = pure(lambda: policy.keep(view), case.tensors, f"{here}: keep()")
-    except (PluginError, UsageError):
-        raise
-    except Exception as error:
-        raise PluginError(f"{here}: {type(error).__name__}: {error}",
-                          why="keep() must choose among any number of slots") from error
+def _check_case(policy: KVPolicy, case: _Case, contract: Contract) -> None:
+    view = case.view
+    if isinstance(policy, ScorePolicy):
+        scores = pure(contract, "score()", lambda: policy.score(view), case.tensors)
+        checked_scores(policy, scores, view.lengths)
+    kept = pure(contract, "keep()", lambda: policy.keep(view), case.tensors)
     if kept is None:
         return
-    if policy.keeps_all:
-        raise PluginError(f"{here}: keep() drops slots, and keeps_all says that nothing is ever dropped",
-                          why=CONTRACT)
+    contract.must(not policy.keeps_all, "keep() drops slots, and keeps_all says that nothing is ever dropped")
     counts = [len(slots) for slots in checked_slots(policy, kept, view.lengths)]
     if policy.visible is not None:
         return  # what is visible depends on the position
     limit = _limit(policy, view.prompt)
-    if limit is not None and sum(counts) > limit * len(counts):
-        raise PluginError(f"{here}: {sum(counts)} slots stay in {len(counts)} heads, its budget allows "
-                          f"{limit} each", why=CONTRACT)
+    contract.must(limit is None or sum(counts) <= limit * len(counts),
+                  f"{sum(counts)} slots stay in {len(counts)} heads, its budget allows {limit} each")
     later = policy.keep(replace(view, seen=view.seen + 1000))
-    if later is None or [len(slots) for slots in checked_slots(policy, later, view.lengths)] != counts:
-        raise PluginError(f"{here}: how many slots stay depends on view.seen",
-                          why="memory for an answer of any length is predicted from its first tokens",
-                          next="use view.lengths and view.prompt")
+    contract.must(later is not None
+                  and [len(slots) for slots in checked_slots(policy, later, view.lengths)] == counts,
+                  "how many slots stay depends on view.seen, so that memory for an answer can't be predicted",
+                  "use view.lengths and view.prompt")
 
 
 def _limit(policy: KVPolicy, prompt: int) -> int | None:

@@ -10,44 +10,39 @@ import torch
 
 from quantkit.errors import PluginError
 from quantkit.plugins import registry
+from quantkit.testing.contract import Contract, global_generators, same_bits
 
 T = TypeVar("T")
 KIT = "quantkit.testing"
 """Owner of what a check registers for its own time."""
 
 
-def pure(run: Callable[[], T], arguments: Mapping[str, torch.Tensor], where: str) -> T:
+def pure(contract: Contract, what: str, run: Callable[[], T], arguments: Mapping[str, torch.Tensor]) -> T:
     """Call ``run`` twice; its first result.
 
     Args:
+        contract: of the thing whose code is called.
+        what: is called, for messages: ``encode()``.
         run: the call.
         arguments: tensors that it is given, by name.
-        where: what is called, for messages.
 
     Raises:
-        PluginError: an argument was written to, the global generator was used, or the results differ.
+        PluginError: it raises, writes to an argument or uses a global generator, or the results differ.
     """
     before = {name: tensor.clone() for name, tensor in arguments.items()}
-    random = torch.get_rng_state()
-    result = run()
+    with global_generators(contract):
+        result = contract.call(what, run)
     for name, tensor in arguments.items():
-        if not torch.equal(tensor, before[name]):
-            raise PluginError(f"{where} writes to {name}", why="it is read again by others",
-                              next="work on a copy: x.clone()")
-    if not torch.equal(random, torch.get_rng_state()):
-        raise PluginError(f"{where} uses the global random generator", why="a result must not depend on it",
-                          next="use torch.Generator().manual_seed(0)")
-    if not same(result, run()):
-        raise PluginError(f"{where} gives another result the second time",
-                          why="a result depends on the arguments alone")
+        contract.must(same_bits(tensor, before[name]), f"{what} writes to {name}",
+                      "work on a copy: x.clone()")
+    contract.must(same(result, run()), f"{what} gives another result the second time")
     return result
 
 
 def same(first: Any, second: Any) -> bool:
     """Whether two results of tensors, in any mappings and sequences, are equal bit for bit."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(
-            first.nan_to_num(), second.nan_to_num())
+        return same_bits(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
@@ -57,7 +52,8 @@ def same(first: Any, second: Any) -> bool:
 
 @contextmanager
 def registered(kind: str, name: str, target: object) -> Iterator[None]:
-    """Have a thing registered while it is checked, unless it is already."""
+    """Have a thing registered while it is checked, unless it is already. Raises PluginError: the name is
+    another thing's."""
     table = registry(kind)
     if name in table:
         if table.get(name) is not target:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import PluginError
 from quantkit.evaluate.feed import prefill
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
@@ -16,6 +15,7 @@ from quantkit.kv.footprint import footprint
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.spec import KVSpec
+from quantkit.testing.contract import Contract
 from quantkit.testing.tiny import VOCAB, tiny_model
 
 PROMPT, ANSWER = 300, 2 * 64 + 5
@@ -39,13 +39,13 @@ class TextRun:
     used: int
 
 
-def check_setting(spec: KVSpec, dim: int, where: str) -> TextRun:
+def check_setting(spec: KVSpec, dim: int, contract: Contract) -> TextRun:
     """Run a tiny model with a KV setting whose policy and codec are registered.
 
     Args:
         spec: the setting.
         dim: head dimension of the model.
-        where: what is checked, for messages.
+        contract: of what is checked.
 
     Returns:
         What a text left that ran alone.
@@ -58,17 +58,14 @@ def check_setting(spec: KVSpec, dim: int, where: str) -> TextRun:
         loaded = load(str(tiny_model(folder, "mistral", head_dim=dim, max_position_embeddings=2048)))
         texts = torch.randint(4, VOCAB, (2, PROMPT + ANSWER), generator=torch.Generator().manual_seed(0))
         alone = _run(loaded, spec, texts[:1].tolist())
-        if not bool(torch.isfinite(alone.logits).all()):
-            raise PluginError(f"{where}: a tiny model's logits aren't finite with it")
+        contract.must(bool(torch.isfinite(alone.logits).all()), "a tiny model's logits aren't finite with it")
         together = _run(loaded, spec, texts.tolist())
-        if not torch.equal(alone.logits, together.logits):
-            raise PluginError(f"{where}: a sequence's logits depend on another one that runs beside it",
-                              why="the same request must give the same tokens alone or in any batch")
+        contract.must(torch.equal(alone.logits, together.logits),
+                      "a sequence's logits depend on another one that runs beside it")
         predicted = footprint(loaded.config, spec, loaded.dtype, PROMPT + ANSWER, PROMPT, PREFILL_CHUNK)
-        if alone.used > predicted.used_bytes(1):
-            raise PluginError(f"{where}: a text takes {alone.used:,} bytes, {predicted.used_bytes(1):,} are "
-                              "predicted", why="how many slots stay may depend on their number and the "
-                              "prompt's length alone, not on view.seen or on the numbers in them")
+        contract.must(alone.used <= predicted.used_bytes(1),
+                      f"a text takes {alone.used:,} bytes, {predicted.used_bytes(1):,} are predicted",
+                      "let the number of slots that stay depend on view.lengths and view.prompt alone")
         return alone
 
 
