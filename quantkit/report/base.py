@@ -80,7 +80,8 @@ def short_names(rows: Sequence[ModelResult]) -> list[str]:
         depth = 1
         while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
             depth += 1
-        short[model] = " ".join(str(Path(*parts[-depth:])).split())
+        name = " ".join(str(Path(*parts[-depth:])).split())
+        short[model] = "".join(char if char.isprintable() else "?" for char in name)  # for XML and terminals
     return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
 
 

@@ -138,11 +138,11 @@ def write_report(result: EvalResult, folder: Path, names: Sequence[str] | None =
             warnings.warn(f"{error.what}, so {registered.reporter.file} was not written: {error.why}",
                           stacklevel=2)
             continue
-        written.append(_write(folder, registered.reporter.file, content))
+        written.append(write_file(folder, registered.reporter.file, content))
     return written
 
 
-def _write(folder: Path, file: str, content: bytes) -> Path:
+def write_file(folder: Path, file: str, content: bytes) -> Path:
     path, fresh = folder / file, folder / (file + _TEMPORARY)
     try:
         folder.mkdir(parents=True, exist_ok=True)
