@@ -10,7 +10,7 @@ from quantkit.evaluate.protocol import Protocol
 from quantkit.evaluate.result import EvalResult, ModelResult
 
 ODD_NAMES = ("a|b", "two\nlines", "<script>alert('x')</script>", "=1+1", "模型/量化 ½",
-             "`code` **bold** _x_ [y](z)", 'quote " and \\ backslash', "x" * 300, "tab\tand \x1b[31mcolor", "")
+             "`code` **bold** _x_ [y](z)", 'quote " and \\ backslash', "x" * 300, "tab\tand \x1b[31mred", "")
 
 
 def sample_results() -> dict[str, EvalResult]:
