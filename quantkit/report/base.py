@@ -56,7 +56,8 @@ def spread(interval: Interval | None, percent: bool = False) -> tuple[str, str]:
     tail = "%" if percent else ""
     if low == high:
         return number(value, digits) + tail, ""
-    return number(value, digits) + tail, f"{number(low, digits)}–{number(high, digits)}"
+    between = " to " if low < 0 else "–"
+    return number(value, digits) + tail, f"{number(low, digits)}{between}{number(high, digits)}"
 
 
 def megabytes(count: int | None) -> str:

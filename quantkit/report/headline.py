@@ -7,7 +7,7 @@ from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import head, megabytes, number, short_names, shown
 
-_NAME = 40
+_NAME = 64
 LIMIT = 4
 """More variants than this are too many to read: then only the best stand in the headline."""
 
@@ -18,7 +18,7 @@ def headline(result: EvalResult) -> list[str]:
     if not result.rows:
         return []
     first, *others = result.rows
-    names = {id(row): name if len(name) <= _NAME else "…" + name[-_NAME + 1:]
+    names = {id(row): name if len(name) <= _NAME else f"…{name[-_NAME + 1:]}"
              for row, name in zip(result.rows, short_names(result.rows))}
     quality, speed = _first(result, False), _first(result, True)
     if not others:
@@ -49,7 +49,7 @@ def _against(row: ModelResult, first: ModelResult, quality: tuple[str, MetricInf
     if row.file_bytes and first.file_bytes and row.file_bytes != first.file_bytes:
         parts.append(_size(first.file_bytes / row.file_bytes))
     if row.kv_bytes_per_token and first.kv_bytes_per_token and row.kv != first.kv:
-        parts.append(f"KV cache {_size(first.kv_bytes_per_token / row.kv_bytes_per_token)} a token")
+        parts.append(f"KV cache {_size(first.kv_bytes_per_token / row.kv_bytes_per_token)}")
     if not parts:
         parts.append("as large")
     if speed is not None:

@@ -22,9 +22,9 @@ from quantkit.report.base import (
 from quantkit.report.headline import headline
 
 _MARKUP = re.compile(r"[\\`*_\[\]|#~]")
-_LEADING, _BESIDE = 3, 4
-"""Metrics in the first table, and in each other: a phone shows no more beside a name."""
-_NAME = 28
+_LEADING, _BESIDE = 3, 3
+"""Metrics in the first table, and columns of each other: a phone shows no more beside a name."""
+_WORD = 20
 
 
 def render(result: EvalResult) -> str:
@@ -32,12 +32,13 @@ def render(result: EvalResult) -> str:
     names = [_short(name) for name in short_names(result.rows)]
     columns = list(columns_of(result).items())
     first = [_metric(result, key, info) for key, info in columns[:_LEADING]]
-    first.append(("file", [megabytes(row.file_bytes) for row in result.rows]))
-    named = [f"{name}<br><sub>{plain(row.method)}</sub>" for name, row in zip(names, result.rows)]
+    named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {_short(row.method)}</sub>"
+             for name, row in zip(names, result.rows)]
     lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
              *_table("variant", named, first),
-             "The first variant is the reference. Below a value is its interval: a 95% bootstrap over "
-             "windows for quality, the range of the timed runs for speed.", ""]
+             "The first variant is the reference. Below a variant's name are its file's size and its method, "
+             "below a value its interval: a 95% bootstrap over windows for quality, the range of the timed "
+             "runs for speed.", ""]
     if any(key in row.metrics for key in result.plotted for row in result.rows):
         lines += ["![Quality and speed against bytes](plot.svg)", ""]
     rest = [_metric(result, key, info) for key, info in columns[_LEADING:]]
@@ -95,7 +96,8 @@ def _cell(value: str, span: str) -> str:
 
 
 def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
-    sizes = [("bits per weight", [number(row.bits_per_weight) for row in rows]),
+    sizes = [("file", [megabytes(row.file_bytes) for row in rows]),
+             ("bits per weight", [number(row.bits_per_weight) for row in rows]),
              ("peak memory", [megabytes(row.peak_bytes) for row in rows]),
              ("KV per token", [kilobytes(row.kv_bytes_per_token) for row in rows]),
              ("KV in all", [megabytes(row.kv_bytes) for row in rows])]
@@ -132,8 +134,8 @@ def _exact(names: list[str], result: EvalResult) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """A name that leaves room for numbers; its end differs from other names'."""
-    return plain(name if len(name) <= _NAME else "…" + name[-_NAME + 1:])
+    """A name that leaves room for numbers: words that can't be wrapped are cut; their ends differ more."""
+    return plain(" ".join(word if len(word) <= _WORD else "…" + word[-_WORD + 1:] for word in name.split()))
 
 
 def plain(text: str) -> str:

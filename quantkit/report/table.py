@@ -132,9 +132,10 @@ def _fitting(result: EvalResult) -> tuple[list[_Column], dict[str, MetricInfo]]:
 
 
 def _stacked(cell: tuple[str, ...]) -> list[str]:
-    if len(cell) == 2 and "–" in cell[1] and cell[1] != "–":
-        low, dash, high = cell[1].partition("–")
-        return [cell[0], low + dash, high]
+    for between in ("–", " to "):
+        low, dash, high = cell[-1].partition(between)
+        if len(cell) == 2 and low and high:
+            return [cell[0], low + dash.rstrip(), high]
     return list(cell)
 
 
