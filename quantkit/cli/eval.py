@@ -83,11 +83,11 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         limit=limit, plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"))
+    for registered in reporters([printed]):
+        click.echo(registered.content(result), nl=False)
     if out is not None:
         for path in write_report(result, out, names):
             note(f"wrote {path}")
-    chosen_reporter, = reporters([printed])
-    click.echo(chosen_reporter.content(result), nl=False)
 
 
 def _listed(text: str, option: str, example: str) -> tuple[str, ...]:

@@ -131,11 +131,13 @@ def _infos(settings: EvalSettings, metrics: Sequence[RegisteredMetric]) -> dict[
     for key in settings.plot:
         # a task's scores are known when it has run
         if key not in measured and not (settings.tasks and "/" in key):
-            missing = key in infos
-            raise UsageError(f"--plot {key}: {'it isn’t measured' if missing else 'there is no such metric'}",
-                             why="the speed test is left out by --no-speed" if missing and key != EXACT
-                             else did_you_mean(key, measured),
-                             next="add --noise-floor" if key == EXACT else "--plot " + ",".join(measured[:2]))
+            if key == EXACT:
+                raise UsageError(f"--plot {key}: it is measured with --noise-floor only",
+                                 next="add --noise-floor")
+            if key in infos:
+                raise UsageError(f"--plot {key}: speed isn't measured", next="leave out --no-speed")
+            raise UsageError(f"--plot {key[:80]}: there is no such metric", why=did_you_mean(key, measured),
+                             next="--plot " + ",".join(measured[:2]))
     return infos
 
 

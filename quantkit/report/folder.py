@@ -125,24 +125,29 @@ def write_report(result: EvalResult, folder: Path, names: Sequence[str] | None =
             plugin that fails then costs one warning and its own file.
 
     Raises:
-        QuantkitError: the folder can't be written, or a reporter of ``names`` fails.
+        QuantkitError: the folder can't be written, or a reporter of ``names`` failed; the others' files are
+            there then.
         UsageError: there is no reporter of a name.
     """
-    written = []
+    written, failed = [], None
     for registered in reporters(names):
         try:
             content = registered.content(result)
         except PluginError as error:
             if names is not None:
-                raise
+                failed = failed or error
+                continue
             warnings.warn(f"{error.what}, so {registered.reporter.file} was not written: {error.why}",
                           stacklevel=2)
             continue
         written.append(write_file(folder, registered.reporter.file, content))
+    if failed is not None:
+        raise failed
     return written
 
 
 def write_file(folder: Path, file: str, content: bytes) -> Path:
+    """Replace a file of a folder whole. Raises QuantkitError if that can't be."""
     path, fresh = folder / file, folder / (file + _TEMPORARY)
     try:
         folder.mkdir(parents=True, exist_ok=True)
