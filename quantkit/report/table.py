@@ -86,8 +86,14 @@ def _command(result: EvalResult) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
-    """The words of a command, quoted as a shell needs it."""
-    return [_safe(shlex.quote(word)) for word in shlex.split(command)]
+    """The words of a command, quoted as a shell needs it; an option's value stays beside it."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if words and words[-1].startswith("-") and " " not in words[-1] and not word.startswith("-"):
+            words[-1] += f" {_safe(shlex.quote(word))}"
+        else:
+            words.append(_safe(shlex.quote(word)))
+    return words
 
 
 def _columns(result: EvalResult) -> Iterator[tuple[str | None, _Column]]:
