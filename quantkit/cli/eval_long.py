@@ -64,7 +64,10 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
     from quantkit.evaluate.long.run import LongSettings, evaluate_long
     from quantkit.kvspec import parse_kv
     from quantkit.report import long
+    from quantkit.report.folder import require_writable
 
+    if out is not None:
+        require_writable(out)
     whens: dict[str, tuple[When, ...]] = {"both": ("known", "later"), "known": ("known",),
                                           "later": ("later",)}
     settings = LongSettings(

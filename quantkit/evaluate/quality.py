@@ -8,13 +8,14 @@ import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.evaluate.forced import TeacherForcedModel
-from quantkit.evaluate.metrics import EXACT, KL, Interval, Metric
-from quantkit.plugins import registry
+from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.metric_table import RegisteredMetric, registered_metrics
+from quantkit.evaluate.metrics import KL, Interval, Metric
+from quantkit.evaluate.window_scores import WindowScores
+from quantkit.plugins import BUILTIN
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.loader import LoadedModel
 
-ROWS = 128
-"""Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats."""
 MARGIN = 64
 """Tokens before a cut in the text that might have come out otherwise."""
 
@@ -53,7 +54,8 @@ def windows_of(loaded: LoadedModel, text: str, window: int, windows: int,
 @torch.inference_mode()
 def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Tensor,
             progress: Listener = silent, prompt: int = 0,
-            exact: LoadedModel | TeacherForcedModel | None = None) -> list[dict[str, Interval]]:
+            exact: LoadedModel | TeacherForcedModel | None = None,
+            metrics: Sequence[RegisteredMetric] | None = None) -> list[dict[str, Interval]]:
     """Score every model; the first is the reference.
 
     Args:
@@ -62,9 +64,11 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
         progress: told before each model's window.
         prompt: the number of tokens at the beginning of a window that aren't scored.
         exact: the first model in float32 arithmetic: every model is compared with it too.
+        metrics: what is measured; by default every registered metric.
 
     Returns:
-        for each model, every registered metric by its key; with ``exact`` also :data:`EXACT`.
+        for each model, every metric by its key; with ``exact`` also :data:`EXACT`. A plugin's metric that
+        fails is in none of them, with one warning.
 
     Raises:
         UsageError: vocabularies differ.
@@ -75,11 +79,8 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
     if len(sizes) > 1:
         raise UsageError(f"the models have vocabularies of {sorted(sizes)} tokens",
                          why="KL and top-1 compare the same tokens", next="compare models of one family")
-    table = registry("metrics")
-    metrics: list[Metric] = [table.get(name) for name in table]
-    means: list[list[list[float]]] = [[[] for _ in metrics] for _ in models]
-    distance = Metric(EXACT, KL.score)
-    distances: list[list[float]] = [[] for _ in models]
+    scores = WindowScores(registered_metrics() if metrics is None else metrics, len(models))
+    distances = WindowScores([RegisteredMetric(Metric(EXACT, KL.score), BUILTIN)], len(models))
     done, total = 0, (len(models) + (exact is not None)) * len(tokens)
     for number, window in enumerate(tokens):
         targets = window[1 + prompt:]
@@ -88,18 +89,17 @@ def compare(models: Sequence[LoadedModel | TeacherForcedModel], tokens: torch.Te
             truth = _logits(exact, window, number)
             done += 1
         reference: torch.Tensor | None = None
-        for runner, scores, far in zip(models, means, distances):
+        for row, runner in enumerate(models):
             progress(ProgressEvent(done, total, _label(runner)))
             logits = _logits(runner, window, number)
             reference = logits if reference is None else reference
-            for window_scores, mean in zip(scores, _score(metrics, reference, logits, targets)):
-                window_scores.append(mean)
+            scores.add(row, reference, logits, targets)
             if exact is not None:
-                far += _score([distance], truth, logits, targets)
+                distances.add(row, truth, logits, targets)
             done += 1
     progress(ProgressEvent(done, done, "scored"))
-    return [{metric.name: metric.summarize(window_scores) for metric, window_scores in zip(metrics, scores)}
-            | ({EXACT: distance.summarize(far)} if far else {}) for scores, far in zip(means, distances)]
+    rows = scores.summaries()
+    return rows if exact is None else [row | far for row, far in zip(rows, distances.summaries())]
 
 
 def _logits(runner: LoadedModel | TeacherForcedModel, window: torch.Tensor, number: int) -> torch.Tensor:
@@ -119,15 +119,3 @@ def _label(runner: LoadedModel | TeacherForcedModel) -> str:
 
 def _overflow(model: LoadedModel) -> str:
     return f"{str(model.dtype).removeprefix('torch.')} overflows, or the weights are damaged"
-
-
-def _score(metrics: Sequence[Metric], reference: torch.Tensor, candidate: torch.Tensor,
-           targets: torch.Tensor) -> list[float]:
-    totals = [0.0] * len(metrics)
-    for begin in range(0, len(targets), ROWS):
-        part = slice(begin, begin + ROWS)
-        ours = candidate[part].float().log_softmax(-1)
-        theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
-        for i, metric in enumerate(metrics):
-            totals[i] += float(metric.score(theirs, ours, targets[part].to(ours.device)).double().sum())
-    return [total / len(targets) for total in totals]

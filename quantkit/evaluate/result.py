@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.evaluate.metrics import EXACT, Interval
+from quantkit.evaluate.keys import EXACT, MEASURED
+from quantkit.evaluate.metric_table import MetricInfo, builtin_infos, task_info
+from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol
 
-MEASURED = ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s")
-"""Metrics that every result has as keys, ``None`` where they weren't measured."""
+PLOTTED = ("kl_mean", "decode_tok_s")
+"""What the plot shows unless told otherwise."""
 
 
 @dataclass
@@ -69,24 +71,41 @@ class EvalResult:
         protocol: how the numbers were made.
         rows: a row a model, the reference first.
         question: what the answers in ``rows`` answer.
+        metrics: what each key of the rows' metrics is, in the order in which reports show them; plugins' are
+            added to quantkit's own.
+        command: what was typed to get this; ``None``: nothing was.
+        plotted: keys of the metrics that a plot shows.
     """
 
     protocol: Protocol
     rows: list[ModelResult]
     question: str | None = None
+    metrics: dict[str, MetricInfo] = field(default_factory=builtin_infos)
+    command: str | None = None
+    plotted: tuple[str, ...] = PLOTTED
 
     @property
     def noise_floor(self) -> Interval | None:
         """KL between float32 arithmetic and the reference's own: what a KL must exceed to mean anything."""
         return self.rows[0].metrics.get(EXACT) if self.rows else None
 
+    @property
+    def measured(self) -> dict[str, MetricInfo]:
+        """The metrics that some row has a value of, in the order of ``metrics``; then those that it doesn't
+        list: scores of tasks, ``task/metric``."""
+        keys = dict.fromkeys(key for row in self.rows for key in row.metrics)
+        known = {key: info for key, info in self.metrics.items() if key in keys}
+        return known | {key: task_info(key) for key in keys if key not in known}
+
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
+        described = {key: info for key, info in self.metrics.items() if key in MEASURED} | self.measured
         floor = self.noise_floor
         return {"results": [row.to_dict() for row in self.rows], "protocol": self.protocol.to_dict(),
                 "noise_floor_kl": floor and {"value": _finite(floor.value),
                                              "interval": [_finite(floor.low), _finite(floor.high)]},
-                "question": self.question}
+                "metrics": {key: info.to_dict() for key, info in described.items()},
+                "question": self.question, "command": self.command}
 
 
 def _finite(value: float) -> float | None:

@@ -14,8 +14,10 @@ import torch
 
 from quantkit import __version__
 from quantkit.device import gpu_name
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, did_you_mean
 from quantkit.evaluate.forced import TeacherForcedModel
+from quantkit.evaluate.keys import EXACT, PER_RUN, WORD_PERPLEXITY
+from quantkit.evaluate.metric_table import MetricInfo, RegisteredMetric, builtin_infos, registered_metrics
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.protocol import Protocol, cpu_cores, cpu_name
 from quantkit.evaluate.quality import compare, windows_of
@@ -30,6 +32,7 @@ from quantkit.spec import KVSpec
 if TYPE_CHECKING:
     from quantkit.evaluate.tasks import ReadyTask
 
+
 @dataclass(frozen=True)
 class EvalSettings:
     """What the caller chooses; see :class:`~quantkit.evaluate.protocol.Protocol` for the meaning.
@@ -41,6 +44,7 @@ class EvalSettings:
         tasks: names of tasks, or of their files.
         task_data: the folder with the tasks' data.
         limit: items a task; ``None``: all.
+        plot: keys of the metrics that a plot shows; empty: the usual ones.
     """
 
     text: str = BUILTIN
@@ -59,6 +63,7 @@ class EvalSettings:
     tasks: tuple[str, ...] = ()
     task_data: Path | None = None
     limit: int | None = None
+    plot: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("windows", 1), ("prefill", 1), ("decode", 1), ("repeats", 1),
@@ -84,15 +89,18 @@ class EvalSettings:
         return self.revision if index == 0 else None
 
 
-def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent) -> EvalResult:
+def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent,
+             command: str | None = None) -> EvalResult:
     """Compare models, or the product of models and KV settings.
 
     Args:
         uris: checkpoints or sources, the reference first.
         settings: protocol.
         progress: told of every window, every timed model and every task.
+        command: what was typed, for the report.
 
     Raises:
+        UsageError: a metric to plot isn't measured.
         QuantkitError: a model can't be loaded, the text is unusable, or a measurement failed.
     """
     if not uris:
@@ -100,8 +108,12 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     if len(set(uris)) != len(uris):
         raise UsageError("a model is given twice", next="name each model once")
     tasks = _ready(settings)
+    metrics = registered_metrics()
+    infos = _infos(settings, metrics)
     # models are loaded and dropped inside: while speed is measured, memory belongs to one worker
-    result, tokens = _quality(uris, settings, load_text(settings.text), tasks, progress)
+    result, tokens = _quality(uris, settings, load_text(settings.text), tasks, metrics, progress)
+    result.metrics, result.command = infos, command
+    result.plotted = settings.plot or result.plotted
     if torch.cuda.is_initialized():  # what torch keeps of theirs isn't the worker's
         torch.cuda.empty_cache()
     if settings.speed:
@@ -110,8 +122,27 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     return result
 
 
+def _infos(settings: EvalSettings, metrics: Sequence[RegisteredMetric]) -> dict[str, MetricInfo]:
+    """What can be measured, in a report's order. Raises UsageError if that lacks a metric to plot."""
+    infos = builtin_infos() | {registered.metric.name: registered.info() for registered in metrics
+                               if not registered.builtin}
+    measured = [key for key, info in infos.items() if (settings.speed or info.per != PER_RUN)
+                and (settings.noise_floor or key != EXACT)]
+    for key in settings.plot:
+        # a task's scores are known when it has run
+        if key not in measured and not (settings.tasks and "/" in key):
+            if key == EXACT:
+                raise UsageError(f"--plot {key}: it is measured with --noise-floor only",
+                                 next="add --noise-floor")
+            if key in infos:
+                raise UsageError(f"--plot {key}: speed isn't measured", next="leave out --no-speed")
+            raise UsageError(f"--plot {key[:80]}: there is no such metric", why=did_you_mean(key, measured),
+                             next="--plot " + ",".join(measured[:2]))
+    return infos
+
+
 def _quality(uris: Sequence[str], settings: EvalSettings, text: EvalText, tasks: Sequence[ReadyTask],
-             progress: Listener) -> tuple[EvalResult, torch.Tensor]:
+             metrics: Sequence[RegisteredMetric], progress: Listener) -> tuple[EvalResult, torch.Tensor]:
     models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype, device=settings.device)
               for i, uri in enumerate(uris)]
     tokens = _tokens(models, settings, text)
@@ -126,7 +157,7 @@ def _quality(uris: Sequence[str], settings: EvalSettings, text: EvalText, tasks:
     else:
         runners = [TeacherForcedModel(model, kv, prompt) for model, kv in variants]
         exact = extra and TeacherForcedModel(extra, variants[0][1], prompt)
-    scores = compare(runners, tokens, progress, prompt or 0, exact)
+    scores = compare(runners, tokens, progress, prompt or 0, exact, metrics)
     protocol = _protocol(models, settings, text, tokens, prompt)
     rows = [_row(runner, score, protocol) for runner, score in zip(runners, scores)]
     if tasks:
@@ -201,7 +232,7 @@ def _row(runner: LoadedModel | TeacherForcedModel, metrics: dict[str, Interval],
     model = runner.loaded if isinstance(runner, TeacherForcedModel) else runner
     digest = None if model.manifest is None else hashlib.sha256(model.manifest.to_bytes()).hexdigest()
     if protocol.words and not protocol.prompt and (tokens := metrics.get("perplexity")):
-        metrics["word_perplexity"] = per_word(tokens, protocol.scored / protocol.words)
+        metrics[WORD_PERPLEXITY] = per_word(tokens, protocol.scored / protocol.words)
     row = ModelResult(model.uri, model.label, model.bits_per_weight, model.file_bytes, metrics=metrics,
                       manifest_sha256=digest)
     if isinstance(runner, TeacherForcedModel):

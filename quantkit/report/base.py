@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.evaluate.keys import PER_ITEM
+from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, ModelResult
-from quantkit.evaluate.task_score import PROPORTIONS
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,16 @@ class Reporter:
 
     Attributes:
         name: as registered.
-        file: the file name it has in a report folder.
-        render: result → the file's content.
+        file: the file name it has in a report folder, without a folder of its own.
+        render: result → the file's content; text is written as UTF-8. It must not change the result, nor
+            write anything itself. Rows may lack any metric, and values may be infinite.
+        in_folder: whether ``--out`` writes it when ``--report`` names none.
     """
 
     name: str
     file: str
-    render: Callable[[EvalResult], str]
+    render: Callable[[EvalResult], str | bytes]
+    in_folder: bool = True
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -52,7 +56,8 @@ def spread(interval: Interval | None, percent: bool = False) -> tuple[str, str]:
     tail = "%" if percent else ""
     if low == high:
         return number(value, digits) + tail, ""
-    return number(value, digits) + tail, f"{number(low, digits)}–{number(high, digits)}"
+    between = " to " if low < 0 else "–"
+    return number(value, digits) + tail, f"{number(low, digits)}{between}{number(high, digits)}"
 
 
 def megabytes(count: int | None) -> str:
@@ -76,15 +81,26 @@ def short_names(rows: Sequence[ModelResult]) -> list[str]:
         depth = 1
         while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in paths.values()) > 1:
             depth += 1
-        short[model] = " ".join(str(Path(*parts[-depth:])).split())
+        name = " ".join(str(Path(*parts[-depth:])).split())
+        short[model] = "".join(char if char.isprintable() else "?" for char in name)  # for XML and terminals
     return [short[row.model] + (f" kv {row.kv}" if row.kv is not None else "") for row in rows]
 
 
-def task_score(row: ModelResult, name: str) -> tuple[str, str]:
-    """A task's score and its interval as texts: shares in percent, a perplexity as it is."""
-    return spread(row.metrics.get(name), percent=name.rpartition("/")[2] in PROPORTIONS)
+def shown(value: Interval | None, info: MetricInfo) -> tuple[str, str]:
+    """A metric's value and its interval as texts, shares in percent."""
+    return spread(value, percent=info.unit == "%")
 
 
-def task_names(rows: Sequence[ModelResult]) -> list[str]:
-    """Keys of all task scores, ``task/metric``, in the order in which they came."""
-    return list(dict.fromkeys(name for row in rows for name in row.metrics if "/" in name))
+def head(info: MetricInfo) -> tuple[str, str]:
+    """A column's title, and the unit that doesn't stand in its cells (``""``: none)."""
+    return info.title, "" if info.unit == "%" else info.unit
+
+
+def columns_of(result: EvalResult) -> dict[str, MetricInfo]:
+    """The metrics that have a column: some row has a value, and no section of their own shows them."""
+    return {key: info for key, info in result.measured.items() if info.in_tables and info.per != PER_ITEM}
+
+
+def tasks_of(result: EvalResult) -> dict[str, MetricInfo]:
+    """Scores of tasks, in the order in which they came."""
+    return {key: info for key, info in result.measured.items() if info.per == PER_ITEM}

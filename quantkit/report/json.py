@@ -9,7 +9,7 @@ from quantkit.report.base import Reporter
 
 
 def render(result: EvalResult) -> str:
-    """One object: ``results``, ``protocol``, ``noise_floor_kl``, ``question``."""
+    """One object: ``results``, ``protocol``, ``noise_floor_kl``, ``metrics``, ``question``, ``command``."""
     return json.dumps(result.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

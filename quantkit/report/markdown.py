@@ -4,40 +4,59 @@ from __future__ import annotations
 
 import re
 
-from quantkit.evaluate.metrics import EXACT
+from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import (
     Reporter,
+    columns_of,
+    head,
     kilobytes,
     megabytes,
     number,
     short_names,
+    shown,
     spread,
-    task_names,
-    task_score,
+    tasks_of,
 )
+from quantkit.report.headline import headline
 
-_MARKUP = re.compile(r"[\\`*_\[\]|#]")
+_MARKUP = re.compile(r"[\\`*_\[\]|#~]")
+_LEADING, _BESIDE = 3, 3
+"""Metrics in the first table, and columns of each other: a phone shows no more beside a name."""
+_WORD = 20
 
 
 def render(result: EvalResult) -> str:
-    """Table, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
-    names = [plain(name) for name in short_names(result.rows)]
-    lines = ["# What each variant costs and saves", "", *_table(names, result.rows), "",
-             "Values in small print are intervals: a 95% bootstrap over windows for quality, the range of "
-             "the timed runs for speed. KL and top-1 compare with the first model. Bits per weight counts "
-             "the Linear layers; the file also holds embeddings and norms.", "",
-             "![KL and decode speed against bytes](plot.svg)", ""]
+    """Headline, command, tables, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
+    names = [_short(name) for name in short_names(result.rows)]
+    columns = list(columns_of(result).items())
+    first = [_metric(result, key, info) for key, info in columns[:_LEADING]]
+    named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {_short(row.method)}</sub>"
+             for name, row in zip(names, result.rows)]
+    lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
+             *_table("variant", named, first),
+             "The first variant is the reference. Below a variant's name are its file's size and its method, "
+             "below a value its interval: a 95% bootstrap over windows for quality, the range of the timed "
+             "runs for speed.", ""]
+    if any(key in row.metrics for key in result.plotted for row in result.rows):
+        lines += ["![Quality and speed against bytes](plot.svg)", ""]
+    rest = [_metric(result, key, info) for key, info in columns[_LEADING:]]
+    if rest:
+        lines += ["## Other measurements", "", *_tables(names, rest)]
+    lines += ["## Size", "", *_tables(names, _sizes(result.rows)),
+              "Bits per weight counts the Linear layers; the file also holds embeddings and norms.", ""]
     if any(row.kv is not None for row in result.rows):
         lines += ["KV per token counts codes and scales of all layers; KV in all is what was allocated when "
                   f"a window's {result.protocol.window} tokens were there.", ""]
-    lines += _tasks(names, result.rows)
+    tasks = [_metric(result, key, info) for key, info in tasks_of(result).items()]
+    if tasks:
+        lines += ["## Tasks", "", *_tables(names, tasks)]
     lines += _exact(names, result)
     if any(row.kernels for row in result.rows):
-        lines += ["## Kernels", "", "| model | prefill | decode |", "|---|---|---|"]
-        lines += [f"| {name} | {_kernels(row, 'prefill')} | {_kernels(row, 'decode')} |"
-                  for name, row in zip(names, result.rows)]
-        lines.append("")
+        lines += ["## Kernels", "", *_table("variant", names, [
+            (phase, [_kernels(row, phase) for row in result.rows])
+            for phase in ("prefill", "decode")], "---")]
     if any(row.answer for row in result.rows):
         lines += [f"## Answers to “{plain(result.question or '')}”", ""]
         for name, row in zip(names, result.rows):
@@ -48,37 +67,55 @@ def render(result: EvalResult) -> str:
     return "\n".join(lines)
 
 
-def _table(names: list[str], rows: list[ModelResult]) -> list[str]:
-    cached = any(row.kv is not None for row in rows)
-    head = ("model", "method", "bits per weight", "file", "peak memory",
-            *(("KV per token", "KV in all") if cached else ()), "perplexity", "KL", "top-1",
-            "prefill tok/s", "decode tok/s")
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
-    for name, row in zip(names, rows):
-        m = row.metrics
-        cells = [name, plain(row.method), number(row.bits_per_weight),
-                 megabytes(row.file_bytes), megabytes(row.peak_bytes)]
-        if cached:
-            cells += [kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes)]
-        for key in ("perplexity", "kl_mean", "top1", "prefill_tok_s", "decode_tok_s"):
-            value, span = spread(m.get(key), percent=key == "top1")
-            cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def _headline(result: EvalResult) -> list[str]:
+    sentences = headline(result)
+    if len(sentences) == 1:
+        return [f"**{plain(sentences[0])}**", ""]
+    return [*(f"- **{plain(sentence)}**" for sentence in sentences), ""] if sentences else []
 
 
-def _tasks(names: list[str], rows: list[ModelResult]) -> list[str]:
-    tasks = task_names(rows)
-    if not tasks:
+def _reproduce(result: EvalResult) -> list[str]:
+    """The command as code: between more backticks than are in it."""
+    if result.command is None:
         return []
-    lines = ["## Tasks", "", "| model | " + " | ".join(plain(task) for task in tasks) + " |",
-             "|---|" + "--:|" * len(tasks)]
-    for name, row in zip(names, rows):
-        cells = []
-        for task in tasks:
-            value, span = task_score(row, task)
-            cells.append(f"{value}<br><sub>{span}</sub>" if span else value)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    command = " ".join(result.command.splitlines())
+    fence = "`" * (1 + max(map(len, re.findall("`+", command)), default=0))
+    pad = " " if "`" in command else ""
+    return [f"Reproduce: {fence}{pad}{command}{pad}{fence}", ""]
+
+
+def _metric(result: EvalResult, key: str, info: MetricInfo) -> tuple[str, list[str]]:
+    """A column: head and cells."""
+    title, unit = map(plain, head(info))
+    return title + (f"<br><sub>{unit}</sub>" if unit else ""), [
+        _cell(*shown(row.metrics.get(key), info)) for row in result.rows]
+
+
+def _cell(value: str, span: str) -> str:
+    return f"{value}<br><sub>{span}</sub>" if span else value
+
+
+def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
+    sizes = [("file", [megabytes(row.file_bytes) for row in rows]),
+             ("bits per weight", [number(row.bits_per_weight) for row in rows]),
+             ("peak memory", [megabytes(row.peak_bytes) for row in rows]),
+             ("KV per token", [kilobytes(row.kv_bytes_per_token) for row in rows]),
+             ("KV in all", [megabytes(row.kv_bytes) for row in rows])]
+    return [(title, cells) for title, cells in sizes if set(cells) != {"–"}]
+
+
+def _tables(names: list[str], columns: list[tuple[str, list[str]]]) -> list[str]:
+    """As many tables as it takes for none to be wide."""
+    return [line for begin in range(0, len(columns), _BESIDE)
+            for line in _table("variant", names, columns[begin:begin + _BESIDE])]
+
+
+def _table(title: str, names: list[str], columns: list[tuple[str, list[str]]],
+           align: str = "--:") -> list[str]:
+    lines = ["| " + " | ".join([title, *(top for top, _ in columns)]) + " |",
+             "|---|" + f"{align}|" * len(columns)]
+    lines += ["| " + " | ".join([name, *(cells[index] for _, cells in columns)]) + " |"
+              for index, name in enumerate(names)]
     return [*lines, ""]
 
 
@@ -86,16 +123,19 @@ def _exact(names: list[str], result: EvalResult) -> list[str]:
     floor = result.noise_floor
     if floor is None:
         return []
-    lines = ["## Noise floor", "",
-             "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
-             "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
-             "| model | KL | above the floor |", "|---|--:|--:|"]
-    for name, row in zip(names, result.rows):
-        exact = row.metrics.get(EXACT)
-        value, span = spread(exact)
-        above = "–" if exact is None or row is result.rows[0] else f"{exact.value - floor.value:+.5f}"
-        lines.append(f"| {name} | {value}{f'<br><sub>{span}</sub>' if span else ''} | {above} |")
-    return [*lines, ""]
+    exact = [row.metrics.get(EXACT) for row in result.rows]
+    above = ["–" if interval is None or index == 0 else f"{interval.value - floor.value:+.5f}"
+             for index, interval in enumerate(exact)]
+    return ["## Noise floor", "",
+            "KL from the reference's weights in float32 arithmetic. The first is the noise floor, what the "
+            "reference's own arithmetic costs: what is not above it is indistinguishable from nothing.", "",
+            *_table("variant", names, [("KL", [_cell(*spread(interval)) for interval in exact]),
+                                       ("above the floor", above)])]
+
+
+def _short(name: str) -> str:
+    """A name that leaves room for numbers: words that can't be wrapped are cut; their ends differ more."""
+    return plain(" ".join(word if len(word) <= _WORD else "…" + word[-_WORD + 1:] for word in name.split()))
 
 
 def plain(text: str) -> str:

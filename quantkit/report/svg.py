@@ -1,12 +1,13 @@
-"""A plot without a plotting library: KL and decode speed against bytes, with intervals."""
+"""A plot without a plotting library: metrics against bytes, with intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
+from quantkit.evaluate.metric_table import MetricInfo
 from quantkit.evaluate.metrics import Interval
 from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.report.base import Reporter, number, short_names
@@ -35,52 +36,72 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear scale, or with ``root`` one of square roots, which keeps zero and spreads small KLs."""
+    """A linear scale, or with ``root`` one of square roots, which keeps zero and spreads small values."""
 
+    low: float
     high: float
     begin: float
     end: float
     root: bool = False
 
     def __call__(self, value: float) -> float:
-        share = max(value, 0.0) / self.high
+        share = max(value - self.low, 0.0) / (self.high - self.low)
         return self.begin + (self.end - self.begin) * (math.sqrt(share) if self.root else share)
 
 
 def render(result: EvalResult) -> str:
-    """An SVG document; panels stand above each other, so that it can be read on a phone.
+    """An SVG document with a panel a metric of ``result.plotted``; panels stand above each other, so that it
+    can be read on a phone.
 
-    Without speed there is no panel for it; a value that is infinite or not a number isn't drawn. A product
+    A metric without a value has no panel; a value that is infinite or not a number isn't drawn. A product
     of models and KV settings has a legend, a color a model and a shape a setting; else names stand beside
     their marks.
     """
-    panels = [("KL to the reference, lower is better (√ scale)", "kl_mean", True),
-              ("Decoded tokens per second, higher is better", "decode_tok_s", False)]
     looks, keyed = styles(result.rows)
-    drawn = [(title, points, root) for title, metric, root in panels
-             if (points := _points(result.rows, looks, metric))]
+    infos = result.measured
+    drawn = [(infos[key], points) for key in result.plotted
+             if key in infos and (points := _points(result.rows, looks, key, infos[key]))]
     head, above = legend(result.rows, looks, 16, WIDTH - 6) if keyed and drawn else ("", 0)
     total = above + HEIGHT * len(drawn)
     axis = "weights and KV cache, MB" if any(row.kv_bytes for row in result.rows) else "weights on disk, MB"
-    body = head + "".join(_panel(title, axis, points, root, above + HEIGHT * i, not keyed)
-                          for i, (title, points, root) in enumerate(drawn))
+    body = head + "".join(_panel(info, axis, points, above + HEIGHT * i, not keyed)
+                          for i, (info, points) in enumerate(drawn))
+    label = " and ".join(info.title for info, _ in drawn) or "nothing"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {max(total, 1)}" '
             f'width="{WIDTH}" height="{max(total, 1)}" role="img" '
-            f'aria-label="KL and decode speed against bytes">\n<style>{STYLE}</style>\n'
+            f'aria-label={quoteattr(f"{label} against bytes")}>\n<style>{STYLE}</style>\n'
             f'<rect class="ground" width="{WIDTH}" height="{max(total, 1)}"/>\n{body}</svg>\n')
 
 
-def _points(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], metric: str) -> list[_Point]:
-    return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6, value)
+def _points(rows: Sequence[ModelResult], looks: Sequence[MarkStyle], key: str,
+            info: MetricInfo) -> list[_Point]:
+    factor = 100 if info.unit == "%" else 1
+    return [_Point(name, look, (row.file_bytes + (row.kv_bytes or 0)) / 1e6,
+                   Interval(factor * value.value, factor * value.low, factor * value.high))
             for name, look, row in zip(short_names(rows), looks, rows)
-            if (value := row.metrics.get(metric)) is not None
+            if (value := row.metrics.get(key)) is not None
             and all(map(math.isfinite, (value.value, value.low, value.high)))]
 
 
-def _panel(title: str, axis: str, points: Sequence[_Point], root: bool, top: float, named: bool) -> str:
-    xs, ys = _ticks(max(p.size for p in points)), _ticks(max(p.y.high for p in points))
+def _title(info: MetricInfo, root: bool) -> str:
+    better = f"{info.direction} is better" if info.direction else ""
+    return ", ".join(filter(None, (info.title, info.unit, better))) + (" (√ scale)" if root else "")
+
+
+def _spreads(points: Sequence[_Point]) -> bool:
+    """Whether small values would lie on each other: they are far below the largest."""
+    values = [p.y.value for p in points if p.y.value > 0]
+    return bool(values) and min(p.y.low for p in points) >= 0 and max(values) > 10 * min(values)
+
+
+def _panel(info: MetricInfo, axis: str, points: Sequence[_Point], top: float, named: bool) -> str:
+    root = info.direction == "lower" and _spreads(points)
+    xs = _ticks(max(p.size for p in points))
+    ys = _ticks(max(p.y.high for p in points), min(p.y.low for p in points))
     floor = top + HEIGHT - BOTTOM
-    x, y = _Scale(xs[-1], LEFT, WIDTH - RIGHT), _Scale(ys[-1], floor, top + TOP, root)
+    x = _Scale(0, xs[-1], LEFT, WIDTH - RIGHT)
+    y = _Scale(ys[0], ys[-1], floor, top + TOP, root)
+    title = _title(info, root)
     out = [f'<text class="title" x="16" y="{top + 26}">{escape(title)}</text>']
     for value in ys:
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" '
@@ -124,14 +145,15 @@ def _tick(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _ticks(high: float) -> list[float]:
-    """0 and up to six round steps that reach ``high``."""
-    if high <= 0:
+def _ticks(high: float, low: float = 0.0) -> list[float]:
+    """Round steps from 0 (or below ``low``, if that is negative) to ``high`` or above; about six."""
+    high, low = max(high, 0.0), min(low, 0.0)
+    if high == low:
         return [0.0, 1.0]
-    raw = high / 5
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    return [i * step for i in range(math.ceil(high / step - 1e-9) + 1)]
+    return [i * step for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
 
 
 REPORTER = Reporter("svg", "plot.svg", render)

@@ -2,88 +2,172 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from unicodedata import combining, east_asian_width
 
-from quantkit.evaluate.metrics import EXACT, Interval
-from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.evaluate.keys import EXACT
+from quantkit.evaluate.metric_table import MetricInfo
+from quantkit.evaluate.result import EvalResult
 from quantkit.report.base import (
     Reporter,
+    columns_of,
+    head,
     kilobytes,
     megabytes,
     number,
     short_names,
+    shown,
     spread,
-    task_names,
-    task_score,
+    tasks_of,
 )
+from quantkit.report.headline import headline
 
 WIDTH = 80
-_HEADS = (("bits/", "weight"), ("file", "peak"), ("perplexity",), ("KL",), ("top-1",),
-          ("prefill", "tok/s"), ("decode", "tok/s"))
-_KV_HEAD = ("KV/token", "KV all")
+LEADING = 3
+"""Metrics that stand before sizes."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A head and, for each row, lines of a cell: a value and its interval, or two values."""
+
+    head: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+
+    def stacked(self) -> _Column:
+        """With an interval over two lines."""
+        return _Column(self.head, tuple(tuple(_stacked(cell)) for cell in self.cells))
+
+    @property
+    def width(self) -> int:
+        return max(columns(part) for cell in (self.head, *self.cells) for part in cell)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has a value."""
+        return all(part in ("–", "") for cell in self.cells for part in cell)
 
 
 def render(result: EvalResult) -> str:
-    """The table, its protocol below."""
-    cached = any(row.kv is not None for row in result.rows)
-    heads = (*_HEADS[:2], _KV_HEAD, *_HEADS[2:]) if cached else _HEADS
-    models = [_cells(row, False, cached) for row in result.rows]
-    widths = _widths(heads, models)
-    if sum(widths) + len(widths) - 1 > WIDTH:
-        models = [_cells(row, True, cached) for row in result.rows]
-        widths = _widths(heads, models)
-    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else 1
-    total = sum(widths) + gap * (len(widths) - 1)
-    out = _lines(heads, widths, gap)
-    for name, row, cells in zip(short_names(result.rows), result.rows, models):
-        out += [_rule(name, row.method, total), *_lines(cells, widths, gap)]
+    """The headline and the command, the table, and how it was made below."""
+    out = [line for text in headline(result) for line in fold(_safe(text))]
+    out += _command(result) + ([""] if out or result.command else [])
+    beside, below = _fitting(result)
+    total = sum(column.width for column in beside)
+    gap = 2 if total + 2 * (len(beside) - 1) <= WIDTH else 1
+    total += gap * (len(beside) - 1)
+    out += _lines([column.head for column in beside], beside, gap)
+    for index, (name, row) in enumerate(zip(short_names(result.rows), result.rows)):
+        out += [_rule(name, row.method, total),
+                *_lines([column.cells[index] for column in beside], beside, gap)]
     out.append("")
-    out += _tasks(result)
+    out += _blocks(result, below | tasks_of(result))
     out += _exact(result)
     for text in result.protocol.lines():
         out += fold(text)
-    out += fold("KL and top-1 are against the first model; bits/weight counts its Linear layers; "
+    out += fold("the first model is the reference; bits/weight counts its Linear layers; "
                 "below each value: 95% bootstrap over windows, or the range of the timed runs")
     return "\n".join(out) + "\n"
 
 
-def _cells(row: ModelResult, stacked: bool, cached: bool) -> tuple[tuple[str, ...], ...]:
-    """A column's lines: the value, and its interval, ``stacked`` over two lines if one is too wide."""
-    def cell(name: str, percent: bool = False) -> tuple[str, ...]:
-        interval: Interval | None = row.metrics.get(name)
-        value, span = spread(interval, percent=percent)
-        low, dash, high = span.partition("–")
-        return (value, low + dash, high) if stacked else (value, span)
-
-    kv = ((kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes)),) if cached else ()
-    return ((number(row.bits_per_weight),), (megabytes(row.file_bytes), megabytes(row.peak_bytes)), *kv,
-            cell("perplexity"), cell("kl_mean"), cell("top1", True), cell("prefill_tok_s"),
-            cell("decode_tok_s"))
-
-
-def _widths(heads: Sequence[Sequence[str]], models: Sequence[Sequence[Sequence[str]]]) -> list[int]:
-    return [max(len(part) for cells in (heads, *models) for part in cells[i]) for i in range(len(heads))]
+def _command(result: EvalResult) -> list[str]:
+    """The command in lines that a shell takes as one."""
+    if result.command is None:
+        return []
+    lines: list[str] = []
+    for word in _words(result.command):
+        if lines and columns(lines[-1]) + columns(word) < WIDTH - 2:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}" if lines else f"Reproduce: {word}")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _tasks(result: EvalResult) -> list[str]:
-    """A line a task and model: score, 95% interval and the difference to the first model's."""
+def _words(command: str) -> list[str]:
+    """The words of a command, quoted as a shell needs it; an option's value stays beside it."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if words and words[-1].startswith("-") and " " not in words[-1] and not word.startswith("-"):
+            words[-1] += f" {_safe(shlex.quote(word))}"
+        else:
+            words.append(_safe(shlex.quote(word)))
+    return words
+
+
+def _columns(result: EvalResult) -> Iterator[tuple[str | None, _Column]]:
+    """All columns in their order, each with its metric's key; the first metrics stand before the sizes."""
+    metrics = [(key, _Column((_safe(head(info)[0]), *filter(None, [_unit(info)])),
+                             tuple(shown(row.metrics.get(key), info) for row in result.rows)))
+               for key, info in columns_of(result).items()]
+    yield from metrics[:LEADING]
+    rows = result.rows
+    files = [(megabytes(row.file_bytes), megabytes(row.peak_bytes)) for row in rows]
+    lines = 2 if any(row.peak_bytes is not None for row in rows) else 1
+    yield None, _Column(("file", "peak")[:lines], tuple(file[:lines] for file in files))
+    yield None, _Column(("bits/", "weight"), tuple((number(row.bits_per_weight),) for row in rows))
+    yield None, _Column(("KV/token", "KV all"), tuple(
+        (kilobytes(row.kv_bytes_per_token), megabytes(row.kv_bytes)) for row in rows))
+    yield from metrics[LEADING:]
+
+
+def _unit(info: MetricInfo) -> str:
+    """A unit of a rate stands below the title; others are left to the longer reports."""
+    unit = head(info)[1]
+    return _safe(unit) if len(unit) <= 8 else ""
+
+
+def _fitting(result: EvalResult) -> tuple[list[_Column], dict[str, MetricInfo]]:
+    """The columns that fit beside each other, and the metrics that must stand below."""
+    metrics = columns_of(result)
+    beside: list[_Column] = []
+    below: dict[str, MetricInfo] = {}
+    every = [(key, column) for key, column in _columns(result) if not column.empty]
+    if sum(column.width + 1 for _, column in every) - 1 > WIDTH:
+        every = [(key, column.stacked()) for key, column in every]
+    room = WIDTH + 1 - sum(column.width + 1 for key, column in every if key is None)
+    for key, column in every:
+        if key is not None:
+            if below or column.width + 1 > room:
+                below[key] = metrics[key]
+                continue
+            room -= column.width + 1
+        beside.append(column)
+    return beside, below
+
+
+def _stacked(cell: tuple[str, ...]) -> list[str]:
+    for between in ("–", " to "):
+        low, dash, high = cell[-1].partition(between)
+        if len(cell) == 2 and low and high:
+            return [cell[0], low + dash.rstrip(), high]
+    return list(cell)
+
+
+def _blocks(result: EvalResult, metrics: Mapping[str, MetricInfo]) -> list[str]:
+    """A line a metric and model: value, 95% interval and the difference to the first model's."""
     out: list[str] = []
     rows, names = result.rows, short_names(result.rows)
-    for task in task_names(rows):
-        title = f"── {task.replace('/', ' · ')} "
+    for key, info in metrics.items():
+        title = f"── {', '.join(filter(None, map(_safe, head(info))))} "
         out.append(cut(title + "─" * (62 - columns(title)), WIDTH))
-        first = rows[0].metrics.get(task)
+        first = rows[0].metrics.get(key)
         for name, row in zip(names, rows):
-            score = row.metrics.get(task)
-            value, span = task_score(row, task)
-            factor = 100 if value.endswith("%") else 1
-            change = "" if score is None or first is None or row is rows[0] else (
-                f"{factor * (score.value - first.value):+.1f}")
-            out.append(f"{_left(name, 32)}  {value:>6}  {span:>11}  {change:>5}".rstrip())
+            interval = row.metrics.get(key)
+            value, span = shown(interval, info)
+            change = "" if interval is None or first is None or row is rows[0] else _change(
+                interval.value - first.value, info)
+            out.append(f"{_left(name, 32)}  {value:>7}  {span:>17}  {change:>8}".rstrip())
         out.append("")
     return out
+
+
+def _change(difference: float, info: MetricInfo) -> str:
+    if info.unit == "%":
+        return f"{100 * difference:+.1f}"
+    text = number(difference)
+    return text if text.startswith("-") or text in ("0", "–") else f"+{text}"
 
 
 def _exact(result: EvalResult) -> list[str]:
@@ -102,15 +186,22 @@ def _exact(result: EvalResult) -> list[str]:
                         "The last column is what others are above it."), ""]
 
 
-def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], gap: int) -> list[str]:
-    height = max(map(len, cells))
+def _lines(cells: Sequence[Sequence[str]], beside: Sequence[_Column], gap: int) -> list[str]:
+    height = max(map(len, cells), default=0)
     filled = [[*cell, *[""] * (height - len(cell))] for cell in cells]
-    lines = ((" " * gap).join(cell[n].rjust(w) for cell, w in zip(filled, widths)) for n in range(height))
+    lines = ((" " * gap).join(" " * (column.width - columns(cell[n])) + cell[n]
+                              for cell, column in zip(filled, beside)) for n in range(height))
     return [line.rstrip() for line in lines if line.strip()]
+
+
+def _safe(text: str) -> str:
+    """On one line, and harmless for a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _rule(name: str, method: str, total: int) -> str:
     """A line across the table with the model's name, cut on the left, and what was done to it."""
+    total = max(total, 40)
     method = cut(method, total // 2)
     name = cut(name, total - columns(method) - 8, tail=True)
     text = f"── {name} · {method} "
@@ -119,7 +210,7 @@ def _rule(name: str, method: str, total: int) -> str:
 
 def cut(text: str, room: int, tail: bool = False) -> str:
     """At most ``room`` columns of a text, harmless for a terminal. ``tail`` keeps the end of it."""
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = _safe(text)
     if columns(text) <= room:
         return text
     while columns(text) > room - 1:
@@ -139,8 +230,17 @@ def columns(text: str) -> int:
 
 
 def fold(text: str) -> list[str]:
-    """Lines of at most :data:`WIDTH` columns."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    """Lines of at most :data:`WIDTH` columns, all but the first indented."""
+    lines = [""]
+    for word in text.split():
+        while columns(lines[-1]) + columns(word) + (lines[-1].strip() != "") > WIDTH:
+            if lines[-1].strip():
+                lines.append("  ")
+            else:  # a word that no line has room for
+                head = cut(word, WIDTH - columns(lines[-1]))[:-1]
+                lines, word = [*lines[:-1], lines[-1] + head, "  "], word[len(head):]
+        lines[-1] += (" " if lines[-1].strip() else "") + word
+    return [line for line in lines if line.strip()]
 
 
-REPORTER = Reporter("table", "table.txt", render)
+REPORTER = Reporter("table", "table.txt", render, in_folder=False)

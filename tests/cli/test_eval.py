@@ -1,6 +1,7 @@
 """``quantkit eval``: table or one JSON object, suites, and what it refuses."""
 
 import json
+import shlex
 
 import pytest
 
@@ -104,3 +105,55 @@ def test_a_kv_table_fits_a_terminal(cli, tiny, checkpoint):
 def test_kv_settings_that_are_refused(cli, tiny, arguments, words):
     result = cli("eval", tiny, "--no-speed", *arguments)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_the_headline_and_the_command_come_first(cli, tiny, checkpoint, tmp_path):
+    (tmp_path / "my text.txt").write_text("some words of my own, " * 300)
+    result = cli("eval", tiny, checkpoint, *SMALL, "-q", "--dtype", "auto",
+                 "--text", tmp_path / "my text.txt", "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("tiny-int8: ") and "times smaller" in result.stdout.splitlines()[0]
+    command = json.loads((tmp_path / "report" / "results.json").read_text())["command"]
+    assert shlex.split(command) == ["quantkit", "eval", str(tiny), str(checkpoint), "--text",
+                                    str(tmp_path / "my text.txt"), "--window", "32", "--windows", "3",
+                                    "--no-speed"], "no defaults, nothing about where results go"
+    assert command in (tmp_path / "report" / "report.md").read_text()
+    assert "Reproduce: quantkit eval " in result.stdout
+
+
+def test_reporters_by_name(cli, tiny, tmp_path):
+    printed = cli("eval", tiny, *SMALL, "-q", "--report", "markdown")
+    assert printed.exit_code == 0 and printed.stdout.startswith("# What each variant costs"), printed.stderr
+    result = cli("eval", tiny, *SMALL, "-q", "--report", "json,table", "--report", "svg", "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg", "results.json", "table.txt"]
+    assert (tmp_path / "table.txt").read_text() == result.stdout
+
+
+def test_the_plot_shows_what_it_is_told_to(cli, tiny, tmp_path):
+    result = cli("eval", tiny, *SMALL, "-q", "--plot", "top1,perplexity", "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    svg = (tmp_path / "plot.svg").read_text()
+    assert svg.index("top-1, %, higher is better") < svg.index("perplexity, lower is better")
+    assert "KL" not in svg
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--report", "markdwon"), "did you mean 'markdown'"), (("--report", "json,svg"), "--out"),
+    (("--report", "svg", "--json"), "both print"), (("--report", "json,"), "empty name"),
+    (("--plot", "kl_maen"), "did you mean 'kl_mean'"), (("--plot", ""), "empty name"),
+    (("--plot", "decode_tok_s"), "speed isn't measured")])
+def test_reports_that_are_refused_before_anything_is_loaded(cli, arguments, words):
+    result = cli("eval", "/nowhere/at/all", "--no-speed", *arguments)
+    assert result.exit_code == 2 and words in result.stderr
+    assert result.stdout == "" and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "eval-long"])
+def test_out_is_tried_before_anything_is_loaded(cli, tmp_path, command):
+    (tmp_path / "file").write_text("in the way")
+    for out, code in ((tmp_path / "file", 2), (tmp_path / "file" / "report", 1)):
+        result = cli(command, "/nowhere/at/all", "--out", out)
+        assert result.exit_code == code and "file" in result.stderr and "/nowhere" not in result.stderr
+    result = cli(command, "/nowhere/at/all", "--out", tmp_path / "new")
+    assert result.exit_code != 0 and "/nowhere" in result.stderr and not (tmp_path / "new").exists()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
+from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Interval, Metric
 
 
 @st.composite
@@ -90,3 +90,45 @@ def test_an_overflow_is_infinite():
 def test_a_metric_of_ones_own():
     metric = Metric("worst", lambda reference, candidate, targets: (reference - candidate).abs().amax(-1))
     assert metric.summarize([1.0, 3.0]).value == 2.0
+
+
+def test_statistics_of_a_run_are_resampled_before_their_function():
+    """A ratio of means: neither the mean of windows' ratios, nor a ratio of percentiles."""
+    ratio = Metric("ratio", lambda *_: None, lambda mean: mean[..., 0] / mean[..., 1], per="run")
+    windows = np.array([[1.0, 2.0], [30.0, 4.0], [2.0, 8.0], [5.0, 5.0]])
+    found = ratio.summarize(windows)
+    assert found.value == pytest.approx(38 / 19)
+    picks = np.random.default_rng(0).integers(0, 4, (2000, 4))
+    low, high = np.percentile([windows[pick][:, 0].sum() / windows[pick][:, 1].sum() for pick in picks],
+                              [2.5, 97.5])
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert ratio.summarize(windows[:1]) == Interval(0.5, 0.5, 0.5)
+
+
+def test_what_is_missing_in_a_resample_is_left_out_of_the_interval():
+    share = Metric("share", lambda *_: None, lambda mean: mean[..., 0] / mean[..., 1], per="run")
+    found = share.summarize(np.array([[0.0, 0.0], [1.0, 2.0]]))
+    assert found == Interval(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="not a number"):
+        share.summarize(np.array([[0.0, 0.0]]))
+
+
+def test_infinite_windows_make_infinite_ends():
+    found = KL.summarize([1.0, 2.0, 3.0, math.inf])
+    assert found.value == found.high == math.inf and 1 <= found.low < math.inf
+
+
+@pytest.mark.parametrize(("of_mean", "words"), [
+    (lambda mean: mean.sum(), r"of_mean makes \[\] of \[3\]; it should be \[3\]"),
+    (lambda mean: -mean, "gives less for a larger mean"), (lambda mean: mean * np.nan, "not a number"),
+    (lambda mean: mean + 1j, "complex128, no real numbers"),
+    (lambda mean: ["a"] * 3, "no real numbers")])
+def test_an_of_mean_that_breaks_its_promise(of_mean, words):
+    with pytest.raises(ValueError, match=words):
+        Metric("mine", lambda *_: None, of_mean).summarize([1.0, 2.0])
+
+
+def test_an_excluded_token_that_the_reference_hardly_expects_adds_nothing():
+    reference = torch.tensor([[0.0, -200.0]])
+    candidate = torch.tensor([[0.0, -math.inf]])
+    assert KL.score(reference, candidate, torch.tensor([0])).item() == 0

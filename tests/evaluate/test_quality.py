@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.evaluate import quality
+from quantkit.evaluate import window_scores
 from quantkit.evaluate.quality import compare, windows_of
 from quantkit.evaluate.text import load_text
 from quantkit.ops.cpu_weight import pack_plain
@@ -136,7 +136,7 @@ def test_the_reference_runs_once_a_window(plain, monkeypatch):
 def test_how_many_positions_are_scored_at_once_changes_nothing(plain, monkeypatch, rows):
     models, tokens = [plain, perturbed(plain, 0.3)], windows_of(plain, TEXT, 20, 2)
     usual = compare(models, tokens)
-    monkeypatch.setattr(quality, "ROWS", rows)
+    monkeypatch.setattr(window_scores, "ROWS", rows)
     for one, found in zip(usual, compare(models, tokens)):
         for name in one:
             assert found[name].value == pytest.approx(one[name].value, rel=1e-5, abs=1e-7)

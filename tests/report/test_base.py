@@ -21,6 +21,7 @@ def test_spread():
     assert spread(Interval(0.78, 0.77, 0.79), percent=True) == ("78.0%", "77.0–79.0")
     assert spread(Interval(0.0, 0.0, 0.0)) == ("0", ""), "nothing to say about a point"
     assert spread(None) == ("–", "")
+    assert spread(Interval(-1.5, -2.0, -1.0)) == ("-1.50", "-2.00 to -1.00")
 
 
 def test_megabytes():
@@ -32,3 +33,4 @@ def test_names_are_as_short_as_they_can_be_told_apart(make_row):
     rows = [make_row(n) for n in ("a/run/int4", "b/run/int4", "c/int8", "smollm2", "hf/odd\nname")]
     assert short_names(rows) == ["a/run/int4", "b/run/int4", "int8", "smollm2", "odd name"]
     assert short_names([make_row("int4"), make_row("x/int4")]) == ["int4", "x/int4"]
+    assert short_names([make_row("a\x1b[31m")]) == ["a?[31m"], "harmless in a terminal, and XML"

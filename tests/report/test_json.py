@@ -12,7 +12,12 @@ KEYS = ("model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perpl
 
 def test_keys_and_values(make_result):
     found = json.loads(render(make_result(exact=[Interval(0.0011, 0.001, 0.0012)])))
-    assert set(found) == {"results", "protocol", "noise_floor_kl", "question"}
+    assert set(found) == {"results", "protocol", "noise_floor_kl", "metrics", "question", "command"}
+    described = found["metrics"]
+    assert list(described)[:3] == ["kl_mean", "top1", "decode_tok_s"]
+    assert all(set(row["intervals"]) <= set(described) for row in found["results"])
+    assert described["top1"] == {"title": "top-1", "unit": "%", "direction": "higher", "per": "token",
+                                 "distribution": "quantkit"}
     for row in found["results"]:
         assert tuple(row)[:len(KEYS)] == KEYS
         assert row["intervals"]["kl_mean"][0] <= row["kl_mean"] <= row["intervals"]["kl_mean"][1]

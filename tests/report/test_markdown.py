@@ -7,7 +7,7 @@ from quantkit.report.markdown import render
 def test_every_model_is_in_every_table(make_result):
     text = render(make_result(question="Why?"))
     for name in ("smollm2", "int8", "int4", "nf4"):
-        assert sum(line.startswith(f"| {name} |") for line in text.splitlines()) == 2
+        assert sum(line.startswith((f"| {name} |", f"| {name}<br>")) for line in text.splitlines()) == 4
         assert f"**{name}**" in text
     assert "gptq int4 g64 sym" in text and "(plot.svg)" in text and "Light scatters." in text
     assert "torch × 210" in text and "reference × 210" in text
@@ -15,8 +15,11 @@ def test_every_model_is_in_every_table(make_result):
 
 def test_a_table_line_has_as_many_cells_as_the_head(make_result, make_row):
     text = render(make_result([make_row("a|b", "odd|method")]))
-    lines = [line.replace(r"\|", "") for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in lines[:3]} == {11}
+    tables = [part.replace(r"\|", "").splitlines() for part in text.split("\n\n") if part.startswith("| ")]
+    assert len(tables) == 4
+    for lines in tables:
+        assert len(lines) == 3 and len({line.count("|") for line in lines}) == 1
+        assert lines[0].count("|") <= 5, "a phone shows no more"
 
 
 def test_what_a_model_wrote_is_no_markup(make_result, make_row):
@@ -33,3 +36,37 @@ def test_noise_floor_and_protocol(make_result):
     assert "| int8 | 0.00310<br><sub>0.00300–0.00320</sub> | +0.00200 |" in text
     assert result.protocol.fingerprint in text
     assert "Noise floor" not in render(make_result())
+
+
+def test_the_headline_and_the_command_come_first(make_result):
+    text = render(make_result(command="quantkit eval smollm2 'a b' --note '`x`'"))
+    title, _, *lines = text.splitlines()
+    assert title.startswith("# ")
+    assert lines[0] == "- **int8: 1.7 times smaller, 1.5 times as fast, KL 0.00400 (0.00372–0.00432).**"
+    assert lines[4] == "Reproduce: `` quantkit eval smollm2 'a b' --note '`x`' ``"
+    assert "Reproduce" not in render(make_result())
+    places = [text.index(head) for head in ("KL<br>", "top-1 |", "decode<br>", "perplexity |")]
+    assert places == sorted(places)
+
+
+def test_there_are_no_empty_columns(make_result, make_row):
+    rows = [make_row("one", prefill=None), make_row("two", prefill=None)]
+    for row in rows:
+        row.peak_bytes, row.kernels = None, {}
+    text = render(make_result(rows))
+    for head in ("decode", "prefill", "peak memory", "KV per token"):
+        assert f"| {head}" not in text
+    assert text.splitlines()[4] == "| variant | KL<br><sub>nats</sub> | top-1 | perplexity |"
+    assert "peak memory" in render(make_result())
+
+
+def test_a_plugin_s_metric_has_a_column(make_result):
+    from quantkit.evaluate.metric_table import MetricInfo
+
+    result = make_result()
+    result.metrics["mine"] = MetricInfo("a | b", "%", "higher", "run", "quantkit-mine")
+    result.rows[1].metrics["mine"] = Interval(0.5, 0.25, 0.75)
+    text = render(result)
+    head, _, *rows = text[text.index("## Other measurements"):].split("\n\n")[1].splitlines()
+    assert head.endswith(r"| a \| b |")
+    assert [row.split(" | ")[-1] for row in rows] == ["– |", "50.0%<br><sub>25.0–75.0</sub> |", "– |", "– |"]

@@ -130,3 +130,24 @@ def test_places_are_near_their_marks():
     assert (one.anchor, one.moved) == ("start", False) and 100 < one.x < 120 and 145 < one.y < 160
     right, = place([(495, 150)], ["edge"], 6, inside)
     assert right.anchor == "end" and right.x < 495
+
+
+def test_any_metric_can_be_plotted(make_result):
+    from quantkit.evaluate.metric_table import MetricInfo
+
+    result = make_result(plotted=("shift", "top1", "nowhere"))
+    result.metrics["shift"] = MetricInfo("shift <x>", "ms", "higher", "run", "quantkit-mine")
+    for row, value in zip(result.rows, (-3.0, -1.0, 2.0, 4.0)):
+        row.metrics["shift"] = Interval(value, value - 1, value + 1)
+    root = check(render(result))
+    titles = [node.text for node in root.iter(f"{SVG}text") if node.get("class") == "title"]
+    assert titles == ["shift <x>, ms, higher is better", "top-1, %, higher is better"]
+    ticks = [node.text for node in root.iter(f"{SVG}text") if node.get("class") == "tick"]
+    assert "-4" in ticks and "100" in ticks, "below zero, and shares in percent"
+    heights = [float(node.get("cy")) for node in list(root.iter(f"{SVG}circle"))[:4]]
+    assert heights == sorted(heights, reverse=True) and max(heights) < HEIGHT - 50
+
+
+def test_only_spread_values_that_should_be_low_have_a_scale_of_roots(make_result, make_row):
+    assert "√" in render(make_result()) and "√" not in render(make_result(plotted=("top1", "decode_tok_s")))
+    assert "√" not in render(make_result([make_row("one", kl=0.1), make_row("two", kl=0.3)]))

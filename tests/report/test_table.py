@@ -1,6 +1,8 @@
 """The terminal table: 80 columns, whatever is in it, and nothing left out."""
 
 import math
+import shlex
+import subprocess
 from unicodedata import east_asian_width
 
 import pytest
@@ -18,7 +20,7 @@ def test_every_number_and_its_interval_is_there(make_result, make_row):
     for piece in ("model · rtn int8 channel sym", "8.02", "163 MB", "700 MB", "28.8", "26.8–31.1", "0.00400",
                   "0.00372–0.00432", "50.0%", "46.5–54.0", "410", "381–443", "45.0", "41.9–48.6"):
         assert piece in text
-    head = text.splitlines()[:2]
+    head = text.splitlines()[2:4]
     for word in ("bits/", "weight", "file", "peak", "perplexity", "KL", "top-1", "prefill", "decode",
                  "tok/s"):
         assert word in " ".join(head)
@@ -26,7 +28,7 @@ def test_every_number_and_its_interval_is_there(make_result, make_row):
 
 def test_columns_line_up(make_result):
     lines = render(make_result()).splitlines()
-    ends = [lines[0].index("top-1") + 5]
+    ends = [next(line.index("top-1") + 5 for line in lines if "top-1" in line)]
     ends += [line.index("%") + 1 for line in lines if "%" in line and " MB " in line]
     assert len(ends) == 5 and len(set(ends)) == 1
 
@@ -72,3 +74,43 @@ def test_task_scores_stand_below(make_result):
     assert block[1].split() == ["smollm2", "50.0%", "40.0–60.0"]
     assert block[2].split()[-1] == "+2.5" and block[3].split()[-1] == "-25.0"
     assert "20.0" in text[text.index("lambada · perplexity"):].splitlines()[1], "not a share"
+
+
+def test_the_headline_and_the_command_come_first(make_result):
+    words = ["quantkit", "eval", "smollm2", *(f"out/a model {i}" for i in range(8)), "--kv", "window(512)"]
+    lines = render(make_result(command=shlex.join(words))).splitlines()
+    assert lines[0] == "int8: 1.7 times smaller, 1.5 times as fast, KL 0.00400 (0.00372–0.00432)."
+    end = lines.index("")
+    command = "\n".join(lines[3:end])
+    assert command.startswith("Reproduce: ") and max(map(len, lines)) <= 80
+    typed = subprocess.run(["sh", "-c", "printf '%s\\n' " + command.removeprefix("Reproduce: ")],
+                           capture_output=True, text=True, check=True).stdout
+    assert typed.splitlines() == words, "a shell takes its lines as one"
+
+
+def test_there_are_no_empty_columns(make_result, make_row):
+    row = make_row("one", prefill=None)
+    row.peak_bytes = None
+    text = render(make_result([row]))
+    head = text.splitlines()[2]
+    assert head.split() == ["KL", "top-1", "perplexity", "file", "bits/"] and "peak" not in text
+    assert "KV" not in head and "decode" not in text
+
+
+@pytest.mark.parametrize(("count", "below"), [(1, 0), (6, 3)])
+def test_metrics_of_plugins_stand_beside_the_others_or_below(make_result, count, below):
+    from quantkit.evaluate.metric_table import MetricInfo
+
+    result = make_result()
+    for number in range(count):
+        result.metrics[f"mine{number}"] = MetricInfo(f"mine {number}", "%", "lower", "run", "quantkit-mine")
+        for row, value in zip(result.rows, (0.125, 0.25, 0.5, 1)):
+            row.metrics[f"mine{number}"] = Interval(value, value, value)
+    text = render(result)
+    assert max(map(columns, text.splitlines())) <= 80
+    assert text.count("── mine") == below
+    assert all(f"mine {number}" in text for number in range(count)) and text.count("12.5%") == count
+    if below:
+        block = text[text.index("── mine 5"):].splitlines()
+        assert block[2].split() == ["int8", "25.0%", "+12.5"]
+

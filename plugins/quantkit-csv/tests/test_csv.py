@@ -1,0 +1,85 @@
+"""The CSV file: read again, it says what the result says."""
+
+import csv
+import io
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.evaluate.metrics import Interval
+from quantkit.testing import check_reporter, sample_results, tiny_model
+from quantkit_csv.reporter import FIELDS, REPORTER, render
+
+SOURCE = Path(__file__).parents[1] / "src"
+RESULTS = sample_results()
+
+
+def reread(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_value_comes_back(name: str) -> None:
+    result = RESULTS[name]
+    text = render(result)
+    rows = reread(text)
+    assert len(rows) == len(result.rows)
+    for row, model in zip(rows, result.rows):
+        assert list(row)[:len(FIELDS)] == list(FIELDS) and None not in row
+        assert row["model"] in (model.model, f"'{model.model}") and row["kv"] == (model.kv or "")
+        assert int(row["file_bytes"]) == model.file_bytes
+        for key in result.measured:
+            ends = [row[key], row[f"{key}_low"], row[f"{key}_high"]]
+            value = model.metrics.get(key)
+            assert ends == ["", "", ""] if value is None else (
+                ends == [str(value.value), str(value.low), str(value.high)])
+
+
+def test_it_is_rfc_4180() -> None:
+    text = render(RESULTS["odd names"])
+    assert text.endswith("\r\n") and text.split("\r\n")[0].startswith("model,method,kv,")
+    widths = {len(row) for row in csv.reader(io.StringIO(text, newline=""), strict=True)}
+    assert len(widths) == 1
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+cmd|' /C calc'!A0", "-2", "@SUM(A1)", "  =1", "\t=1"])
+def test_a_name_is_no_formula(name: str) -> None:
+    result = sample_results()["ordinary"]
+    result.rows[0].model = result.rows[0].method = name
+    row = reread(render(result))[0]
+    assert row["model"] == row["method"] == f"'{name}"
+
+
+def test_a_negative_number_stays_a_number() -> None:
+    result = sample_results()["ordinary"]
+    result.rows[0].metrics["kl_mean"] = Interval(-0.5, -1.0, math.inf)
+    row = reread(render(result))[0]
+    assert (row["kl_mean"], row["kl_mean_low"], row["kl_mean_high"]) == ("-0.5", "-1.0", "inf")
+
+
+def test_the_kit() -> None:
+    check_reporter(REPORTER)
+
+
+def test_eval_writes_and_prints_it(tmp_path: Path) -> None:
+    """As a user has it: found by its entry point, beside the other files, and on stdout by its name."""
+    about = tmp_path / "site" / "quantkit_csv-0.1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quantkit-csv\nVersion: 0.1.0\n")
+    (about / "entry_points.txt").write_text("[quantkit]\ncsv = quantkit_csv\n")
+    model, out = tiny_model(tmp_path / "tiny"), tmp_path / "out"
+    paths = [str(SOURCE), str(about.parent), os.environ["PYTHONPATH"]]
+    common = [sys.executable, "-m", "quantkit.cli.main", "eval", str(model), "--window", "32",
+              "--windows", "3", "-q", "--no-speed"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "QUANTKIT_PLUGINS": "csv"}
+    written, printed = (subprocess.run([*common, *more], capture_output=True, timeout=300, env=env)
+                        for more in (["--out", str(out)], ["--report", "csv"]))
+    assert written.returncode == printed.returncode == 0, written.stderr + printed.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["plot.svg", "report.md", "results.csv",
+                                                           "results.json"]
+    assert (out / "results.csv").read_bytes() == printed.stdout
+    assert reread(printed.stdout.decode())[0]["model"] == str(model)

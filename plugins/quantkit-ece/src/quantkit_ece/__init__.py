@@ -1,0 +1,12 @@
+"""Expected calibration error as a quantkit plugin. This file only says where things are."""
+
+from __future__ import annotations
+
+from quantkit.hookspecs import Register, hookimpl
+
+QUANTKIT_API = 1
+
+
+@hookimpl
+def register_metrics(register: Register) -> None:
+    register("ece", "quantkit_ece.metric:METRIC")

@@ -1,0 +1,121 @@
+"""Scores windows by every metric, and sums up; a plugin's metric that fails costs itself only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.evaluate.metric_table import RegisteredMetric, left_out
+from quantkit.evaluate.metrics import Interval, Metric
+
+ROWS = 128
+"""Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats, unless
+a metric is of whole windows."""
+
+
+class WindowScores:
+    """Mean scores of windows, by model and metric.
+
+    Args:
+        metrics: what is measured. One that isn't built in and raises, or returns what
+            :class:`~quantkit.evaluate.metrics.Metric` doesn't allow, is left out from then on, with one
+            warning.
+        models: how many are scored.
+    """
+
+    def __init__(self, metrics: Sequence[RegisteredMetric], models: int) -> None:
+        self._metrics = {registered.metric.name: registered for registered in metrics}
+        self._means: list[dict[str, list[np.ndarray]]] = [
+            {name: [] for name in self._metrics} for _ in range(models)]
+
+    def add(self, model: int, reference: torch.Tensor, candidate: torch.Tensor,
+            targets: torch.Tensor) -> None:
+        """Score a window.
+
+        Args:
+            model: whose, counted from 0.
+            reference, candidate: logits ``[T, vocab]`` of any float dtype; one tensor if they are the same.
+            targets: int64 ``[T]``.
+
+        Raises:
+            ValueError: a built-in metric returned nonsense.
+        """
+        sums: dict[str, Any] = {}
+        windowed = {name for name, registered in self._metrics.items() if registered.metric.per == "window"}
+        for begin in range(0, len(targets), ROWS):
+            self._score(sums, self._metrics.keys() - windowed, reference, candidate, targets,
+                        slice(begin, begin + ROWS))
+        if windowed:
+            self._score(sums, windowed, reference, candidate, targets, slice(None))
+        for name in self._metrics:
+            mean = sums[name] if name in windowed else sums[name] / len(targets)
+            self._means[model][name].append(mean)
+
+    def summaries(self) -> list[dict[str, Interval]]:
+        """For each model, every metric that is left, by its key.
+
+        Raises:
+            ValueError: no windows, or a built-in's values make no sense.
+        """
+        rows: list[dict[str, Interval]] = [{} for _ in self._means]
+        for name, registered in list(self._metrics.items()):
+            try:
+                values = [registered.metric.summarize(np.stack(means[name])) for means in self._means]
+            except Exception as error:
+                self._drop(registered, error)
+                continue
+            for row, value in zip(rows, values):
+                row[name] = value
+        return rows
+
+    def _score(self, sums: dict[str, Any], names: set[str], reference: torch.Tensor, candidate: torch.Tensor,
+               targets: torch.Tensor, part: slice) -> None:
+        ours = candidate[part].float().log_softmax(-1)
+        theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
+        following = targets[part].to(ours.device)
+        for name, registered in list(self._metrics.items()):  # the built-ins come first
+            if name not in names:
+                continue
+            try:
+                total = scored(registered.metric, theirs, ours, following)
+                if name in sums and total.shape != sums[name].shape:
+                    raise ValueError(f"it returns {total.size} statistics after {sums[name].size} before")
+                sums[name] = sums[name] + total if name in sums else total
+            except Exception as error:
+                self._drop(registered, error)
+
+    def _drop(self, registered: RegisteredMetric, error: Exception) -> None:
+        if registered.builtin:
+            raise error
+        del self._metrics[registered.metric.name]
+        left_out("metric", registered.metric.name, registered.owner, error)
+
+
+def scored(metric: Metric, reference: torch.Tensor, candidate: torch.Tensor,
+           targets: torch.Tensor) -> np.ndarray:
+    """The sum of a metric's scores, float64: ``[]``, per run ``[K]``; of a whole window its score.
+
+    Raises:
+        ValueError: ``score`` returned something of another type, shape or dtype, NaN, or per run infinity.
+    """
+    scores = metric.score(reference, candidate, targets)
+    count = len(targets)
+    if not isinstance(scores, torch.Tensor):
+        raise ValueError(f"score returns a {type(scores).__name__}, not a tensor")
+    shape = list(scores.shape)
+    if metric.per == "run" and (len(shape) != 2 or shape[0] != count or not shape[1]):
+        raise ValueError(f"score returns {shape}; per run it must return [{count}, K]")
+    if metric.per != "run" and shape != ([count] if metric.per == "token" else []):
+        raise ValueError(f"score returns {shape}; per {metric.per} it must return "
+                         f"{[count] if metric.per == 'token' else []}")
+    if scores.dtype.is_complex or scores.is_sparse or scores.is_quantized:
+        raise ValueError(f"score returns {scores.dtype}, no real numbers")
+    total: np.ndarray = (scores.double() if metric.per == "window" else scores.double().sum(0)).cpu().numpy()
+    if np.isnan(total).any():
+        raise ValueError("score returns NaN")
+    if metric.per == "run" and not np.isfinite(total).all():
+        raise ValueError("score returns an infinite statistic")
+    return total

@@ -1,0 +1,13 @@
+"""Every registered reporter keeps the promises of ``quantkit.report.base.Reporter``."""
+
+import pytest
+
+from quantkit.plugins import registry
+from quantkit.testing import check_reporter
+
+
+@pytest.mark.parametrize("name", sorted(registry("reporters")))
+def test_registered_reporters(name: str) -> None:
+    reporter = registry("reporters").get(name)
+    assert reporter.name == name
+    check_reporter(reporter)
