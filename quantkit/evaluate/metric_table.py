@@ -18,7 +18,6 @@ from quantkit.evaluate.keys import (
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
 from quantkit.evaluate.task_score import PROPORTIONS
 from quantkit.plugins import BUILTIN, registry
-from quantkit.registry import Registry
 
 T = TypeVar("T")
 TITLE_LIMIT = 24
@@ -71,24 +70,10 @@ class RegisteredMetric:
 def usable(kind: str, expects: type[T]) -> Iterator[tuple[str, T, str]]:
     """``(name, thing, owner)`` of all that are registered, load and are of the right type; one warning about
     each that isn't."""
-    table: Registry[T] = registry(kind)
-    if hasattr(table, "usable"):
-        yield from ((name, thing, table.entry(name).owner) for name, thing in table.usable()
-                    if isinstance(thing, expects))
-        return
-    for name in table:
-        owner = table.entry(name).owner
-        try:
-            thing = table.get(name)
-            if not isinstance(thing, expects):
-                raise ValueError(f"it is a {type(thing).__name__}, not a "
-                                 f"{expects.__module__}.{expects.__name__}")
-        except Exception as error:
-            if owner == BUILTIN:
-                raise
-            left_out(table.kind, name, owner, error)
-            continue
-        yield name, thing, owner
+    table = registry(kind)
+    for name, thing in table.usable():
+        assert isinstance(thing, expects)  # the registry has checked it
+        yield name, thing, table.entry(name).owner
 
 
 def left_out(kind: str, name: str, owner: str, problem: Exception | str) -> None:
@@ -163,5 +148,3 @@ def task_info(key: str) -> MetricInfo:
     """Of a task's score: ``arc_easy/acc``. Shares are better when higher, perplexities when lower."""
     share = key.rpartition("/")[2].partition(",")[0] in PROPORTIONS
     return MetricInfo(key.replace("/", " · "), "%" if share else "", "higher" if share else "lower", PER_ITEM)
-
-
