@@ -1,4 +1,4 @@
-"""``quantkit plugins list``."""
+"""``quantkit plugins``; ``list`` is here, ``new`` and ``check`` have files of their own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from typing import Any
 
 import rich_click as click
 
+from quantkit.cli.plugins_check import check
+from quantkit.cli.plugins_new import new
 from quantkit.cli.present import print_json, wrapped
 from quantkit.plugins import current
 
 
 @click.group("plugins")
 def command() -> None:
-    """List plugins and what they register."""
+    """List, make and check plugins."""
+
+
+command.add_command(new)
+command.add_command(check)
 
 
 @command.command("list")

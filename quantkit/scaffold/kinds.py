@@ -43,7 +43,7 @@ KINDS: dict[str, PluginKind] = {kind.name: kind for kind in (
     _kind("kernel", "kernels", "blockwise", "Multiplies by 4-bit weights a block of rows at a time.",
           "quantkit doctor"),
     _kind("policy", "kv_policies", "keynorm", "Keeps the keys with the smallest norms in the KV cache.",
-          'quantkit eval smollm2 --kv none,"$name(0.5)"'),
+          'quantkit eval smollm2 --kv "none,$name(0.5)"'),
     _kind("codec", "kv_codecs", "uint8", "Stores keys and values in 8 bits with an offset.",
           "quantkit eval smollm2 --kv none,$name"),
     _kind("metric", "metrics", "top5", "Measures how often the likeliest token stays among the top five.",

@@ -76,7 +76,7 @@ def make_plugin(name: str, kind_name: str, parent: Path | None = None) -> NewPlu
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return NewPlugin(folder, names, kind, tuple(sorted(files)),
-                     ("pip install -e .", "pytest", _filled(kind.shows, names)))
+                     ('pip install -e ".[test]"', "pytest", _filled(kind.shows, names)))
 
 
 def render(names: PluginNames, kind: PluginKind) -> dict[str, str]:
