@@ -155,5 +155,6 @@ def test_an_editable_one_follows_its_folder(tmp_path):
     install(python, "-e", plugin.folder)
     assert "parameters by part" in quantkit_in(python, [plugin], "sizes", "--help")
     file = plugin.folder / "src" / "quantkit_sizes" / "command.py"
-    file.write_text(file.read_text(encoding="utf-8").replace("parameters by part", "weights"), encoding="utf-8")
+    changed = file.read_text(encoding="utf-8").replace("parameters by part", "weights")
+    file.write_text(changed, encoding="utf-8")
     assert "weights" in quantkit_in(python, [plugin], "sizes", "--help")
