@@ -101,6 +101,10 @@ def test_weights(run, tiny, tmp_path, recipe, word):
     assert word in run("inspect", out, "--json")
     result = json.loads(run("eval", tiny, out, "--window", 64, "--windows", 2, "--no-speed", "--json"))
     assert 0 < result["results"][1]["kl_mean"] < 1
+    if recipe.startswith("int4-"):
+        plain = tmp_path / "PLAIN"
+        run("quantize", tiny, "--recipe", "int4-rtn", "--out", plain, "--quiet")
+        assert (plain / "model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
 
 
 def test_the_kernel(run, tiny, tmp_path):
