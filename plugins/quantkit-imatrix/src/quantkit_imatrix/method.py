@@ -2,9 +2,9 @@
 
 https://github.com/ggml-org/llama.cpp/pull/4861. A Linear's output is off by ``Σ_j (w_j − ŵ_j) x_j``; where
 inputs are taken as independent, its mean square is ``Σ_j H_jj (w_j − ŵ_j)²`` with ``H`` the Hessian. So each
-group's scale and zero point are chosen by that sum instead of by the group's extremes. From several
-ranges, weights are rounded and the grid is refitted to them in closed form by weighted least squares. The best
-grid that was seen is rounded to and refitted again until it no longer changes.
+group's scale and zero point are chosen by that sum instead of by the group's extremes. From several ranges,
+weights are rounded and the grid is refitted to them in closed form by weighted least squares. The best grid
+that was seen is rounded to and refitted again until it no longer changes.
 
 Each weight goes to its nearest level: unlike GPTQ nothing is factorized, and no column waits for another.
 """
