@@ -9,10 +9,11 @@ from quantkit.hookspecs import Register, hookimpl
 
 @hookimpl
 def register_sources(register: Register) -> None:
-    register("synthetic", "quantkit.sources.synthetic:KIND")
+    register("synthetic", "quantkit.sources.synthetic:KIND",
+             check_uri="quantkit.testing.examples:synthetic_model")
     register("package", "quantkit.sources.package:KIND")
     register("gguf", "quantkit.sources.gguf:KIND")
-    register("local", "quantkit.sources.local:KIND")
+    register("local", "quantkit.sources.local:KIND", check_uri="quantkit.testing.examples:model_folder")
     register("hub", "quantkit.sources.hub:KIND")
 
 
@@ -113,7 +114,7 @@ def register_commands(register: Register) -> None:
         ("verify", "Reread a checkpoint and check every hash and value."),
         ("push", "Upload a checkpoint to the Hugging Face hub."),
         ("recipes", "List and show recipes."),
-        ("plugins", "List plugins and what they register."),
+        ("plugins", "List, make and check plugins."),
         ("bench", "Measure the CPU kernels, or how fast a model runs here."),
         ("doctor", "Show this machine, its kernels, and what is missing."),
     ):

@@ -2,19 +2,39 @@
 
 import importlib.util
 import inspect
+import json
 import re
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
 
 from quantkit import __version__, hookspecs
 from quantkit.errors import DONE, FAILED, INTERRUPTED, RESUMABLE, USAGE
+from quantkit.evaluate.metrics import Metric
+from quantkit.evaluate.result import EvalResult, ModelResult
+from quantkit.evaluate.suite import EvalSuite
+from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.kv.base import KVCodec, KVPolicy, PolicyView, SideCodec
+from quantkit.kv.policies.score_policy import ScorePolicy
+from quantkit.methods.base import LayerStats, Method
+from quantkit.methods.grid import Grid
+from quantkit.models.architecture import Architecture
+from quantkit.models.reader import ConfigReader
+from quantkit.models.scale_groups import ScaleGroup
+from quantkit.ops.dispatch import KernelQuery, LinearKernel
 from quantkit.planning.plan import make_plan
-from quantkit.plugins import registry
+from quantkit.plugins import PluginManager, registry
 from quantkit.recipe import list_recipes, load_recipe
+from quantkit.report.base import Reporter
+from quantkit.scaffold.kinds import KINDS
+from quantkit.scaffold.names import plugin_names
+from quantkit.scaffold.render import render
+from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind
 from quantkit.sources.open import open_source
-from quantkit.testing import check_method, tiny_model
+from quantkit.testing import tiny_model
+from quantkit.transforms.base import LayerTensors, Transform
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -28,6 +48,14 @@ def text_of(name: str) -> str:
 
 def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+
+
+def module_of(name: str) -> types.ModuleType:
+    """A script of the documentation."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("hook", sorted(HOOKS))
@@ -47,10 +75,7 @@ def test_every_command_is_described(command):
 
 
 def test_the_command_page_is_what_the_commands_say():
-    spec = importlib.util.spec_from_file_location("generate_cli", DOCS / "generate_cli.py")
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    assert generator.render() == text_of("docs/cli.md"), "run: python docs/generate_cli.py"
+    assert module_of("generate_cli").render() == text_of("docs/cli.md"), "run: python docs/generate_cli.py"
 
 
 def test_every_recipe_is_described_and_no_other():
@@ -92,19 +117,82 @@ def test_the_recipe_of_the_page_is_a_recipe(tmp_path):
     assert {row.method for row in plan.rows} == {"rtn", "gptq", None}
 
 
-def test_the_method_of_the_page_keeps_every_promise():
-    method_code, hook_code, test_code = blocks("docs/plugins.md", "python")
-    assert len(method_code.splitlines()) <= 50
-    scope = {"__name__": "example"}
-    exec(compile(method_code, "docs/plugins.md", "exec"), scope)
-    check_method(scope["METHOD"])
-    assert "check_method(METHOD)" in test_code
+def test_the_examples_of_plugins_are_what_plugins_new_makes():
+    generator = module_of("generate_plugins")
+    assert {path.stem for path in (DOCS / "plugins").glob("*.md")} == set(KINDS)
+    for kind, about in KINDS.items():
+        page = text_of(f"docs/plugins/{kind}.md")
+        assert generator.filled(kind, page) == page, "run: python docs/generate_plugins.py"
+        files = render(plugin_names(about.example, about), about)
+        package = [content for path, content in files.items() if path.startswith("src/")]
+        shown = [match.group(0) for match in generator.BLOCK.finditer(page)]
+        assert len(shown) == 2 and all(any(content in block for content in package) for block in shown)
+        assert f"](plugins/{kind}.md)" in text_of("docs/plugins.md") and f"| `{kind}` |" in text_of(
+            "docs/plugins.md")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_page_of_a_kind_says_what_is_called_when(kind):
+    page = text_of(f"docs/plugins/{kind}.md")
+    assert f"--kind {kind}\n" in page
+    rows = page.partition("## What is called when")[2]
+    assert "| what | when, how often | on which thread | with what |" in rows and rows.count("\n| ") >= 2
+    if kind not in ("command", "recipe", "suite"):
+        assert f"`check_{kind}(" in page and f"`check_{kind}(" in text_of("docs/plugins.md")
+
+
+AUTHORS_MEET = {
+    "method": (Method, LayerStats, Codes, Grid), "transform": (Transform, LayerTensors, ScaleGroup),
+    "format": (Format, QuantizedTensor), "kernel": (LinearKernel, KernelQuery),
+    "policy": (PolicyView, KVPolicy, ScorePolicy), "codec": (KVCodec, SideCodec), "metric": (Metric,),
+    "reporter": (Reporter, EvalResult, ModelResult), "source": (SourceKind, ModelSource, SourceIdentity),
+    "architecture": (Architecture, ConfigReader), "suite": (EvalSuite,)}
+NOT_FOR_AUTHORS = {"model_config", "where", "null", "wrong", "rows", "Phase"}
+"""What pydantic has, and details that the docstrings are enough for."""
+
+
+def attributes(thing: type) -> set[str]:
+    """What a class itself defines for others: fields, methods and annotated attributes."""
+    fields = set(getattr(thing, "__dataclass_fields__", {})) | set(vars(thing).get("__annotations__", {}))
+    methods = {name for name, value in vars(thing).items()
+               if inspect.isfunction(value) or isinstance(value, property)}
+    return {name for name in fields | methods if not name.startswith("_")} - NOT_FOR_AUTHORS
+
+
+@pytest.mark.parametrize("thing", [thing for things in AUTHORS_MEET.values() for thing in things])
+def test_everything_that_an_author_meets_is_described(thing):
+    (kind,) = (kind for kind, things in AUTHORS_MEET.items() if thing in things)
+    page = text_of(f"docs/plugins/{kind}.md")
+    page = re.sub(r"```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    assert thing.__name__ in page
+    missing = {name for name in attributes(thing) if not re.search(rf"`(\w+\.)*{name}[`(]", page)}
+    assert not missing, missing
+
+
+def test_the_package_of_the_page_registers_the_example():
+    hook_code, observer_code, test_code = blocks("docs/plugins.md", "python")
+    files = render(plugin_names("clipped", KINDS["method"]), KINDS["method"])
+    toml = tomllib.loads(blocks("docs/plugins.md", "toml")[0])
+    made = tomllib.loads(files["pyproject.toml"])
+    assert toml["project"].items() <= made["project"].items()
     exec(compile(hook_code, "docs/plugins.md", "exec"), hooks := {})
     seen = []
     hooks["register_methods"](lambda name, target: seen.append((name, target)))
-    toml = tomllib.loads(blocks("docs/plugins.md", "toml")[0])
     (package,) = toml["project"]["entry-points"]["quantkit"].values()
-    assert seen == [(scope["METHOD"].name, f"{package}.method:METHOD")]
+    assert seen == [("clipped", f"{package}.method:METHOD")] and hooks["QUANTKIT_API"] == 1
+    assert f"src/{package}/method.py" in files
+    assert "check_method(METHOD)" in test_code and "on_run_finished" in observer_code
+
+
+def test_the_observer_of_the_page_observes(tmp_path, monkeypatch):
+    observer_code = blocks("docs/plugins.md", "python")[1]
+    plugin = types.ModuleType("observer")
+    exec(compile(observer_code, "docs/plugins.md", "exec"), vars(plugin))
+    monkeypatch.chdir(tmp_path)
+    manager = PluginManager(only=[])
+    manager.add(plugin, "quantkit-observer")
+    manager.notify("on_run_finished", kind="eval", summary={"results": []})
+    assert json.loads((tmp_path / "runs.jsonl").read_text()) == {"kind": "eval", "summary": {"results": []}}
 
 
 def named_targets(page: str) -> set[str]:
@@ -131,7 +219,7 @@ def test_exit_codes_are_described():
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md",
-                                  *(f"docs/{p.name}" for p in sorted(DOCS.glob("*.md")))])
+                                  *(str(p.relative_to(ROOT)) for p in sorted(DOCS.rglob("*.md")))])
 def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", text_of(page)):
         if "://" not in target:

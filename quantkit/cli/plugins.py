@@ -1,16 +1,22 @@
-"""``quantkit plugins list``."""
+"""``quantkit plugins``; ``list`` is here, ``new`` and ``check`` have files of their own."""
 
 from __future__ import annotations
 
 import rich_click as click
 
 from quantkit.cli.plugin_facts import contents, plugin_facts
+from quantkit.cli.plugins_check import check
+from quantkit.cli.plugins_new import new
 from quantkit.cli.present import print_json, wrapped
 
 
 @click.group("plugins")
 def command() -> None:
-    """List plugins and what they register."""
+    """List, make and check plugins."""
+
+
+command.add_command(new)
+command.add_command(check)
 
 
 @command.command("list")

@@ -42,6 +42,8 @@ def test_the_wheel_holds_both_packages_and_the_data(wheel):
     assert {"quantkit/py.typed", "quantkit_kernels/__init__.py", "quantkit/cli/main.py"} <= names
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "quantkit").rglob("*.py")}
     assert sources <= names
+    templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.tmpl")}
+    assert len(templates) > 40 and templates <= names
 
 
 def test_the_wheel_holds_nothing_else(wheel):
@@ -77,4 +79,6 @@ def test_the_sdist_can_be_built_and_tested_again(built):
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md",
             "quantkit/cli/main.py", "kernels/quantkit_kernels/__init__.py", "recipes/int8.yaml",
-            "tests/conftest.py", "docs/plugins.md", "plugins/quantkit-hqq/pyproject.toml"} <= names
+            "tests/conftest.py", "docs/plugins.md", "docs/plugins/method.md",
+            "quantkit/scaffold/templates/method/method.py.tmpl",
+            "plugins/quantkit-hqq/pyproject.toml"} <= names

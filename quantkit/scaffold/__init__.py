@@ -1,0 +1,1 @@
+"""Makes a plugin's folder from templates: ``quantkit plugins new``."""

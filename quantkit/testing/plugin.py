@@ -1,0 +1,190 @@
+"""Checks everything that an installed plugin registers: ``quantkit plugins check``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean
+from quantkit.plugins import PluginInfo, PluginManager
+from quantkit.registry import RegistryEntry, load_target
+
+CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
+    ("methods", "method"), ("transforms", "transform"), ("formats", "format"), ("kernels", "kernel"),
+    ("kv_policies", "policy"), ("kv_codecs", "codec"), ("metrics", "metric"), ("reporters", "reporter"),
+    ("sources", "source"), ("architectures", "architecture"))}
+"""Registry → the kit's function for what is in it."""
+Status = Literal["ok", "failed", "not checked"]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What became of one check.
+
+    Attributes:
+        kind: ``method``, ``KV policy``, ``recipe``, …; ``plugin`` for the plugin itself.
+        name: as registered.
+        status: ``not checked`` where the check needs something that isn't known.
+        why: what failed, or what isn't known.
+        next: what to do about it.
+    """
+
+    kind: str
+    name: str
+    status: Status
+    why: str | None = None
+    next: str | None = None
+
+
+class _NotChecked(Exception):
+    """The check needs something that isn't known; the message says what."""
+
+
+def find_plugins(manager: PluginManager, name: str) -> list[PluginInfo]:
+    """The plugins whose entry point or distribution is called ``name``. Raises UsageError without any."""
+    plugins = [plugin for plugin in manager.plugins if name in (plugin.distribution, plugin.name)]
+    if not plugins:
+        known = {known for plugin in manager.plugins for known in (plugin.distribution, plugin.name)}
+        raise UsageError(f"no plugin is called {name!r}", why=did_you_mean(name, known),
+                         next="quantkit plugins list")
+    return plugins
+
+
+def check_all(manager: PluginManager, name: str) -> Iterator[CheckResult]:
+    """Put everything that a plugin registers to the kit's checks, one after the other.
+
+    Args:
+        manager: where it is loaded.
+        name: of its entry point or distribution.
+
+    Raises:
+        UsageError: there is no such plugin.
+    """
+    for plugin in find_plugins(manager, name):
+        if plugin.error is not None:
+            yield CheckResult("plugin", plugin.name, "failed", f"it was left out: {plugin.error}")
+        elif next(_checks_of(manager, plugin.distribution), None) is None:
+            yield CheckResult("plugin", plugin.name, "not checked", "it registers nothing")
+    for owner in dict.fromkeys(plugin.distribution for plugin in find_plugins(manager, name)):
+        for kind, thing, check in _checks_of(manager, owner):
+            yield _checked(kind, thing, check)
+
+
+def _checks_of(manager: PluginManager, owner: str) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """Kind, name and check of everything that a distribution registers."""
+    for registry, table in manager.registries.items():
+        for name in list(table):
+            if (entry := table.entry(name)).owner == owner:
+                yield table.kind, name, partial(_check_entry, manager, registry, entry)
+    for hook, kind, check in (("recipe_dirs", "recipe", _check_recipe), ("eval_dirs", "suite", _check_suite)):
+        for folder in (folder for folder_owner, folder in manager.dirs(hook) if folder_owner == owner):
+            for path in sorted(folder.glob("*.yaml")):
+                yield kind, path.stem, partial(check, manager, path)
+
+
+def _checked(kind: str, name: str, check: Callable[[], None]) -> CheckResult:
+    try:
+        check()
+    except _NotChecked as reason:
+        return CheckResult(kind, name, "not checked", str(reason))
+    except QuantkitError as error:
+        why = "; ".join(filter(None, (error.what, error.why)))
+        return CheckResult(kind, name, "failed", why, error.next)
+    except Exception as error:  # a stranger's code may raise anything; the other checks go on
+        return CheckResult(kind, name, "failed", f"its code raised {type(error).__name__}: {error}")
+    return CheckResult(kind, name, "ok")
+
+
+def _check_entry(manager: PluginManager, kind: str, entry: RegistryEntry) -> None:
+    thing = manager.registries[kind].get(entry.name)
+    if kind == "commands":
+        _check_command(thing)
+        return
+    try:
+        check = load_target(CHECKS[kind], f"the check of {kind}")
+    except (KeyError, PluginError):
+        singular = manager.registries[kind].kind
+        raise _NotChecked(f"this version of quantkit has no check for a {singular}") from None
+    if kind == "sources":
+        with tempfile.TemporaryDirectory() as folder:
+            check(thing, uri=_check_uri(entry, Path(folder)))
+    elif kind == "architectures":
+        check(thing, config=_check_config(entry))
+    elif kind in ("kv_policies", "kv_codecs"):
+        check(thing, **_options(thing, entry))
+    else:
+        check(thing)
+
+
+def _check_uri(entry: RegistryEntry, folder: Path) -> str:
+    """``check_uri=`` of the registration: a function that makes a model in an empty folder → its uri."""
+    if (target := entry.about.get("check_uri")) is None:
+        raise _NotChecked('it names no model: register(…, check_uri="module:function"), where the function '
+                          "makes a model in an empty folder and returns its uri")
+    uri = load_target(target, f"check_uri of source {entry.name!r}")(folder)
+    if not isinstance(uri, str):
+        raise PluginError(f"check_uri of source {entry.name!r} returned {uri!r:.80}", why="it must be a uri")
+    return uri
+
+
+def _check_config(entry: RegistryEntry) -> Mapping[str, Any]:
+    """``check_config=`` of the registration: a tiny ``config.json``; families of the kit have theirs."""
+    from quantkit.testing.examples import family_config
+    from quantkit.testing.tiny import FAMILIES
+
+    if (target := entry.about.get("check_config")) is not None:
+        config: Mapping[str, Any] = load_target(target, f"check_config of architecture {entry.name!r}")
+        return config
+    if entry.name in FAMILIES:
+        return family_config(entry.name)
+    raise _NotChecked('it names no config: register(…, check_config="module:CONFIG"), a tiny model\'s '
+                      "config.json as a dictionary")
+
+
+def _options(thing: Any, entry: RegistryEntry) -> dict[str, Any]:
+    """``check_options=`` of the registration, and half of the prompt where a policy needs a budget."""
+    options = dict(entry.about.get("check_options", {}))
+    field = getattr(thing, "model_fields", {}).get("budget")
+    if field is not None and field.is_required():
+        options.setdefault("budget", 16 if field.annotation is int else 0.5)
+    return options
+
+
+def _check_command(command: Any) -> None:
+    from click.testing import CliRunner
+
+    result = CliRunner().invoke(command, ["--help"])
+    if result.exit_code != 0:
+        raise PluginError(f"--help exits with {result.exit_code}", why=str(result.exception or result.output))
+
+
+def _check_recipe(manager: PluginManager, path: Path) -> None:
+    """It can be read, and its methods take its specs and options."""
+    from quantkit.recipe import load_recipe
+
+    recipe = load_recipe(str(path))
+    if recipe.name != path.stem:
+        raise RecipeError(f"{path} calls itself {recipe.name!r}", why="it is found by its file's name")
+    for rule in (*recipe.rules, *recipe.candidates):
+        if rule.method and rule.spec and rule.format_name:
+            method = manager.registries["methods"].get(rule.method)
+            method.options(**rule.options)
+            if (reason := method.refuses(rule.spec)) is not None:
+                raise RecipeError(f"{path}: {rule.method} can't produce {rule.spec.label()}", why=reason)
+            manager.registries["formats"].get(rule.format_name)
+    for transform in recipe.transforms:
+        manager.registries["transforms"].get(transform.name).options(**transform.options)
+
+
+def _check_suite(manager: PluginManager, path: Path) -> None:
+    """It can be read."""
+    from quantkit.evaluate.suite import EvalSuite
+    from quantkit.safe_yaml import read_yaml
+
+    suite = read_yaml(path, UsageError).build(EvalSuite)
+    if suite.name != path.stem:
+        raise UsageError(f"{path} calls itself {suite.name!r}", why="it is found by its file's name")

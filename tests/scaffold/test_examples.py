@@ -1,0 +1,68 @@
+"""The examples do what they say: as plugins in a manager, and by the tests that they come with."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quantkit.testing
+from quantkit.plugins import PluginManager
+from quantkit.scaffold.kinds import KINDS
+from quantkit.scaffold.render import make_plugin
+from quantkit.testing.plugin import check_all
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def require_check(kind: str) -> None:
+    if KINDS[kind].registry not in (None, "commands") and not hasattr(quantkit.testing, f"check_{kind}"):
+        pytest.skip(f"quantkit.testing has no check_{kind} yet")
+
+
+@pytest.fixture(params=list(KINDS))
+def plugin(request, tmp_path):
+    """A plugin of each kind under the name of its example, as ``plugins new`` makes it."""
+    return make_plugin(KINDS[request.param].example, request.param, tmp_path)
+
+
+def test_its_tests_pass(plugin):
+    require_check(plugin.kind.name)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
+           "QUANTKIT_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=plugin.folder,
+                          env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_can_be_added_and_checked(plugin, monkeypatch):
+    """Added as its entry point would be; importing its package imports nothing heavy."""
+    monkeypatch.syspath_prepend(plugin.folder / "src")
+    module = importlib.import_module(plugin.names.package)
+    package = plugin.names.package
+    try:
+        assert [name for name in sys.modules if name.startswith(package)] == [package]
+        manager = PluginManager(only=[])
+        manager.add(module, plugin.names.distribution, name=plugin.names.name)
+        monkeypatch.setattr("quantkit.plugins.current", lambda: manager)
+        monkeypatch.setattr("quantkit.recipe.current", lambda: manager)
+        assert module.QUANTKIT_API == 1
+        if (registry := plugin.kind.registry) is not None:
+            entry = manager.registries[registry].entry(plugin.names.registered)
+            assert entry.owner == plugin.names.distribution
+        require_check(plugin.kind.name)
+        results = list(check_all(manager, plugin.names.name))
+        assert results and {result.status for result in results} == {"ok"}, results
+        assert plugin.names.registered in {result.name for result in results}
+    finally:
+        for name in [name for name in sys.modules if name.startswith(package)]:
+            del sys.modules[name]
+
+
+def test_ruff_finds_nothing(plugin):
+    pytest.importorskip("ruff", reason="needs the extra dev")
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=plugin.folder,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,126 @@
+"""Checking all that a plugin registers: each thing by itself, and with what its registration says."""
+
+import pytest
+
+from quantkit.errors import UsageError
+from quantkit.hookspecs import hookimpl
+from quantkit.plugins import KINDS, PluginInfo, PluginManager
+from quantkit.testing.examples import family_config, model_folder
+from quantkit.testing.plugin import CHECKS, check_all
+
+RECIPE = """
+name: {name}
+rules:
+  - {{match: "*", method: {method}, spec: {{bits: 8, granularity: {{strategy: channel}}}}}}
+"""
+
+
+def manager_with(plugin):
+    manager = PluginManager(only=[])
+    manager.add(plugin, "dist", name="mine")
+    return manager
+
+
+def statuses(manager):
+    return {(result.kind, result.name): result.status for result in check_all(manager, "mine")}
+
+
+def test_every_registry_has_a_check():
+    assert set(CHECKS) == set(KINDS) - {"commands"}
+
+
+def test_a_source_is_checked_with_the_model_that_its_registration_makes(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_sources(self, register):
+            register("told", "quantkit.sources.local:KIND",
+                     check_uri="quantkit.testing.examples:model_folder")
+            register("given", "quantkit.sources.local:KIND", check_uri=model_folder)
+            register("mute", "quantkit.sources.local:KIND")
+            register("wrong", "quantkit.sources.local:KIND", check_uri=lambda folder: folder)
+
+    uris = []
+
+    def check(kind, *, uri):
+        uris.append(uri)
+        kind.open(uri, None).close()
+
+    monkeypatch.setattr("quantkit.testing.check_source", check, raising=False)
+    assert statuses(manager_with(Plugin())) == {
+        ("source", "told"): "ok", ("source", "given"): "ok", ("source", "mute"): "not checked",
+        ("source", "wrong"): "failed"}
+    assert len(set(uris)) == 2
+
+
+def test_an_architecture_is_checked_with_its_config(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_architectures(self, register):
+            register("told", "quantkit.models.llama:ARCHITECTURE", check_config=family_config("llama"))
+            register("mute", "quantkit.models.llama:ARCHITECTURE")
+
+    monkeypatch.setattr("quantkit.testing.check_architecture",
+                        lambda architecture, *, config: architecture.parse(config), raising=False)
+    assert statuses(manager_with(Plugin())) == {
+        ("architecture", "told"): "ok", ("architecture", "mute"): "not checked"}
+
+
+def test_a_policy_gets_a_budget_and_the_options_that_are_told(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_kv_policies(self, register):
+            register("share", "quantkit.kv.policies.snapkv:SnapKV", check_options={"window": 8})
+            register("count", "quantkit.kv.policies.window:WindowPolicy")
+            register("every", "quantkit.kv.policies.keep_all:KeepAll")
+
+    given = {}
+    monkeypatch.setattr("quantkit.testing.check_policy",
+                        lambda policy, **options: given.update({policy.name: options}) or policy(**options),
+                        raising=False)
+    assert set(statuses(manager_with(Plugin())).values()) == {"ok"}
+    assert given == {"snapkv": {"window": 8, "budget": 0.5}, "window": {"budget": 16}, "all": {}}
+
+
+def test_recipes_suites_and_commands_are_checked(tmp_path):
+    for file, name, method in (("good", "good", "rtn"), ("unknown", "unknown", "x"),
+                               ("misnamed", "other", "rtn")):
+        (tmp_path / f"{file}.yaml").write_text(RECIPE.format(name=name, method=method))
+
+    class Plugin:
+        @hookimpl
+        def recipe_dirs(self):
+            return [tmp_path]
+
+        @hookimpl
+        def register_commands(self, register):
+            register("mine", "quantkit.cli.plugins:command")
+            register("wrong", "quantkit.cli.plugins:plugin_facts")
+
+    assert statuses(manager_with(Plugin())) == {
+        ("command", "mine"): "ok", ("command", "wrong"): "failed", ("recipe", "good"): "ok",
+        ("recipe", "unknown"): "failed", ("recipe", "misnamed"): "failed"}
+
+
+def test_code_that_raises_anything_costs_its_own_line_only(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_methods(self, register):
+            register("first", "quantkit.methods.rtn:METHOD")
+            register("second", "quantkit.methods.nf4:METHOD")
+
+    def check(method):
+        if method.name == "rtn":
+            raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("quantkit.testing.check_method", check)
+    first, second = check_all(manager_with(Plugin()), "mine")
+    assert (first.status, second.status) == ("failed", "ok") and "ZeroDivisionError" in (first.why or "")
+
+
+def test_a_plugin_that_was_left_out_fails():
+    manager = PluginManager(only=[])
+    manager.plugins.append(PluginInfo("mine", "dist", "1", "ImportError: no left_pad"))
+    (result,) = check_all(manager, "mine")
+    assert result.status == "failed" and "no left_pad" in (result.why or "")
+    with pytest.raises(UsageError):
+        list(check_all(manager, "yours"))
