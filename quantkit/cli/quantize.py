@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.again import typed
+from quantkit.cli.layers import group_layers, layers_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.errors import UsageError
@@ -42,6 +43,7 @@ MIXED = "mixed"
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, with memory and disk; write nothing.")
+@layers_option
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
@@ -65,7 +67,7 @@ MIXED = "mixed"
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
+            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
             packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str, device: str,
             strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
@@ -80,7 +82,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
                          next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
                               "`quantkit recipes list`")
-    again = typed("out", "dry_run", "as_json")
+    again = typed("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
                          next=f"{again} --out OUT, or --dry-run instead")
@@ -105,9 +107,12 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             print_json({"source": source, **plan.to_dict(), "calibration": known}
                        | ({"budget": choice.to_dict()} if choice else {}))
         else:
-            _print_plan(plan, facts)
+            click.echo(_layer_table(plan, each=layers))
+            click.echo()
             if choice:
                 _print_choice(choice)
+            _print_calibration(plan, facts)
+            _print_sums(plan)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -172,19 +177,25 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         opened.close()
 
 
-def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
-    rows = [[row.name.removeprefix("model.layers."), row.method or "kept", row.format or "-", _label(row),
-             f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
-            for row in plan.rows]
-    click.echo(table(["layer", "method", "format", "spec", "bits", "before", "after"], rows, right=(4, 5, 6)))
-    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
-    click.echo()
-    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
-    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
-                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
-    click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
-    click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
-                                      f"{human_bytes(plan.disk_bytes)} when done"))
+def _layer_table(plan: Plan, each: bool) -> str:
+    """A row a kind of layer, or a row a layer (``each``)."""
+    def done(row: PlanRow) -> tuple[str, ...]:
+        return ("×".join(map(str, row.shape)), row.method or "kept", row.format or "-", _label(row),
+                f"{row.bits:.2f}")
+
+    rows = []
+    for name, members in group_layers(plan.rows, lambda row: row.name, done, each=each):
+        _, *cells = done(members[0])
+        rows.append([name, str(len(members)), *cells, human_bytes(sum(row.bytes_before for row in members)),
+                     human_bytes(sum(row.bytes_after for row in members))])
+    headers = ["layer", "n", "method", "format", "spec", "bits", "before", "after"]
+    if each:
+        headers, rows = [headers[0], *headers[2:]], [[row[0], *row[2:]] for row in rows]
+    return table(headers, rows,
+                 right=[i for i, head in enumerate(headers) if head in ("n", "bits", "before", "after")])
+
+
+def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
     spec = plan.recipe.calibration
     if facts is None and plan.calibrated and spec is not None:
         windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
@@ -193,6 +204,17 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
         click.echo(wrapped("calibration", _windows(facts)))
         for line in facts.coverage.lines() if facts.coverage else ():
             click.echo(wrapped("", line))
+
+
+def _print_sums(plan: Plan) -> None:
+    """What a dry run is run for, and so its end."""
+    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
+    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
+                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
+    click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
+    click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
+                                      f"{human_bytes(plan.disk_bytes)} when done"))
 
 
 def _print_choice(choice: BudgetChoice) -> None:
