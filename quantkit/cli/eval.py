@@ -8,6 +8,7 @@ import rich_click as click
 
 from quantkit.cli.present import device_option, note
 from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount
 
 
 @click.command("eval")
@@ -16,7 +17,7 @@ from quantkit.cli.progress import ProgressLine
                                              "hf://datasets/OWNER/NAME/FILE@REVISION.")
 @click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options given here "
                                               "override them.")
-@click.option("--window", type=click.IntRange(min=2), help="Tokens in a window (512).")
+@click.option("--window", type=TokenCount(2), help="Tokens in a window: 2048, 2k (2,000), 2K (2,048). (512.)")
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Dtype of activations; auto is each model's own.")
@@ -26,7 +27,7 @@ from quantkit.cli.progress import ProgressLine
 @click.option("--kv", multiple=True, metavar="LIST", help="KV settings; every model runs with each of "
                                                           "them: none,int8,\"window(512, sinks=4)\". (Each "
                                                           "model's own.)")
-@click.option("--prompt", type=click.IntRange(min=1), help="With KV settings: prompt tokens at the "
+@click.option("--prompt", type=TokenCount(), help="With KV settings: prompt tokens at the "
                                                            "beginning of a window; the rest is scored "
                                                            "(half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
@@ -34,9 +35,9 @@ from quantkit.cli.progress import ProgressLine
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
-@click.option("--prefill", type=click.IntRange(min=1),
+@click.option("--prefill", type=TokenCount(),
               help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
-@click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,
+@click.option("--decode", type=TokenCount(), default=32, show_default=True,
               help="New tokens of the speed test.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")

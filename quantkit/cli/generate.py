@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.present import device_option, note, print_json, show_warning
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="With --chat: control tokens written out in the messages (<|im_end|>) become control "
                    "tokens. By default they are plain text.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
+@click.option("--max-tokens", "-n", type=TokenCount(), default=128, show_default=True,
               help="Largest number of new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample among the k most likely "

@@ -16,6 +16,7 @@ from quantkit.cli.again import typed
 from quantkit.cli.layers import group_layers, layers_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
@@ -50,7 +51,7 @@ MIXED = "mixed"
                    " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes it). May"
                    " be repeated.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
-@click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens in a window.")
+@click.option("--length", type=TokenCount(8), metavar="N", help="Tokens in a window: 512, 2k, 2K.")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
               help="Cut windows anywhere (stream), or begin each with a document; auto does the latter for"
                    " chats only.")
@@ -67,9 +68,9 @@ MIXED = "mixed"
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
-            packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str, device: str,
-            strict: bool, quiet: bool, as_json: bool) -> None:
+            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None,
+            length: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished

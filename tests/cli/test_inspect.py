@@ -108,6 +108,20 @@ def test_an_unfinished_checkpoint(cli, checkpoint, tmp_path):
     assert result.exit_code == 1 and "unfinished" in result.stderr and "next: " in result.stderr
 
 
+@pytest.mark.parametrize("command", ["inspect", "generate", "serve-local", "eval", "verify"])
+def test_a_folder_whose_run_is_not_finished(cli, tmp_path, command):
+    half = tmp_path / "OUT.partial"
+    half.mkdir()
+    (half / "state.json").write_text(
+        '{"identity": {"source": {"uri": "smollm2"}, "recipe": {"name": "int4"}}}')
+    more = {"generate": ["Once"], "serve-local": ["--port", "0"]}.get(command, [])
+    result = cli(command, tmp_path / "OUT", *more)
+    assert result.exit_code == 1, result.stderr
+    assert f"error: {tmp_path / 'OUT'} isn't finished\n" in result.stderr
+    assert "of smollm2 by recipe int4" in result.stderr
+    assert f"quantkit quantize smollm2 … --out {tmp_path / 'OUT'}" in result.stderr
+
+
 def test_another_tools_checkpoint(cli, cli_json, checkpoint, tmp_path):
     import shutil
 
