@@ -55,7 +55,8 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """Open a checkpoint: the manifest is whole, every file is there with its size, and every
-        layer has the tensors that its format says. Hashes are left to ``quantkit verify``.
+        layer has the tensors that its format says. Hashes are left to
+        :mod:`quantkit.checkpoint.integrity` and ``quantkit verify``.
 
         Raises:
             CheckpointError: it is unfinished, damaged, or another tool's.

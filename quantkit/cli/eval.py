@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note
+from quantkit.cli.present import device_option, note, verify_option
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 
@@ -22,6 +23,7 @@ from quantkit.cli.tokens import TokenCount
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Dtype of activations; auto is each model's own.")
 @device_option
+@verify_option
 @click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @click.option("--kv", multiple=True, metavar="LIST", help="KV settings; every model runs with each of "
@@ -46,7 +48,7 @@ from quantkit.cli.tokens import TokenCount
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
-            windows: int | None, dtype: str, device: str, noise_floor: bool, no_speed: bool,
+            windows: int | None, dtype: str, device: str, verify: bool, noise_floor: bool, no_speed: bool,
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
             out: Path | None, quiet: bool, as_json: bool) -> None:
@@ -62,6 +64,8 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     from quantkit.plugins import registry
     from quantkit.report.folder import write_report
 
+    if verify:
+        _verify(models, revision, quiet)
     chosen = load_suite(suite) if suite else None
     settings = EvalSettings(
         text=text or (chosen.text if chosen else "builtin"),
@@ -78,3 +82,21 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
     if out is not None:
         for path in write_report(result, out):
             note(f"wrote {path}")
+
+
+def _verify(models: Sequence[str], revision: str | None, quiet: bool) -> None:
+    """Check all bytes of the models that are checkpoints of ours. Raises CheckpointError for damage."""
+    from quantkit.checkpoint.integrity import check_files
+    from quantkit.checkpoint.open import open_model
+    from quantkit.checkpoint.reader import Checkpoint
+
+    for index, model in enumerate(models):
+        opened = open_model(model, None if index else revision)
+        try:
+            if isinstance(opened, Checkpoint):
+                with ProgressLine(f"verifying {model}", quiet) as progress:
+                    check_files(opened, progress)
+            elif not quiet:
+                note(f"{model} isn't verified: only checkpoints of quantkit record their files' hashes")
+        finally:
+            opened.close()

@@ -18,6 +18,7 @@ from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
+from quantkit.progress import Listener, between
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         if not dry_run and out is not None:
             refuse_existing(out, source)
             _check_machine(executor, device)
-        choice = _choose(source, recipe, budget, revision, quiet)
+        choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
         plan, facts = _plan(source, recipe, revision, quiet)
@@ -147,7 +148,18 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
                          next="quantkit quantize --help") from None
 
 
-def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool) -> BudgetChoice:
+def _phases_of_all(recipe: Recipe) -> int:
+    """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
+    from quantkit.planning.phases import budget_phases, run_phases
+    from quantkit.spec import CalibrationSpec
+
+    spec = recipe.calibration or CalibrationSpec()
+    return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient"))
+
+
+def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
+            alone: bool) -> BudgetChoice:
+    """``alone``: nothing is quantized afterwards."""
     from quantkit.budget.amount import parse_budget
     from quantkit.budget.choose import choose
     from quantkit.solve import ModelOrigin
@@ -156,7 +168,8 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
     opened = ModelOrigin(source, revision, recipe).open()
     try:
         with _terminate_is_interrupt(), ProgressLine(f"{source} in {text}", quiet=quiet) as progress:
-            return choose(opened, recipe, budget, progress)
+            return choose(opened, recipe, budget,
+                          progress if alone else between(progress, 0, _phases_of_all(recipe)))
     finally:
         opened.close()
 
@@ -256,12 +269,18 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
          choice: BudgetChoice | None) -> None:
     from quantkit.checkpoint.manifest import reached_experts
+    from quantkit.planning.phases import run_phases
     from quantkit.quantize import quantize
 
     if choice and not as_json:
         _print_choice(choice)
     with _terminate_is_interrupt(), ProgressLine(f"{source} by {recipe.name}", quiet=quiet) as progress:
-        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=progress,
+        listener: Listener = progress
+        if choice:  # its phases come after those in which layers were measured
+            total = _phases_of_all(recipe)
+            listener = between(progress, total - len(run_phases(choice.plan.calibration,
+                                                                choice.plan.weighed)), total)
+        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=listener,
                           executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:

@@ -144,3 +144,14 @@ def test_what_this_machine_lacks_is_said_before_anything_is_measured(cli, tiny, 
     result = cli("quantize", tiny, "--budget", "4.25bpw", "--out", tmp_path / "OUT", option, value, *FEW)
     assert result.exit_code != 0 and not kept.exists() and not (tmp_path / "OUT.partial").exists()
     assert ("can't be used" if value == "cuda" else "needs Ray") in result.stderr
+
+
+def test_a_run_says_which_phase_of_how_many_it_is_in(cli, tiny, ladder, tmp_path):
+    asked = ("quantize", tiny, "--recipe", ladder, "--budget", "80kB", *FEW)
+    phases = [line.partition("phase ")[2].partition(":")[0]
+              for line in cli(*asked, "--out", tmp_path / "OUT").stderr.splitlines() if "phase " in line]
+    assert list(dict.fromkeys(phases)) == [
+        "1 of 5, weighing tokens", "2 of 5, measuring candidates", "4 of 5, quantizing layers",
+        "5 of 5, assembling and rereading"], "rtn needs no tokens weighed: that phase is left out"
+    again = cli(*asked, "--dry-run").stderr
+    assert "phase 2 of 2, measuring candidates" in again and "weighing" not in again, "it is kept"
