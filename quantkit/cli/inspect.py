@@ -27,7 +27,7 @@ OPERATIONS = "other operations"
 @click.command("inspect")
 @click.argument("model")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
-@layers_option
+@layers_option()
 @declined_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, one row per layer.")
 def command(model: str, revision: str | None, layers: bool, declined: bool, as_json: bool) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import rich_click as click
 
 Row = TypeVar("Row")
 
-layers_option = click.option("--layers", is_flag=True,
-                             help="Show one row per layer instead of one per kind of layer.")
+
+def layers_option(
+        help: str = "Show one row per layer instead of one per kind of layer.") -> Callable[[Any], Any]:
+    """The option ``--layers`` of a command."""
+    return click.option("--layers", is_flag=True, help=help)
 
 
 def short_name(name: str) -> str:

@@ -45,7 +45,7 @@ MIXED = "mixed"
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, with memory and disk; write nothing.")
-@layers_option
+@layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
@@ -88,6 +88,9 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
                          next=f"{again} --out OUT, or --dry-run instead")
+    if layers and not dry_run:
+        raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
+                         next=f"leave it out, or {again} --dry-run --layers")
     recipe = load_recipe(recipe_name or MIXED)
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
                "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}

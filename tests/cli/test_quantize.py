@@ -39,6 +39,7 @@ def test_dry_run_with_a_row_a_layer(cli, tiny):
     assert sum("_proj" in line for line in lines) == 14
     assert any(line.startswith("1.mlp.down_proj") for line in lines)
     assert "--layers" not in lines[-1]
+    refused(cli("quantize", tiny, "-r", "int8", "-o", "OUT", "--layers"), 2, "--layers is given without")
 
 
 def test_layers_of_one_kind_with_different_specs_are_different_rows(cli, tiny, tmp_path):
