@@ -40,7 +40,7 @@ from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
 from quantkit.planning.layers import BATCH, PlanRow, together
-from quantkit.planning.phases import ASSEMBLING, QUANTIZING, WEIGHING, WRITING, run_phases
+from quantkit.planning.phases import ASSEMBLING, QUANTIZING, WRITING, run_phases, tell_weighing
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
@@ -276,11 +276,10 @@ class _Run:
         if not writer.has(IMPORTANCE):
             wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-            total, count = (1 + backward) * self.config.num_layers, itertools.count()
-            progress = self.phases(WEIGHING)
+            count = itertools.count()
 
             def step() -> None:
-                progress(ProgressEvent(next(count), total, "what each token matters"))
+                tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
             with self._tracing():

@@ -38,7 +38,7 @@ from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.peak_memory import walks_bytes
-from quantkit.planning.phases import MEASURING, WEIGHING, WRITING, budget_phases
+from quantkit.planning.phases import MEASURING, WRITING, budget_phases, tell_weighing
 from quantkit.planning.plan import Plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
@@ -152,7 +152,7 @@ class _Run:
 
     def _weighed(self) -> None:
         """A layer's tokens are weighed, forward or backward; the first call begins."""
-        self.phases(WEIGHING)(ProgressEvent(self.done, 2 * self.config.num_layers, "what each token matters"))
+        tell_weighing(self.phases, self.done, self.config.num_layers)
         self.done += 1
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 MIN_SECONDS, MIN_UNITS = 5.0, 3
 """What an estimate rests on at least; of fewer units than six in all, half of them are enough."""
-MAX_GROWTH = 1.25
-"""How much longer than at the last report an estimate may be: one slow unit isn't a slow rest."""
+MAX_GROWTH = 1.5
+"""How much longer than the one that was shown before an estimate may be: one slow unit isn't a slow rest."""
 _MEMORY = 0.2
 """The share of all units over which the pace is averaged."""
 
@@ -30,17 +30,14 @@ class TimeLeft:
         self._start, self._first = self._last, self._done = self._clock(), done
         self._pace: float | None = None
         self._shown: float | None = None
-        self._kept = False
+        self._kept, self._total = False, done
 
-    def update(self, done: int, total: int, kept: bool = False) -> float | None:
+    def update(self, done: int, total: int, kept: bool = False) -> None:
         """Take in a report.
 
         Args:
             done, total: units.
             kept: the unit that begins was finished by an earlier attempt; its time doesn't count.
-
-        Returns:
-            Seconds left; ``None`` if that can't be known yet, or nothing is left.
         """
         if self._kept:
             self.begin(done)
@@ -52,11 +49,15 @@ class TimeLeft:
             share = max(moved / (done - self._first), 1 - math.exp(-moved / max(1.0, _MEMORY * total)))
             self._pace = pace if self._pace is None else self._pace + share * (pace - self._pace)
             self._last, self._done = now, done
-        enough = min(MIN_UNITS, math.ceil((total - self._first) / 2))
-        if self._pace is None or done >= total or self._done - self._first < enough or (
-                now - self._start < MIN_SECONDS):
+        self._total = total
+
+    def show(self) -> float | None:
+        """The seconds left, for showing them; ``None`` if that can't be known yet, or nothing is left."""
+        enough = min(MIN_UNITS, math.ceil((self._total - self._first) / 2))
+        if self._pace is None or self._done >= self._total or self._done - self._first < enough or (
+                self._last - self._start < MIN_SECONDS):
             return None
-        seconds = self._pace * (total - done)
+        seconds = self._pace * (self._total - self._done)
         if self._shown is not None:
             seconds = min(seconds, MAX_GROWTH * self._shown)
         self._shown = seconds

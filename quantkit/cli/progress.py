@@ -72,21 +72,26 @@ class ProgressLine:
             # the first report, or the work has come to a part that counts other things
             self._part, self._tenths = (step.phase, step.total), 0
             self._eta.begin(step.done)
-        left = self._eta.update(step.done, step.total, step.kept)
-        where = " in this phase" if step.phase and step.phase.total > 1 else ""
-        eta = f"about {human_seconds(left)} left{where}" if left is not None else ""
+        self._eta.update(step.done, step.total, step.kept)
         if self._bar is not None:
-            self._draw(self._bar, step, eta)
+            self._draw(self._bar, step)
         elif not self.quiet:
-            self._line(step, eta, begins)
+            self._line(step, begins)
 
-    def _draw(self, bar: Bar, step: ProgressEvent, eta: str) -> None:
+    def _left(self, step: ProgressEvent) -> str:
+        """``about 40 s left in this phase``; nothing if that isn't known."""
+        seconds = self._eta.show()
+        where = " in this phase" if step.phase and step.phase.total > 1 else ""
+        return "" if seconds is None else f"about {human_seconds(seconds)} left{where}"
+
+    def _draw(self, bar: Bar, step: ProgressEvent) -> None:
         if self._task is None:
             self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="")
         name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
-        bar.update(self._task, completed=step.done, total=step.total, description=name, left=eta)
+        bar.update(self._task, completed=step.done, total=step.total, description=name,
+                   left=self._left(step))
 
-    def _line(self, step: ProgressEvent, eta: str, begins: bool) -> None:
+    def _line(self, step: ProgressEvent, begins: bool) -> None:
         name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
         tenths = 10 * step.done // step.total if step.total else 10
         if begins and step.phase and (step.done == 0 or tenths == 10):
@@ -95,7 +100,8 @@ class ProgressLine:
         if tenths <= self._tenths:
             return
         self._tenths = tenths
-        note(f"{name}: {step.done} of {step.total}" + (f", {eta}" if eta else ""))
+        left = self._left(step)
+        note(f"{name}: {step.done} of {step.total}" + (f", {left}" if left else ""))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

@@ -151,7 +151,7 @@ def test_a_run_says_which_phase_of_how_many_it_is_in(cli, tiny, ladder, tmp_path
     phases = [line.partition("phase ")[2].partition(":")[0]
               for line in cli(*asked, "--out", tmp_path / "OUT").stderr.splitlines() if "phase " in line]
     assert list(dict.fromkeys(phases)) == [
-        "1 of 5, weighing tokens", "2 of 5, measuring candidates", "4 of 5, quantizing layers",
-        "5 of 5, assembling and rereading"], "rtn needs no tokens weighed: that phase is left out"
+        "1 of 7, weighing tokens forward", "2 of 7, weighing tokens backward", "3 of 7, measuring candidates",
+        "6 of 7, quantizing layers", "7 of 7, assembling and rereading"], "rtn needs no weighing once more"
     again = cli(*asked, "--dry-run").stderr
-    assert "phase 2 of 2, measuring candidates" in again and "weighing" not in again, "it is kept"
+    assert "phase 3 of 3, measuring candidates" in again and "weighing" not in again, "it is kept"
