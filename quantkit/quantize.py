@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,11 +40,12 @@ from quantkit.methods.base import LayerStats
 from quantkit.models.architecture import EMBEDDING, layer_of, parse_config
 from quantkit.models.linear import Weights
 from quantkit.planning.layers import BATCH, PlanRow, together
+from quantkit.planning.phases import ASSEMBLING, QUANTIZING, WRITING, run_phases, tell_weighing
 from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
-from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free
+from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
 from quantkit.transforms.apply import resolve
@@ -132,7 +133,8 @@ def quantize(uri: str, recipe: str | Recipe, out: str | Path, *, revision: str |
 class _Run:
     def __init__(self, source: ModelSource, plan: Plan, out: Path, strict: bool,
                  progress: Listener, origin: ModelOrigin, executor: Executor, device: torch.device) -> None:
-        self.source, self.plan, self.out, self.strict, self.progress = source, plan, out, strict, progress
+        self.source, self.plan, self.out, self.strict = source, plan, out, strict
+        self.phases = Phases(progress, run_phases(plan.calibration, plan.weighed))
         self.origin, self.executor, self.device = origin, executor, device
         self.raw_config, self._tensor = source.config(), partial(tensor_alone, source)
         self.config = parse_config(self.raw_config)
@@ -154,7 +156,7 @@ class _Run:
                     self._units(writer, total)
                     facts = CalibrationFacts.of(self.plan.recipe.calibration, self.data)
                     manifest = manifest.model_copy(update={"calibration": facts})
-                self.progress(ProgressEvent(total, total, "assembling and rereading"))
+                self.phases(ASSEMBLING)(ProgressEvent(total, total, "assembling and rereading"))
                 out = writer.finish(self.raw_config, self.source.side_files(), manifest)
             except KeyboardInterrupt:
                 done = len(writer.units())
@@ -188,7 +190,7 @@ class _Run:
             return
         if not writer.has(OWN_TEXT):
             with self._tracing():
-                tokens = write(spec, self.source, self._weights(), self.progress)
+                tokens = write(spec, self.source, self._weights(), self.phases(WRITING))
             writer.put(OWN_TEXT, {"tokens": tokens}, [])
         self.data = own(spec, self.source, writer.get(OWN_TEXT)[0]["tokens"], self.plan.widest_hessian)
 
@@ -205,22 +207,23 @@ class _Run:
                 before, after = ([(unit, self._outside(unit))] if wanted and not writer.has(unit) else []
                                  for unit, wanted in ((TABLE, first), (REST, True)))
                 elsewhere = ends.enter_context(closing(self._elsewhere([*before, *work, *after])))
-            table, done = None, 0
-            if first:
-                self.progress(ProgressEvent(0, total, TABLE))
-                table, done = self._whole(writer, outside.pop(0), {}, elsewhere)[EMBEDDING], 1
             head = next((row.name for unit in outside if not writer.has(unit) for row in self._outside(unit)
                          if row.name in self.measured), None)
             # hidden states are wanted up to the last layer that is still to be measured, and no further
             last = max(missing, default=-1) if head is None else layers
             runner = None
-            if self.data is not None and last >= 0:
-                importance = self._importance(writer, weights, self.data.tokens)
+            table, done, progress = None, 0, self.phases(QUANTIZING)
+            tokens = self.data.tokens if self.data is not None and last >= 0 else None
+            importance = None if tokens is None else self._importance(writer, weights, tokens)
+            if first:
+                progress(ProgressEvent(0, total, TABLE, kept=writer.has(TABLE)))
+                table, done = self._whole(writer, outside.pop(0), {}, elsewhere)[EMBEDDING], 1
+            if tokens is not None:
                 states = ends.enter_context(Spill(writer.states))
                 with self._tracing():
-                    runner = LayerRunner(self.config, weights, self.data.tokens, importance, states, table)
+                    runner = LayerRunner(self.config, weights, tokens, importance, states, table)
             for index in range(layers):
-                self.progress(ProgressEvent(done + index, total, f"layer {index}"))
+                progress(ProgressEvent(done + index, total, f"layer {index}", kept=index not in missing))
                 packed, changed = self._layer(writer, index, runner, elsewhere)
                 if runner is not None and index < last:
                     with self._tracing():
@@ -232,8 +235,8 @@ class _Run:
                     stats[head] = runner.measure_head(head)
             del runner
             for remaining, unit in zip(range(len(outside), 0, -1), outside, strict=True):
-                self.progress(ProgressEvent(total - remaining, total, TABLE
-                                            if unit == TABLE else "embeddings and head"))
+                progress(ProgressEvent(total - remaining, total, TABLE
+                                       if unit == TABLE else "embeddings and head"))
                 self._whole(writer, unit, stats, elsewhere)
 
     def _elsewhere(self, units: Iterable[tuple[str, list[PlanRow]]]) -> Generator[list[Solved], None, None]:
@@ -258,7 +261,7 @@ class _Run:
         if writer.has(unit):
             tensors, rows = writer.get(unit)
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
-            return {row.name: _stored(row, tensors) for row in planned if row.method}
+            return {row.name: stored_weight(row, tensors) for row in planned if row.method}
         other = [] if unit == TABLE else self._other(None)
         return self._store(writer, unit, planned, other, self._tensors(planned, stats), elsewhere)
 
@@ -273,10 +276,10 @@ class _Run:
         if not writer.has(IMPORTANCE):
             wanted = [name for name, needs in self.measured.items() if "hessian" in needs]
             backward = any(row.layer is not None for row in self.plan.rows if row.name in wanted)
-            total, count = (1 + backward) * self.config.num_layers, itertools.count()
+            count = itertools.count()
 
             def step() -> None:
-                self.progress(ProgressEvent(next(count), total, "what each token matters"))
+                tell_weighing(self.phases, next(count), self.config.num_layers, backward)
 
             step()
             with self._tracing():
@@ -296,7 +299,7 @@ class _Run:
         if writer.has(unit):
             tensors, rows = writer.get(unit)
             self._refuse_notes(LayerRow.model_validate(row) for row in rows)
-            packed = {row.name: _stored(row, tensors) for row in planned if row.method}
+            packed = {row.name: stored_weight(row, tensors) for row in planned if row.method}
             return packed, {name: tensors[name] for name in self._may_change(index, tensors)}
         wanted = {row.name: self.measured[row.name] for row in planned if row.name in self.measured}
         stats: dict[str, LayerStats] = {}
@@ -389,12 +392,3 @@ class _Run:
                 raise QuantkitError(f"{row.name}: {'; '.join(row.notes)}",
                                     why="--strict makes every fallback an error",
                                     next="raise the damping or the calibration's size, or leave out --strict")
-
-
-def _stored(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-    """The packed weight of a finished unit."""
-    assert plan.format and plan.spec
-    prefix = f"{plan.name}."
-    unit_tensors = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    unit_tensors.pop("bias", None)
-    return QuantizedTensor(plan.format, plan.spec, plan.shape, getattr(torch, plan.dtype), unit_tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -177,3 +177,12 @@ def _few(name: str, stats: LayerStats) -> tuple[str, ...]:
     if EXPERT not in name or stats.tokens >= FEW_TOKENS:
         return ()
     return (f"only {stats.tokens} calibration tokens reached this expert",)
+
+
+def stored_weight(plan: PlanRow, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
+    """The packed weight of a finished unit, from all of the unit's tensors by full name."""
+    assert plan.format and plan.spec
+    prefix = f"{plan.name}."
+    unit_tensors = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    unit_tensors.pop("bias", None)
+    return QuantizedTensor(plan.format, plan.spec, plan.shape, getattr(torch, plan.dtype), unit_tensors)

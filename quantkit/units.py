@@ -1,4 +1,4 @@
-"""Parses sizes such as ``16GB``."""
+"""Parses sizes such as ``16GB``, and numbers of tokens such as ``8k``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fractions import Fraction
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_TOKENS = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgtKMGT]?)", re.ASCII)
 _AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]+)", re.ASCII)
 
 
@@ -31,3 +32,19 @@ def human_bytes(count: float) -> str:
             return f"{count:.1f} {unit}" if abs(count) < 9.95 and unit != "B" else f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def tokens_of(text: str) -> int | None:
+    """``8k`` (8,000), ``8K`` (8,192), ``1.5m`` or ``8192`` → a number of tokens; ``None`` if it is none.
+
+    Suffixes are those of vLLM's ``--max-model-len``: small letters are powers of 1000, capitals powers of
+    1024, and only powers of 1000 take a fraction, if what comes out is whole.
+    """
+    match = _TOKENS.fullmatch(text.strip())
+    if match is None:
+        return None
+    number, suffix = Fraction(match[1]), match[2]
+    if "." in match[1] and not suffix.islower():
+        return None
+    count = number * (1000 if suffix.islower() else 1024) ** " kmgt".index(suffix.lower() or " ")
+    return int(count) if count.denominator == 1 else None

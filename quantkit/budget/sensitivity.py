@@ -39,9 +39,10 @@ from quantkit.models.linear import Weights
 from quantkit.ops.hadamard import apply_hadamard, rotate_hessian
 from quantkit.planning.layers import PlanRow
 from quantkit.planning.peak_memory import walks_bytes
+from quantkit.planning.phases import MEASURING, WRITING, budget_phases, tell_weighing
 from quantkit.planning.plan import Plan
 from quantkit.plugins import current, registry
-from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Candidate, Recipe
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit_kernels.kept import cache_folder
@@ -67,7 +68,7 @@ def sensitivities(source: ModelSource, plan: Plan, candidates: Sequence[Candidat
         plan: its recipe says which text.
         candidates: what is compared.
         rows: what those that fit make of each Linear, in decoder layers.
-        progress: called after each layer, three times: forward, backward and when it is measured.
+        progress: called after each layer, forward and backward, then before it is measured; and at the end.
 
     Returns:
         By full name and the candidate's number: KL in nats a token. 0 for a candidate that keeps the layer.
@@ -96,14 +97,14 @@ class _Run:
                  progress: Listener) -> None:
         spec = plan.recipe.calibration
         assert spec is not None
-        self.source, self.plan, self.spec, self.rows, self.progress = source, plan, spec, rows, progress
+        self.source, self.plan, self.spec, self.rows = source, plan, spec, rows
+        self.phases, self.done = Phases(progress, budget_phases(spec)), 0
         self.seed, self.tokens = spec.seed, spec.samples * spec.length
         widest = max(row.shape[1] for choices in rows.values() for row in choices.values())
         self.data = prepare(spec, source, widest, progress)
         self.config = parse_config(source.config())
         self.weights = Weights(partial(tensor_alone, source), source.tensors().__contains__, torch.float32)
         self.identity = _identity(source, plan.recipe, candidates, rows, self.data)
-        self.done, self.total = 0, 3 * self.config.num_layers
 
     def __call__(self, writer: CheckpointWriter) -> dict[str, dict[int, float]]:
         layers = range(self.config.num_layers)
@@ -113,31 +114,32 @@ class _Run:
         writer.drop(GRADIENTS)
         losses_by_name = {name: losses.tolist() for index in layers
                           for name, losses in writer.get(f"{LAYER}{index}")[0].items()}
-        self.progress(ProgressEvent(self.total, self.total, "measured"))
+        self.phases(MEASURING)(ProgressEvent(len(layers), len(layers), "measured"))
         return {name: dict(zip(choices, losses_by_name[name], strict=True))
                 for name, choices in self.rows.items()}
 
     def _measure(self, writer: CheckpointWriter, missing: Sequence[int]) -> None:
         if self.data is None and not writer.has(TEXT):
-            writer.put(TEXT, {"tokens": write(self.spec, self.source, self.weights, self.progress)}, [])
+            written = write(self.spec, self.source, self.weights, self.phases(WRITING))
+            writer.put(TEXT, {"tokens": written}, [])
         tokens = self.data.tokens if self.data else writer.get(TEXT)[0]["tokens"]
-        label = "what each token matters"
         walks = WorkStore(writer, WALKS)
         if not writer.has(GRADIENTS):
-            self._step(label)
+            self._weighed()
             wanted = list(self.rows)
             writer.put(GRADIENTS, gradients(
                 self.source, self.plan.recipe.transforms, tokens, self.seed, wanted, self.weights.device,
                 lambda: token_gradients(self.config, self.weights, tokens, wanted, self.seed, walks,
-                                        lambda: self._step(label))), [])
+                                        self._weighed)), [])
         walks.clear()
         squares = writer.get(GRADIENTS)[0]
         weighed = {name: balanced(squares_of_layer) for name, squares_of_layer in squares.items()}
         with Spill(writer.states) as states:
             runner = LayerRunner(self.config, self.weights, tokens, weighed, states)
             for index in range(missing[-1] + 1):
-                self.done = 2 * self.config.num_layers + index
-                self._step(f"candidates in layer {index}")
+                self.phases(MEASURING)(ProgressEvent(index, self.config.num_layers,
+                                                     f"candidates in layer {index}",
+                                                     kept=index not in missing))
                 if index in missing:
                     writer.put(f"{LAYER}{index}", self._layer(index, runner, squares), [])
                 if index < missing[-1]:
@@ -149,8 +151,9 @@ class _Run:
         stats = runner.measure(index, {name: {"hessian"} for name in names})
         return {name: _losses(self.source, self.rows[name], stats[name], squares[name]) for name in names}
 
-    def _step(self, label: str) -> None:
-        self.progress(ProgressEvent(self.done, self.total, label))
+    def _weighed(self) -> None:
+        """A layer's tokens are weighed, forward or backward; the first call begins."""
+        tell_weighing(self.phases, self.done, self.config.num_layers)
         self.done += 1
 
 

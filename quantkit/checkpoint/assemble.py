@@ -12,6 +12,7 @@ from typing import Any
 from quantkit.checkpoint.card import model_card
 from quantkit.checkpoint.checks import value_faults
 from quantkit.checkpoint.durable import hash_file, write_file
+from quantkit.checkpoint.integrity import BlockHashes
 from quantkit.checkpoint.manifest import MANIFEST, FileRecord, LayerRow, Manifest, is_plain_name
 from quantkit.checkpoint.quantization_config import quantization_config
 from quantkit.checkpoint.reader import CARD, CONFIG, GPTQ_CONFIG, INDEX, Checkpoint
@@ -49,9 +50,12 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
         plain["quantization_config"] = quantization
     manifest = manifest.model_copy(update={"layers": tuple(rows)})
     written: dict[str, tuple[str, int]] = {}
+    blocks: dict[str, str] = {}
     shards = split(tensors, shard_bytes)
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        written[name] = write_file(folder / name, shard_chunks(shard))
+        hashes = BlockHashes()
+        written[name] = write_file(folder / name, hashes.of(shard_chunks(shard)))
+        blocks[name] = hashes.digits()
     if len(shards) > 1:
         written[INDEX] = write_file(folder / INDEX, [index_json(shards)])
     text = _text(plain)
@@ -61,7 +65,8 @@ def assemble(folder: Path, tensors: Sequence[StoredTensor], rows: Sequence[Layer
     for name, content in sorted(side_files.items()):
         written[name] = write_file(folder / name, [content])
     written[CARD] = write_file(folder / CARD, [model_card(manifest, plain)])
-    records = {name: FileRecord(sha256=digest, bytes=size) for name, (digest, size) in written.items()}
+    records = {name: FileRecord(sha256=digest, bytes=size, blocks=blocks.get(name, ""))
+               for name, (digest, size) in written.items()}
     manifest = manifest.model_copy(update={"files": records})
     _reread(folder, manifest, plain, {tensor.name for tensor in tensors})
     digest, _ = write_file(folder / MANIFEST, [manifest.to_bytes()])

@@ -126,6 +126,18 @@ class FolderLock:
             self._file = None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the :class:`FolderLock` of this file; ``False`` too if that can't be told."""
+    try:
+        with path.open("r+") as file:
+            _lock(file)  # and let go of at once
+    except (BlockingIOError, PermissionError):
+        return os.access(path, os.W_OK)
+    except OSError:
+        return False
+    return False
+
+
 if sys.platform == "win32":
     import msvcrt
 

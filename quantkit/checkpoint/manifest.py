@@ -33,6 +33,7 @@ SCHEMA_VERSION = 1
 FEW_TOKENS = 128
 """Of fewer an expert's Hessian says little."""
 MAX_BYTES = 64 * 2**20
+BLOCK, BLOCK_DIGITS = 2**20, 16
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _SHA256 = r"^[0-9a-f]{64}$"
 
@@ -183,10 +184,30 @@ def reached_experts(rows: Sequence[LayerRow]) -> str | None:
 
 
 class FileRecord(Frozen):
-    """One file of the checkpoint."""
+    """One file of the checkpoint.
+
+    Attributes:
+        sha256: of the whole file.
+        bytes: its size.
+        blocks: of each block of :data:`BLOCK` bytes (the last may be shorter) the first :data:`BLOCK_DIGITS`
+            digits of its sha256, one after another; empty if blocks weren't hashed. Enough to find damage by
+            chance; against malice there is ``sha256``.
+    """
 
     sha256: str = Field(pattern=_SHA256)
     bytes: int = Field(ge=0)
+    blocks: str = Field(default="", pattern=r"^[0-9a-f]*$")
+
+    @model_validator(mode="after")
+    def _all_blocks(self) -> FileRecord:
+        if self.blocks and len(self.blocks) != -(-self.bytes // BLOCK) * BLOCK_DIGITS:
+            raise ValueError("blocks is not a hash of each block")
+        return self
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks were hashed."""
+        return len(self.blocks) // BLOCK_DIGITS
 
 
 class Manifest(Frozen):
@@ -245,6 +266,9 @@ class Manifest(Frozen):
         plain = self.model_dump(mode="json") | {"digest": ""}
         if self.exported is None:
             del plain["exported"]  # manifests from before there was such a key stay what they are
+        for record in plain["files"].values():
+            if not record["blocks"]:
+                del record["blocks"]
         return _canonical(plain | {"digest": hashlib.sha256(_canonical(plain)).hexdigest()})
 
     @classmethod

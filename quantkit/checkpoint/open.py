@@ -6,8 +6,9 @@ from pathlib import Path
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
 from quantkit.checkpoint.manifest import MANIFEST
-from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint, is_unfinished
-from quantkit.errors import UsageError
+from quantkit.checkpoint.reader import Checkpoint, foreign_method, is_checkpoint
+from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished
+from quantkit.errors import SourceError, UsageError
 from quantkit.paths import local_path, typed_path
 from quantkit.sources.base import ModelSource, QuantizedError, SourceIdentity
 from quantkit.sources.open import open_source
@@ -23,6 +24,7 @@ def open_checkpoint(folder: str | Path, identity: SourceIdentity | None = None) 
         UsageError: no such path can be.
     """
     path = typed_path(folder)
+    refuse_unfinished(path)
     if (path / MANIFEST).is_file() or is_unfinished(path) or foreign_method(path) is None:
         return Checkpoint.open(path)
     return ForeignCheckpoint(path, identity)
@@ -36,6 +38,8 @@ def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckp
         QuantkitError: it isn't there or can't be read.
     """
     folder = local_path(uri)
+    if folder is not None and "/" in uri:  # before anything is asked of the hub
+        refuse_unfinished(folder)
     if folder is not None and is_checkpoint(folder):
         if revision is not None:
             raise UsageError(f"--revision {revision} makes no sense for a checkpoint's folder",
@@ -45,3 +49,7 @@ def open_model(uri: str, revision: str | None = None) -> ModelSource | AnyCheckp
         return open_source(uri, revision)
     except QuantizedError as found:
         return open_checkpoint(found.folder, found.identity)
+    except SourceError:
+        if folder is not None:  # a package's model may have the name of an unfinished run
+            refuse_unfinished(folder)
+        raise

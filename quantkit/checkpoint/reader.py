@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
+from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
 from quantkit.errors import CheckpointError, QuantkitError, SpecError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
@@ -24,8 +25,6 @@ CARD = "README.md"
 INDEX = "model.safetensors.index.json"
 GPTQ_CONFIG = "quantize_config.json"
 """``quantization_config`` once more, where readers of GPTQ checkpoints have always looked for it."""
-PARTIAL = ".partial"
-STATE = "state.json"
 AGAIN = "copy the checkpoint again from where it came, or quantize again"
 
 
@@ -56,7 +55,8 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
         """Open a checkpoint: the manifest is whole, every file is there with its size, and every
-        layer has the tensors that its format says. Hashes are left to ``quantkit verify``.
+        layer has the tensors that its format says. Hashes are left to
+        :mod:`quantkit.checkpoint.integrity` and ``quantkit verify``.
 
         Raises:
             CheckpointError: it is unfinished, damaged, or another tool's.
@@ -196,12 +196,11 @@ class Checkpoint:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint. Raises CheckpointError, saying what the folder is instead."""
+    refuse_unfinished(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", next="quantkit inspect DIR")
     if is_unfinished(folder):
-        raise CheckpointError(f"{folder} is an unfinished checkpoint",
-                              why="the run that was writing it stopped",
-                              next="run the same quantize command again: it resumes")
+        raise unfinished(folder, f"{folder} is an unfinished checkpoint")
     file = folder / MANIFEST
     if not file.is_file():
         if (method := foreign_method(folder)) is not None:
@@ -221,14 +220,6 @@ def read_manifest(folder: Path) -> Manifest:
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's ``config.json``. Raises CheckpointError if it is missing, malformed or too large."""
     return read_object(folder / CONFIG, MAX_CONFIG, error=CheckpointError, next=AGAIN)
-
-
-def is_unfinished(folder: Path) -> bool:
-    """Whether a writer is at work in it, or was."""
-    place = folder.resolve()
-    if place.parent.suffix == PARTIAL and (place.parent / STATE).is_file():
-        return True  # what a writer puts together, at whatever stage
-    return not (folder / MANIFEST).is_file() and (place.suffix == PARTIAL or (folder / STATE).is_file())
 
 
 def foreign_method(folder: Path) -> str | None:

@@ -36,16 +36,18 @@ from quantkit.checkpoint.assemble import assemble
 from quantkit.checkpoint.differences import pinned, told
 from quantkit.checkpoint.durable import FolderLock, disk_errors, hash_file, write_file
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
-from quantkit.checkpoint.reader import PARTIAL, STATE
 from quantkit.checkpoint.shards import SHARD_BYTES, LazyTensor, stored_tensors, tensor_chunks
+from quantkit.checkpoint.unfinished import LOCK as _LOCK
+from quantkit.checkpoint.unfinished import PARTIAL, STATE
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.paths import local_path, typed_path
 from quantkit.strict_json import parse_object, read_object
+from quantkit.units import human_bytes
 
 LAYOUT_VERSION = 2
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(rf"part-{_UNIT.pattern}\.(safetensors|json)")
-_LOCK, _STATES, _ASSEMBLED, _PUBLISHED = "lock", "states", "checkpoint", "published"
+_STATES, _ASSEMBLED, _PUBLISHED = "states", "checkpoint", "published"
 WORK = "work-"
 """A unit whose name begins so is kept while the run lasts, and is no part of the checkpoint."""
 
@@ -262,8 +264,8 @@ class CheckpointWriter:
         if missing > free:
             raise CheckpointError(
                 f"{self.out} doesn't fit on its disk",
-                why=f"{missing / 1e9:.2f} GB are needed (the finished layers, and the checkpoint made of "
-                    f"them), {free / 1e9:.2f} GB are free", next="free some space, or choose another --out")
+                why=f"{human_bytes(missing)} are needed (the finished layers, and the checkpoint made of "
+                    f"them), {human_bytes(free)} are free", next="free some space, or choose another --out")
 
     def _resume(self) -> None:
         self._refuse_strangers()  # now that nobody else is at work there

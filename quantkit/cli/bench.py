@@ -11,6 +11,7 @@ import rich_click as click
 from quantkit.cli.bench_gpu import compile_kernels, tune
 from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount, TokenCounts
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
@@ -67,12 +68,12 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
 @click.argument("model")
 @click.option("--batch", default="1", show_default=True, metavar="LIST", help="Sequences that are decoded "
                                                                               "together: 1,8.")
-@click.option("--context", default="0", show_default=True, metavar="LIST",
-              help="Tokens in the cache before decoding: 0,2048.")
+@click.option("--context", type=TokenCounts(0), default="0", show_default=True, metavar="LIST",
+              help="Tokens in the cache before decoding: 0,2048,8k,32K.")
 @click.option("--kv", metavar="LIST", help="KV settings: none,int8,int4. (The model's own.)")
-@click.option("--prompt", type=click.IntRange(min=0), default=512, show_default=True,
+@click.option("--prompt", type=TokenCount(0), default=512, show_default=True,
               help="Tokens of the timed prefill; 0: none.")
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Decoded tokens "
+@click.option("--tokens", type=TokenCount(), default=64, show_default=True, help="Decoded tokens "
                                                                                           "in a run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--random", metavar="RECIPE",
@@ -85,9 +86,9 @@ def kernels(ctx: click.Context, shapes: tuple[str, ...], rows: str, repeats: int
               help="Also write the JSON there, after every case.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, tokens: int, repeats: int,
-           random: str | None, device: str, no_fallback: bool, pdl: bool, out: Path | None, quiet: bool,
-           as_json: bool) -> None:
+def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, prompt: int,
+           tokens: int, repeats: int, random: str | None, device: str, no_fallback: bool, pdl: bool,
+           out: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure how fast MODEL reads a prompt and decodes.
 
     tok/s counts all sequences together. GB/s counts the weights and the KV cache that a step must read, and
@@ -106,7 +107,7 @@ def decode(model: str, batch: str, context: str, kv: str | None, prompt: int, to
         from quantkit.device import find_device
 
         loaded = random_model(model, random, find_device(device))
-    settings = DecodeSettings(_numbers("--batch", batch, 1), _numbers("--context", context, 0),
+    settings = DecodeSettings(_numbers("--batch", batch, 1), list(context),
                               [parse_kv(setting) for setting in split_settings(kv)] if kv else [loaded.kv],
                               prompt, tokens, repeats, not no_fallback, pdl)
     with ProgressLine("measuring", quiet) as progress:

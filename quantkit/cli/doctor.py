@@ -16,7 +16,14 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.plugin_facts import plugin_facts
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.cli.probe import PHASES, best_device, kernels_for, other_lines
+from quantkit.cli.probe import (
+    DECLINED_HINT,
+    PHASES,
+    best_device,
+    declined_option,
+    kernels_for,
+    other_lines,
+)
 from quantkit.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
@@ -34,9 +41,13 @@ OPTIONAL = {
 
 
 @click.command("doctor")
+@declined_option
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
-def command(as_json: bool) -> None:
-    """Show this machine, its kernels, and what is missing."""
+def command(declined: bool, as_json: bool) -> None:
+    """Show this machine, the kernels that run on it, and what is missing.
+
+    With --declined, the kernel of each format and spec is listed, and why the other kernels declined.
+    """
     facts = doctor_facts()
     if as_json:
         print_json(facts)
@@ -55,12 +66,17 @@ def command(as_json: bool) -> None:
     click.echo(wrapped("gpu", "; ".join(gpu["devices"]) or gpu["why_none"]))
     click.echo(wrapped("triton", facts["packages"]["triton"] or "not installed"))
     where = "GPU" if gpu["devices"] else "CPU"
-    click.echo(f"\nkernels, by what they would run on this {where} (decode / prefill, bfloat16)")
-    rows = [[case["format"], case["label"], case["decode"]["kernel"] or "none",
-             case["prefill"]["kernel"] or "none"] for case in facts["kernels"]]
-    click.echo(table(["format", "spec", "decode", "prefill"], rows))
-    for line in _reasons(facts["kernels"]):
+    click.echo(f"\nkernels that run on this {where} (decode / prefill, bfloat16)")
+    for line in _used(facts["kernels"]):
         click.echo(line)
+    if declined:
+        rows = [[case["format"], case["label"], case["decode"]["kernel"] or "none",
+                 case["prefill"]["kernel"] or "none"] for case in facts["kernels"]]
+        click.echo("\n" + table(["format", "spec", "decode", "prefill"], rows))
+        for line in _reasons(facts["kernels"]):
+            click.echo(line)
+    else:
+        click.echo(f"  {DECLINED_HINT}")
     click.echo("\nother operations (head dimension 128, KV cache as computed or int8)")
     for line in other_lines(facts["operations"]):
         click.echo(line)
@@ -151,6 +167,16 @@ def _specs() -> Iterator[Any]:
     yield QuantSpec(bits=8, granularity=channel, scale_dtype="bfloat16", activations="token")
     yield QuantSpec(kind="fp", bits=8, granularity=channel, scale_dtype="bfloat16", activations="token")
     yield QuantSpec(kind="fp", bits=8, granularity=channel, scale_dtype="bfloat16")
+
+
+def _used(cases: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each kernel (or pair of them) with the specs that it runs, whatever their format."""
+    specs: dict[tuple[str, ...], dict[str, None]] = {}
+    for case in cases:
+        names = tuple(dict.fromkeys(case[phase]["kernel"] or "none" for phase in PHASES))
+        specs.setdefault(names, {})[case["label"]] = None
+    for names, labels in specs.items():
+        yield wrapped(f"  {' / '.join(names)}", ", ".join(labels), 20)
 
 
 def _reasons(cases: list[dict[str, Any]]) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note
+from quantkit.cli.present import device_option, note, verify_option
 from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 
 
@@ -17,17 +19,18 @@ from quantkit.errors import UsageError
                                              "hf://datasets/OWNER/NAME/FILE@REVISION.")
 @click.option("--suite", metavar="NAME", help="Named settings: quick, standard. Options given here "
                                               "override them.")
-@click.option("--window", type=click.IntRange(min=2), help="Tokens in a window (512).")
+@click.option("--window", type=TokenCount(2), help="Tokens in a window: 2048, 2k (2,000), 2K (2,048). (512.)")
 @click.option("--windows", type=click.IntRange(min=1), help="Number of windows (40).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
               help="Dtype of activations; auto is each model's own.")
 @device_option
+@verify_option
 @click.option("--noise-floor", is_flag=True, help="Also compare with the first model in float32 arithmetic.")
 @click.option("--no-speed", is_flag=True, help="Quality only.")
 @click.option("--kv", multiple=True, metavar="LIST", help="KV settings; every model runs with each of "
                                                           "them: none,int8,\"window(512, sinks=4)\". (Each "
                                                           "model's own.)")
-@click.option("--prompt", type=click.IntRange(min=1), help="With KV settings: prompt tokens at the "
+@click.option("--prompt", type=TokenCount(), help="With KV settings: prompt tokens at the "
                                                            "beginning of a window; the rest is scored "
                                                            "(half).")
 @click.option("--tasks", metavar="LIST", help="Also run these lm-eval tasks: arc_easy,piqa, or YAML files.")
@@ -35,9 +38,9 @@ from quantkit.errors import UsageError
               help="The folder with the tasks' JSONL files. [env: QUANTKIT_TASK_DATA]",
               envvar="QUANTKIT_TASK_DATA")
 @click.option("--limit", type=click.IntRange(min=1), help="Largest number of items of each task.")
-@click.option("--prefill", type=click.IntRange(min=1),
+@click.option("--prefill", type=TokenCount(),
               help="Prompt tokens of the speed test (256; with KV settings, enough to fill the window).")
-@click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True,
+@click.option("--decode", type=TokenCount(), default=32, show_default=True,
               help="New tokens of the speed test.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs.")
 @click.option("--revision", help="Branch, tag or commit of the first model, if it is on the hub.")
@@ -49,7 +52,7 @@ from quantkit.errors import UsageError
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def command(models: tuple[str, ...], text: str | None, suite: str | None, window: int | None,
-            windows: int | None, dtype: str, device: str, noise_floor: bool, no_speed: bool,
+            windows: int | None, dtype: str, device: str, verify: bool, noise_floor: bool, no_speed: bool,
             kv: tuple[str, ...], prompt: int | None, tasks: str | None, task_data: Path | None,
             limit: int | None, prefill: int | None, decode: int, repeats: int, revision: str | None,
             out: Path | None, report: tuple[str, ...], plot: str | None, quiet: bool, as_json: bool) -> None:
@@ -71,6 +74,8 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         reporters(names)
     if out is not None:
         require_writable(out)
+    if verify:
+        _verify(models, revision, quiet)
     chosen = load_suite(suite) if suite else None
     settings = EvalSettings(
         text=text or (chosen.text if chosen else "builtin"),
@@ -107,3 +112,21 @@ def _printed(names: tuple[str, ...] | None, out: Path | None, as_json: bool) -> 
                          else "several reporters can't print at once",
                          next="add --out DIR, and each is written to its file there")
     return names[0]
+
+
+def _verify(models: Sequence[str], revision: str | None, quiet: bool) -> None:
+    """Check all bytes of the models that are checkpoints of ours. Raises CheckpointError for damage."""
+    from quantkit.checkpoint.integrity import check_files
+    from quantkit.checkpoint.open import open_model
+    from quantkit.checkpoint.reader import Checkpoint
+
+    for index, model in enumerate(models):
+        opened = open_model(model, None if index else revision)
+        try:
+            if isinstance(opened, Checkpoint):
+                with ProgressLine(f"verifying {model}", quiet) as progress:
+                    check_files(opened, progress)
+            elif not quiet:
+                note(f"{model} isn't verified: only checkpoints of quantkit record their files' hashes")
+        finally:
+            opened.close()

@@ -9,7 +9,7 @@ import rich_click as click
 
 from quantkit.cli.present import device_option, note
 from quantkit.cli.progress import ProgressLine
-from quantkit.errors import UsageError
+from quantkit.cli.tokens import TokenCount, TokenCounts
 
 if TYPE_CHECKING:
     from quantkit.evaluate.long.answer import When
@@ -22,8 +22,9 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--kv", multiple=True, metavar="LIST",
               help='KV settings to compare with the full cache: int8,"snapkv(0.5)+int4". (The model\'s own.)')
 @click.option("--tasks", metavar="LIST", default=_DEFAULT, show_default=True, help="Tasks to run.")
-@click.option("--lengths", metavar="LIST", default="1024,2048,4096", show_default=True,
-              help="Tokens of a context with its question and answer; also the borders of positions.")
+@click.option("--lengths", type=TokenCounts(), metavar="LIST", default="1024,2048,4096", show_default=True,
+              help="Tokens of a context with its question and answer: 4096,8k,32K; also the "
+                   "borders of positions.")
 @click.option("--depths", type=click.IntRange(min=1), default=5, show_default=True,
               help="Number of places from the beginning to the end where an answer is hidden.")
 @click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True,
@@ -36,9 +37,9 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
 @click.option("--filler", is_flag=True, help="Hide facts in generated sentences instead of the text.")
 @click.option("--chat", is_flag=True, help="Ask with the chat template; without it the user's text is "
                                            "continued.")
-@click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True,
+@click.option("--prompt", type=TokenCount(), default=512, show_default=True,
               help="For positions and generated: prompt tokens of a text.")
-@click.option("--new-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
+@click.option("--new-tokens", "-n", type=TokenCount(), default=128, show_default=True,
               help="Tokens that are generated.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
               help="Seed for names, numbers, places and text.")
@@ -50,7 +51,7 @@ _DEFAULT = "passkey,needle,multikey,variables,positions,generated"
               help="Also write report.md and results.json there; after a stop the same command goes on.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: int, samples: int,
+def command(model: str, kv: tuple[str, ...], tasks: str, lengths: tuple[int, ...], depths: int, samples: int,
             question: str, text: str, filler: bool, chat: bool, prompt: int, new_tokens: int, seed: int,
             dtype: str, device: str, revision: str | None, out: Path | None, quiet: bool,
             as_json: bool) -> None:
@@ -72,7 +73,7 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
                                           "later": ("later",)}
     settings = LongSettings(
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
-        tasks=tuple(name.strip() for name in tasks.split(",")), lengths=_whole(lengths), depths=depths,
+        tasks=tuple(name.strip() for name in tasks.split(",")), lengths=lengths, depths=depths,
         samples=samples, text=text, filler=filler, chat=chat, questions=whens[question], prompt=prompt,
         new_tokens=new_tokens, seed=seed, dtype=dtype, device=device, revision=revision)
     with ProgressLine("evaluating", quiet) as progress:
@@ -82,11 +83,3 @@ def command(model: str, kv: tuple[str, ...], tasks: str, lengths: str, depths: i
         for path in long.write(result, out):
             note(f"wrote {path}")
         forget(out)
-
-
-def _whole(lengths: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in lengths.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise UsageError(f"--lengths {lengths[:80]} can't be read", next="--lengths 1024,2048,4096",
-                         why="they are whole numbers of tokens, separated by commas")
-    return tuple(map(int, parts))

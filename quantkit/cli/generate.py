@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note, print_json, show_warning
+from quantkit.cli.present import device_option, note, print_json, show_warning, verify_option
+from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @click.option("--parse-special-tokens", "parse_special", is_flag=True,
               help="With --chat: control tokens written out in the messages (<|im_end|>) become control "
                    "tokens. By default they are plain text.")
-@click.option("--max-tokens", "-n", type=click.IntRange(min=1), default=128, show_default=True,
+@click.option("--max-tokens", "-n", type=TokenCount(), default=128, show_default=True,
               help="Largest number of new tokens.")
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample among the k most likely "
@@ -53,12 +55,13 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
               show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
                                       "own.")
 @device_option
+@verify_option
 @click.option("--quiet", "-q", is_flag=True, help="No figures on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, token counts and speed as JSON.")
 @click.pass_context
 def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str | None, parse_special: bool,
-            kv: str | None, revision: str | None, dtype: str, device: str, quiet: bool, as_json: bool,
-            **options: Any) -> None:
+            kv: str | None, revision: str | None, dtype: str, device: str, verify: bool, quiet: bool,
+            as_json: bool, **options: Any) -> None:
     """Generate text from a model or a checkpoint.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. The model continues PROMPT, or
@@ -78,7 +81,8 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     from quantkit.runtime.loader import load
 
     setting = None if kv is None else parse_kv(kv)
-    loaded = load(model, revision=revision, dtype=dtype, device=device)
+    with ProgressLine(f"verifying {model}", quiet or not verify) as progress:
+        loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify, progress=progress)
     ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.layers import group_layers, layers_option
 from quantkit.cli.present import print_json, table, wrapped
-from quantkit.cli.probe import PHASES, best_device, other_lines
+from quantkit.cli.probe import DECLINED_HINT, PHASES, best_device, declined_option, other_lines
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
@@ -26,14 +27,15 @@ OPERATIONS = "other operations"
 @click.command("inspect")
 @click.argument("model")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
-@click.option("--layers", is_flag=True, help="Show one row per layer instead of one per kind of layer.")
+@layers_option()
+@declined_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, one row per layer.")
-def command(model: str, revision: str | None, layers: bool, as_json: bool) -> None:
+def command(model: str, revision: str | None, layers: bool, declined: bool, as_json: bool) -> None:
     """Show what a model or checkpoint holds, layer by layer.
 
     MODEL is a checkpoint of quantkit or another tool, a local folder, a .gguf file, pkg:NAME, synthetic:NAME
-    or a model on the hub. No weight is read. The output names the kernel that would run each quantized layer
-    on this machine, and why the other kernels declined.
+    or a model on the hub. No weight is read. The output names the kernel that would run each layer on this
+    machine; --declined also shows which other kernels declined, and why.
     """
     facts = inspect_facts(model, revision)
     if as_json:
@@ -42,14 +44,16 @@ def command(model: str, revision: str | None, layers: bool, as_json: bool) -> No
     _print_head(facts)
     click.echo()
     click.echo(_layer_table(facts["layers"], grouped=not layers))
-    declined = list(_declined_lines(facts["layers"]))
-    if declined:
-        click.echo("\nkernels that declined")
-        for line in declined:
-            click.echo(line)
     click.echo("\nother operations")
     for line in other_lines(facts["operations"]):
         click.echo(line)
+    reasons = list(_declined_lines(facts["layers"]))
+    if reasons and declined:
+        click.echo("\nkernels that declined")
+        for line in reasons:
+            click.echo(line)
+    elif reasons:
+        click.echo(f"\n{DECLINED_HINT}")
     noted = [(row["name"], text) for row in facts["layers"] for text in row["notes"]]
     if noted:
         click.echo("\nfallbacks taken")
@@ -209,18 +213,15 @@ def _print_head(facts: dict[str, Any]) -> None:
 
 def _layer_table(layers: list[dict[str, Any]], grouped: bool) -> str:
     """A row a kind of layer (numbers replaced by ``*``) or a row a layer, 80 columns wide."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in layers:
-        name = row["name"].removeprefix("model.layers.")
-        if grouped:
-            name = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        key = (name, tuple(row["shape"]), f"{row['method'] or 'kept'} {_short(row)}",
-               *(row["kernels"][phase]["kernel"] or "none" for phase in PHASES))
-        groups.setdefault(key, []).append(row)
+    def what(row: dict[str, Any]) -> tuple[Any, ...]:
+        return (tuple(row["shape"]), f"{row['method'] or 'kept'} {_short(row)}",
+                *(row["kernels"][phase]["kernel"] or "none" for phase in PHASES))
+
     rows = []
-    for (name, shape, what, *kernels), members in groups.items():
+    for name, members in group_layers(layers, lambda row: str(row["name"]), what, each=not grouped):
+        shape, stored, *kernels = what(members[0])
         bits = members[0]["bits"]
-        rows.append([name, str(len(members)), "×".join(map(str, shape)), what,
+        rows.append([name, str(len(members)), "×".join(map(str, shape)), stored,
                      "?" if bits is None else f"{bits:.2f}",
                      human_bytes(sum(row["bytes"] for row in members)), *kernels])
     headers = ["layer", "n", "shape", "is", "bits", "bytes", *PHASES]

@@ -10,6 +10,7 @@ import rich_click as click
 
 from quantkit.cli.again import typed
 from quantkit.cli.present import print_json
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 from quantkit.units import human_bytes
 
@@ -23,8 +24,8 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
 
 @click.command("plan")
 @click.argument("model")
-@click.option("--context", type=click.IntRange(min=1), required=True, metavar="TOKENS",
-              help="Tokens of each sequence, prompt and answer together.")
+@click.option("--context", type=TokenCount(), required=True, metavar="TOKENS",
+              help="Tokens of each sequence, prompt and answer together: 8192, 8k (8,000), 8K (8,192).")
 @click.option("--concurrency", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Number of sequences that run at once.")
 @click.option("--memory", required=True, metavar="SIZE", help="Total memory for weights, KV cache and "
@@ -35,7 +36,7 @@ _POWERS = {"g": 1e9, "t": 1e12, "p": 1e15}
 @click.option("--kv", "settings", multiple=True, metavar="SETTING",
               help='Choose the KV cache from these alone: int8, "window(1024, sinks=4)+int8". May be '
                    "repeated. (All measured codecs; nothing is dropped.)")
-@click.option("--prompt", type=click.IntRange(min=1), metavar="TOKENS",
+@click.option("--prompt", type=TokenCount(), metavar="TOKENS",
               help="Prompt tokens within the context; policies decide at their end what they drop. (Half.)")
 @click.option("--bandwidth", metavar="RATE", help="Memory bandwidth: 200GB/s. (Measured on this CPU.)")
 @click.option("--flops", metavar="RATE", help="Operations a second: 40T. (Measured on this CPU.)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import rich_click as click
+
 from quantkit.cli.present import wrapped
 
 if TYPE_CHECKING:
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from quantkit.spec import QuantSpec
 
 PHASES = ("decode", "prefill")
+DECLINED_HINT = "--declined shows which other kernels declined, and why"
+declined_option = click.option("--declined", is_flag=True,
+                               help="Also show which kernels declined, and why.")
 
 
 def kernels_for(format: str, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:

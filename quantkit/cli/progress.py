@@ -1,14 +1,16 @@
-"""Progress with an ETA on stderr: a bar on a terminal, a line every tenth elsewhere."""
+"""Progress with phases and an ETA on stderr: a bar on a terminal, a line every tenth elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from quantkit.cli.eta import TimeLeft, human_seconds
 from quantkit.cli.present import note
-from quantkit.progress import ProgressEvent
+from quantkit.progress import ProgressEvent, WorkPhase
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -36,55 +38,77 @@ class CompileNotice:
 class ProgressLine:
     """Give it to long work as its callback; use it in a ``with``.
 
+    The time left is that of the phase, or of what is counted; it isn't shown before enough was measured.
+
     Args:
         title: stands before the bar.
         quiet: say nothing.
+        clock: seconds that pass.
     """
 
-    def __init__(self, title: str, quiet: bool = False) -> None:
+    def __init__(self, title: str, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self.title, self.quiet = title, quiet
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._started: float | None = None
-        self._total, self._first, self._tenths = 0, 0, 0
+        self._eta = TimeLeft(clock)
+        self._part: tuple[WorkPhase | None, int] | None = None
+        self._tenths = 0
 
     def __enter__(self) -> ProgressLine:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
             self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                            TimeRemainingColumn(), console=Console(stderr=True))
+                            TextColumn("{task.fields[left]}"), console=Console(stderr=True))
             self._bar.start()
         return self
 
     def __call__(self, step: ProgressEvent) -> None:
         """Take in one report."""
-        if self._bar is not None:
-            if self._task is None:
-                self._task = self._bar.add_task(self.title, total=step.total, completed=step.done)
-            self._bar.update(self._task, completed=step.done, total=step.total,
-                             description=f"{self.title}  {step.label}")
-        elif not self.quiet:
-            self._line(step)
-
-    def _line(self, step: ProgressEvent) -> None:
-        if self._started is None or step.total != self._total:
+        begins = (step.phase, step.total) != self._part
+        if begins:
             # the first report, or the work has come to a part that counts other things
-            self._started, self._first = time.monotonic(), step.done
-            self._total, self._tenths = step.total, 0
+            self._part, self._tenths = (step.phase, step.total), 0
+            self._eta.begin(step.done)
+        self._eta.update(step.done, step.total, step.kept)
+        if self._bar is not None:
+            self._draw(self._bar, step)
+        elif not self.quiet:
+            self._line(step, begins)
+
+    def _left(self, step: ProgressEvent) -> str:
+        """``about 40 s left in this phase``; nothing if that isn't known."""
+        seconds = self._eta.show()
+        where = " in this phase" if step.phase and step.phase.total > 1 else ""
+        return "" if seconds is None else f"about {human_seconds(seconds)} left{where}"
+
+    def _draw(self, bar: Bar, step: ProgressEvent) -> None:
+        if self._task is None:
+            self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="")
+        name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
+        bar.update(self._task, completed=step.done, total=step.total, description=name,
+                   left=self._left(step))
+
+    def _line(self, step: ProgressEvent, begins: bool) -> None:
+        name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
         tenths = 10 * step.done // step.total if step.total else 10
+        if begins and step.phase and (step.done == 0 or tenths == 10):
+            self._tenths = tenths  # how much it is need not be said
+            note(name)
         if tenths <= self._tenths:
             return
         self._tenths = tenths
-        spent = time.monotonic() - self._started
-        moved = step.done - self._first
-        eta = f", about {spent * (step.total - step.done) / moved:.0f} s left" if moved > 0 and (
-            step.done < step.total) else ""
-        note(f"{self.title}: {step.done} of {step.total}{eta}")
+        left = self._left(step)
+        note(f"{name}: {step.done} of {step.total}" + (f", {left}" if left else ""))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _name(phase: WorkPhase) -> str:
+    """``phase 2 of 4, measuring candidates``."""
+    return f"phase {phase.number} of {phase.total}, {phase.name}"

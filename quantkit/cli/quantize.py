@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from quantkit.cli.again import typed
+from quantkit.cli.layers import group_layers, layers_option
 from quantkit.cli.present import print_json, show_warning, table, wrapped
 from quantkit.cli.progress import ProgressLine
+from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
+from quantkit.progress import Listener, between
 from quantkit.units import human_bytes
 
 if TYPE_CHECKING:
@@ -42,13 +45,14 @@ MIXED = "mixed"
               help="The folder to create; it must not exist yet.")
 @click.option("--dry-run", is_flag=True,
               help="Check every layer and print what would be done, with memory and disk; write nothing.")
+@layers_option("With --dry-run: show one row per layer instead of one per kind of layer.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
                    " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes it). May"
                    " be repeated.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
-@click.option("--length", type=click.IntRange(min=8), metavar="N", help="Tokens in a window.")
+@click.option("--length", type=TokenCount(8), metavar="N", help="Tokens in a window: 512, 2k, 2K.")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
               help="Cut windows anywhere (stream), or begin each with a document; auto does the latter for"
                    " chats only.")
@@ -65,9 +69,9 @@ MIXED = "mixed"
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or the result as JSON.")
 def command(source: str, recipe_name: str | None, budget: str | None, out: Path | None, dry_run: bool,
-            revision: str | None, calibration: tuple[str, ...], samples: int | None, length: int | None,
-            packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str, device: str,
-            strict: bool, quiet: bool, as_json: bool) -> None:
+            layers: bool, revision: str | None, calibration: tuple[str, ...], samples: int | None,
+            length: int | None, packing: str | None, avoid: tuple[str, ...], seed: int | None, executor: str,
+            device: str, strict: bool, quiet: bool, as_json: bool) -> None:
     """Quantize a model by a recipe, or to a size, and write a checkpoint.
 
     SOURCE is a local folder, a .gguf file, pkg:NAME, synthetic:NAME or a model on the hub. Finished
@@ -80,10 +84,13 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         raise UsageError("neither --recipe nor --budget is given", why="one of them says how to quantize",
                          next=f"quantkit quantize {quote(source)} --budget 4.25bpw --out OUT, or a recipe of "
                               "`quantkit recipes list`")
-    again = typed("out", "dry_run", "as_json")
+    again = typed("out", "dry_run", "layers", "as_json")
     if out is None and not dry_run:
         raise UsageError("--out is missing", why="the checkpoint needs a folder",
                          next=f"{again} --out OUT, or --dry-run instead")
+    if layers and not dry_run:
+        raise UsageError("--layers is given without --dry-run", why="only a dry run shows a table of layers",
+                         next=f"leave it out, or {again} --dry-run --layers")
     recipe = load_recipe(recipe_name or MIXED)
     changes = {"text": calibration[0] if len(calibration) == 1 else calibration or None, "samples": samples,
                "length": length, "packing": packing, "avoid": avoid or None, "seed": seed}
@@ -95,7 +102,7 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
         if not dry_run and out is not None:
             refuse_existing(out, source)
             _check_machine(executor, device)
-        choice = _choose(source, recipe, budget, revision, quiet)
+        choice = _choose(source, recipe, budget, revision, quiet, alone=dry_run)
         recipe = choice.recipe
     if dry_run:
         plan, facts = _plan(source, recipe, revision, quiet)
@@ -105,9 +112,12 @@ def command(source: str, recipe_name: str | None, budget: str | None, out: Path 
             print_json({"source": source, **plan.to_dict(), "calibration": known}
                        | ({"budget": choice.to_dict()} if choice else {}))
         else:
-            _print_plan(plan, facts)
+            click.echo(_layer_table(plan, each=layers))
+            click.echo()
             if choice:
                 _print_choice(choice)
+            _print_calibration(plan, facts)
+            _print_sums(plan)
             click.echo(f"{'next':<14}{again} --out OUT")
         return
     assert out is not None
@@ -141,7 +151,18 @@ def _calibration(recipe: Recipe, changes: dict[str, Any]) -> CalibrationSpec | N
                          next="quantkit quantize --help") from None
 
 
-def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool) -> BudgetChoice:
+def _phases_of_all(recipe: Recipe) -> int:
+    """Of a run that measures, chooses and quantizes, if no phase turns out to be needless."""
+    from quantkit.planning.phases import budget_phases, run_phases
+    from quantkit.spec import CalibrationSpec
+
+    spec = recipe.calibration or CalibrationSpec()
+    return len(budget_phases(spec)) + len(run_phases(spec, spec.importance == "gradient"))
+
+
+def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet: bool,
+            alone: bool) -> BudgetChoice:
+    """``alone``: nothing is quantized afterwards."""
     from quantkit.budget.amount import parse_budget
     from quantkit.budget.choose import choose
     from quantkit.solve import ModelOrigin
@@ -150,7 +171,8 @@ def _choose(source: str, recipe: Recipe, text: str, revision: str | None, quiet:
     opened = ModelOrigin(source, revision, recipe).open()
     try:
         with _terminate_is_interrupt(), ProgressLine(f"{source} in {text}", quiet=quiet) as progress:
-            return choose(opened, recipe, budget, progress)
+            return choose(opened, recipe, budget,
+                          progress if alone else between(progress, 0, _phases_of_all(recipe)))
     finally:
         opened.close()
 
@@ -172,19 +194,25 @@ def _plan(source: str, recipe: Recipe, revision: str | None,
         opened.close()
 
 
-def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
-    rows = [[row.name.removeprefix("model.layers."), row.method or "kept", row.format or "-", _label(row),
-             f"{row.bits:.2f}", human_bytes(row.bytes_before), human_bytes(row.bytes_after)]
-            for row in plan.rows]
-    click.echo(table(["layer", "method", "format", "spec", "bits", "before", "after"], rows, right=(4, 5, 6)))
-    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
-    click.echo()
-    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
-    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
-                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
-    click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
-    click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
-                                      f"{human_bytes(plan.disk_bytes)} when done"))
+def _layer_table(plan: Plan, each: bool) -> str:
+    """A row a kind of layer, or a row a layer (``each``)."""
+    def done(row: PlanRow) -> tuple[str, ...]:
+        return ("×".join(map(str, row.shape)), row.method or "kept", row.format or "-", _label(row),
+                f"{row.bits:.2f}")
+
+    rows = []
+    for name, members in group_layers(plan.rows, lambda row: row.name, done, each=each):
+        _, *cells = done(members[0])
+        rows.append([name, str(len(members)), *cells, human_bytes(sum(row.bytes_before for row in members)),
+                     human_bytes(sum(row.bytes_after for row in members))])
+    headers = ["layer", "n", "method", "format", "spec", "bits", "before", "after"]
+    if each:
+        headers, rows = [headers[0], *headers[2:]], [[row[0], *row[2:]] for row in rows]
+    return table(headers, rows,
+                 right=[i for i, head in enumerate(headers) if head in ("n", "bits", "before", "after")])
+
+
+def _print_calibration(plan: Plan, facts: CalibrationFacts | None) -> None:
     spec = plan.recipe.calibration
     if facts is None and plan.calibrated and spec is not None:
         windows = f"{spec.samples} windows of {spec.length} tokens, which the model writes first"
@@ -193,6 +221,17 @@ def _print_plan(plan: Plan, facts: CalibrationFacts | None) -> None:
         click.echo(wrapped("calibration", _windows(facts)))
         for line in facts.coverage.lines() if facts.coverage else ():
             click.echo(wrapped("", line))
+
+
+def _print_sums(plan: Plan) -> None:
+    """What a dry run is run for, and so its end."""
+    before = plan.other_bytes + sum(row.bytes_before for row in plan.rows)
+    click.echo(wrapped("bits/weight", f"{plan.bits_per_weight:.2f} over {plan.linears} Linear layers"))
+    click.echo(wrapped("size", f"{human_bytes(before)} → {human_bytes(plan.disk_bytes)}, of which "
+                               f"{human_bytes(plan.other_bytes)} stay as they are (embeddings, norms)"))
+    click.echo(wrapped("peak memory", f"about {human_bytes(plan.peak_bytes)}"))
+    click.echo(wrapped("disk needed", f"{human_bytes(plan.needed_disk_bytes)} while it runs, "
+                                      f"{human_bytes(plan.disk_bytes)} when done"))
 
 
 def _print_choice(choice: BudgetChoice) -> None:
@@ -233,12 +272,18 @@ def _run(source: str, recipe: Recipe, out: Path, revision: str | None, calibrati
          executor: str, device: str, strict: bool, quiet: bool, as_json: bool,
          choice: BudgetChoice | None) -> None:
     from quantkit.checkpoint.manifest import reached_experts
+    from quantkit.planning.phases import run_phases
     from quantkit.quantize import quantize
 
     if choice and not as_json:
         _print_choice(choice)
     with _terminate_is_interrupt(), ProgressLine(f"{source} by {recipe.name}", quiet=quiet) as progress:
-        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=progress,
+        listener: Listener = progress
+        if choice:  # its phases come after those in which layers were measured
+            total = _phases_of_all(recipe)
+            listener = between(progress, total - len(run_phases(choice.plan.calibration,
+                                                                choice.plan.weighed)), total)
+        result = quantize(source, recipe, out, revision=revision, strict=strict, progress=listener,
                           executor=executor, device=device)
     _warn_of_no_effect(result.plan, calibration)
     for text in result.fallbacks:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.present import device_option, note, show_error, show_warning
+from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
+from quantkit.cli.progress import ProgressLine
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -58,12 +59,13 @@ MAX_NAME = 200
               show_default=True, help="Dtype of activations and unquantized weights; auto is the model's "
                                       "own.")
 @device_option
+@verify_option
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
             max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
-            device: str, as_json: bool) -> None:
+            device: str, verify: bool, as_json: bool) -> None:
     """Serve a model on this machine with OpenAI's API and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -85,7 +87,9 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         from quantkit.serve.app import create_app
 
         note(f"loading {model}")
-        loaded = load(model, revision=revision, dtype=dtype, device=device)
+        with ProgressLine(f"verifying {model}", quiet=not verify) as progress:
+            loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                          progress=progress)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)
         note(_about(loaded, engine))

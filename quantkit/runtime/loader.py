@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from quantkit.checkpoint.foreign.checkpoint import ForeignCheckpoint
+from quantkit.checkpoint.integrity import check_files, check_sample
 from quantkit.checkpoint.manifest import LayerRow, Manifest
 from quantkit.checkpoint.open import AnyCheckpoint, open_model
 from quantkit.checkpoint.reader import Checkpoint
@@ -26,6 +27,7 @@ from quantkit.models.loadable import check_loadable
 from quantkit.ops.cpu_machine import unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
+from quantkit.progress import Listener, silent
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
@@ -91,12 +93,13 @@ class LoadedModel:
         return self.model.dtype
 
 
-def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
-         device: str = "auto") -> LoadedModel:
+def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
+         verify: bool = False, progress: Listener = silent) -> LoadedModel:
     """Load a model.
 
     Plain weights with the right dtype are mapped from their file, not copied. Weights that a CPU multiplies
-    by are packed one after another.
+    by are packed one after another. A checkpoint of ours is first checked for damage, in a bounded number of
+    bytes: a small one wholly, a large one in places.
 
     Args:
         uri: a checkpoint's folder, or anything that a source accepts; on the hub, a checkpoint too.
@@ -104,8 +107,11 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
         dtype: of activations and plain weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` takes the
             model's.
         device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
+        verify: check all bytes against their hashes before anything is loaded.
+        progress: told of what is verified.
 
     Raises:
+        UsageError: an argument is off, or nothing is recorded that ``verify`` could compare with.
         QuantkitError: the model isn't there, is damaged, or has a tensor too many or too few.
     """
     if dtype != "auto" and dtype not in FLOATS:
@@ -113,6 +119,14 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto",
     place = find_device(device)
     source = open_model(uri, revision)
     try:
+        if isinstance(source, Checkpoint):
+            if verify:
+                check_files(source, progress)
+            else:
+                check_sample(source)
+        elif verify:
+            raise UsageError(f"{uri} can't be verified", next="leave out --verify",
+                             why="only checkpoints of quantkit record the hashes of their files")
         if isinstance(source, Checkpoint | ForeignCheckpoint):
             return _checkpoint(source, uri, dtype, place)
         return _source(source, uri, dtype, place)

@@ -97,7 +97,7 @@ def test_no_fallback_asks_the_kv_setting_too(cli, checkpoint, monkeypatch, kv):
 
 @pytest.mark.parametrize("arguments, said", [
     (("--batch", "0"), "--batch is '0'"), (("--batch", "1,,2"), "--batch is '1,,2'"),
-    (("--context", "-1"), "--context is '-1'"), (("--kv", "banana"), "no KV policy or codec"),
+    (("--context", "-1"), "--context -1 can't be read"), (("--kv", "banana"), "no KV policy or codec"),
     (("--context", "600"), "was made for 512"), (("--tokens", "510", "--prompt", "8"), "was made for 512"),
 ])
 def test_what_cannot_be_measured_is_refused_at_once(cli, tiny, monkeypatch, arguments, said):

@@ -11,6 +11,19 @@ def test_text(cli):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
+def test_what_runs_is_shown_first_and_what_declined_on_demand(cli):
+    short, long = cli("doctor").stdout, cli("doctor", "--declined").stdout
+    assert "declined  " not in short and "pack-quantized" not in short and "--declined" in short
+    assert "  declined  cpu-int8: has no zero point [int8 g64 asym" in long and "pack-quantized" in long
+    assert "--declined" not in long
+    lines = short.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("kernels that run"))
+    used = lines[head + 1:lines.index("", head)]
+    assert len(used) <= 10, "a short table"
+    assert any(line.split()[0] == "cpu-int4" and "int4 g64 sym" in line for line in used)
+    assert max(map(len, long.splitlines())) <= 80
+
+
 def test_json(cli_json):
     facts = cli_json("doctor")
     assert facts["cpu"]["torch_threads"] >= 1

@@ -34,7 +34,7 @@ def test_json_and_the_model_s_own_setting(cli_json, model):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--tasks", "haystack"), "passkey"), (("--lengths", "1k"), "whole numbers"),
+    (("--tasks", "haystack"), "passkey"), (("--lengths", "1q"), "whole numbers"),
     (("--lengths", "9" * 5000), "whole numbers"),
     (("--lengths", "100000"), "context"), (("--kv", "int9"), "int8"),
     (("--text", "/nowhere/at/all.txt"), "read"),

@@ -40,6 +40,16 @@ def test_a_row_a_layer(cli, checkpoint):
     assert sum("_proj" in line for line in result.stdout.splitlines()) == 14
 
 
+def test_what_declined_is_shown_on_demand(cli, checkpoint):
+    short, long = cli("inspect", checkpoint).stdout, cli("inspect", checkpoint, "--declined").stdout
+    assert "cpu-int8" in short and "cpu-int4: " not in short
+    assert "--declined shows" in short and "--declined" not in long
+    assert "cpu-int4: multiplies integers of at most 4 bits, not int8 (14 layers)" in long
+    head, _, reasons = long.partition("\nkernels that declined\n")
+    assert "other operations" in head, "what runs comes first"
+    assert "_proj" not in reasons
+
+
 def test_json_has_kernels_and_reasons(cli_json, checkpoint):
     facts = cli_json("inspect", checkpoint)
     assert facts["kind"] == "checkpoint" and len(facts["layers"]) == 14
@@ -96,6 +106,20 @@ def test_an_unfinished_checkpoint(cli, checkpoint, tmp_path):
     (half / "state.json").write_text("{}")
     result = cli("inspect", half)
     assert result.exit_code == 1 and "unfinished" in result.stderr and "next: " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "serve-local", "eval", "verify"])
+def test_a_folder_whose_run_is_not_finished(cli, tmp_path, command):
+    half = tmp_path / "OUT.partial"
+    half.mkdir()
+    (half / "state.json").write_text(
+        '{"identity": {"source": {"uri": "smollm2"}, "recipe": {"name": "int4"}}}')
+    more = {"generate": ["Once"], "serve-local": ["--port", "0"]}.get(command, [])
+    result = cli(command, tmp_path / "OUT", *more)
+    assert result.exit_code == 1, result.stderr
+    assert f"error: {tmp_path / 'OUT'} isn't finished\n" in result.stderr
+    assert "of smollm2 by recipe int4" in result.stderr
+    assert f"quantkit quantize smollm2 … --out {tmp_path / 'OUT'}" in result.stderr
 
 
 def test_another_tools_checkpoint(cli, cli_json, checkpoint, tmp_path):

@@ -13,17 +13,42 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.verify import verify
 
 
-def test_dry_run_prints_a_row_a_layer_and_makes_nothing(cli, tiny, tmp_path, monkeypatch):
+def test_dry_run_prints_a_row_a_kind_of_layer_and_makes_nothing(cli, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert sum("_proj" in line for line in lines) == 14
-    assert "1.mlp.down_proj" in result.stdout and "gptq" in result.stdout
+    table = [line.split() for line in lines if "_proj" in line]
+    assert len(table) == 7 and all(line[1] == "2" for line in table), "both layers, counted"
+    assert table[-1][0] == "*.mlp.down_proj" and "gptq" in result.stdout
     for word in ("method", "format", "bits", "before", "after", "peak memory", "disk"):
         assert word in result.stdout
     assert max(map(len, lines)) <= 80 + len(str(tiny))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_ends_with_the_sums_and_the_next_command(cli, tiny):
+    lines = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run").stdout.splitlines()
+    heads = [line[:14].strip() for line in lines if line[:1].strip()]
+    assert heads[-6:] == ["calibration", "bits/weight", "size", "peak memory", "disk needed", "next"]
+    assert lines[-1] == f"next          quantkit quantize {tiny} --recipe int4-asym --out OUT"
+
+
+def test_dry_run_with_a_row_a_layer(cli, tiny):
+    lines = cli("quantize", tiny, "--recipe", "int4-asym", "--dry-run", "--layers").stdout.splitlines()
+    assert sum("_proj" in line for line in lines) == 14
+    assert any(line.startswith("1.mlp.down_proj") for line in lines)
+    assert "--layers" not in lines[-1]
+    refused(cli("quantize", tiny, "-r", "int8", "-o", "OUT", "--layers"), 2, "--layers is given without")
+
+
+def test_layers_of_one_kind_with_different_specs_are_different_rows(cli, tiny, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text('rules:\n  - match: "model.layers.0.mlp.down_proj"\n  - match: "*"\n    method: rtn\n'
+                      "    spec: {bits: 8, granularity: {strategy: channel}}\n")
+    lines = cli("quantize", tiny, "--recipe", recipe, "--dry-run").stdout.splitlines()
+    down = [line.split()[:3] for line in lines if "down_proj" in line]
+    assert down == [["*.mlp.down_proj", "1", "kept"], ["*.mlp.down_proj", "1", "rtn"]]
 
 
 def test_dry_run_as_json(cli_json, tiny):
@@ -43,7 +68,9 @@ def test_a_run_makes_what_the_plan_said(cli, cli_json, tiny, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert f"quantkit eval {tiny} {out}" in result.stdout
     assert "fallbacks     none" in result.stdout
-    assert "3 of 3" in result.stderr, "progress belongs on stderr"
+    told = [line.partition(": ")[2] for line in result.stderr.splitlines()]
+    assert told[0] == "phase 1 of 2, quantizing layers", "progress belongs on stderr"
+    assert told[-1] == "phase 2 of 2, assembling and rereading"
     with Checkpoint.open(out) as made:
         assert made.manifest.bits_per_weight == pytest.approx(plan["bits_per_weight"])
         assert sum(row.bytes for row in made.manifest.layers) == sum(r["bytes_after"] for r in plan["rows"])

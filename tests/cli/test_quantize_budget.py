@@ -39,7 +39,7 @@ def test_dry_run_shows_the_choice_what_it_should_cost_and_one_width_for_all(cli,
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     for words in ("predicted KL", "q/k/v", "gate/up", "down", "one for all", "int4 g64 sym",
-                  "int8 channel sym", "0.mlp.down_proj", "budget        4.25bpw: 4."):
+                  "int8 channel sym", "*.mlp.down_proj", "budget        4.25bpw: 4."):
         assert words in result.stdout, words
     again = f"quantkit quantize {tiny} --budget 4.25bpw --samples 3 --length 40 --out OUT"
     assert lines[-1] == f"next          {again}"
@@ -144,3 +144,14 @@ def test_what_this_machine_lacks_is_said_before_anything_is_measured(cli, tiny, 
     result = cli("quantize", tiny, "--budget", "4.25bpw", "--out", tmp_path / "OUT", option, value, *FEW)
     assert result.exit_code != 0 and not kept.exists() and not (tmp_path / "OUT.partial").exists()
     assert ("can't be used" if value == "cuda" else "needs Ray") in result.stderr
+
+
+def test_a_run_says_which_phase_of_how_many_it_is_in(cli, tiny, ladder, tmp_path):
+    asked = ("quantize", tiny, "--recipe", ladder, "--budget", "80kB", *FEW)
+    phases = [line.partition("phase ")[2].partition(":")[0]
+              for line in cli(*asked, "--out", tmp_path / "OUT").stderr.splitlines() if "phase " in line]
+    assert list(dict.fromkeys(phases)) == [
+        "1 of 7, weighing tokens forward", "2 of 7, weighing tokens backward", "3 of 7, measuring candidates",
+        "6 of 7, quantizing layers", "7 of 7, assembling and rereading"], "rtn needs no weighing once more"
+    again = cli(*asked, "--dry-run").stderr
+    assert "phase 3 of 3, measuring candidates" in again and "weighing" not in again, "it is kept"

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 
 def test_a_whole_checkpoint(cli, checkpoint):
     result = cli("verify", checkpoint)
@@ -48,3 +50,28 @@ def test_for_an_engine(cli, cli_json, checkpoint):
     assert report.exit_code == 1 and json.loads(report.stdout)["loads"] is False
     assert cli_json("verify", checkpoint, "--for", "transformers", "--device", "cpu")["loads"] is True
     assert cli("verify", checkpoint, "--for", "ollama").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "serve-local", "eval"])
+def test_every_byte_is_checked_before_a_model_runs(cli, checkpoint, tmp_path, command):
+    folder = tmp_path / "damaged"
+    shutil.copytree(checkpoint, folder)
+    weights = folder / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    more = {"generate": ["Once"], "serve-local": ["--port", "0"]}.get(command, [])
+    result = cli(command, folder, *more, "--verify")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert f"error: {weights}, tensor" in result.stderr and f"quantkit verify {folder}" in result.stderr
+
+
+def test_a_checkpoint_that_is_verified_runs(cli, checkpoint, tiny):
+    result = cli("generate", checkpoint, "Once", "-n", "2", "--verify")
+    assert result.exit_code == 0 and f"verifying {checkpoint}" in result.stderr
+    assert "verifying" not in cli("generate", checkpoint, "Once", "-n", "2").stderr
+    result = cli("generate", tiny, "Once", "-n", "2", "--verify")
+    assert result.exit_code == 2 and "can't be verified" in result.stderr
+    result = cli("eval", tiny, checkpoint, "--windows", "2", "--window", "32", "--no-speed", "--verify")
+    assert result.exit_code == 0, result.stderr
+    assert f"{tiny} isn't verified" in result.stderr and f"verifying {checkpoint}" in result.stderr

@@ -94,7 +94,7 @@ def check(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, Quant
             f"{uri} doesn't fit on {device}",
             why=f"its weights take {human_bytes(weights)}, a step or loading {human_bytes(step + LEFT)}; "
                 f"{human_bytes(free)} of {human_bytes(total)} are free",
-            next=f"quantkit plan {uri} --memory {free // 10**9}GB, or --device cpu")
+            next=f"quantkit plan {uri} --memory {free // 10**6}MB, or --device cpu")
 
 
 def spare_bytes(model: LanguageModel, cache: KVCache, sequences: int, chunk: int) -> int | None:
