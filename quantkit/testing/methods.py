@@ -99,9 +99,9 @@ def _check_spec(contract: Contract, method: Method, spec: QuantSpec, options: Me
     check_equal_runs(contract, method, spec, weight, options)
     if method.together is not None:
         check_together(contract, method, spec, options)
-    quick = method.options(**method.quick)
-    contract.call("quantize with the options that quick says", method.run, weight,
-                  layer_stats(weight.shape[1], method.needs), spec, quick)
+    if method.quick:
+        contract.call("quantize with the options that quick says", method.run, weight,
+                      layer_stats(weight.shape[1], method.needs), spec, method.options(**method.quick))
     for name, value in (("NaN", float("nan")), ("infinity", float("inf"))):
         spoiled = weight.clone()
         spoiled[0, 3] = value
