@@ -153,7 +153,7 @@ def test_a_worker_of_a_cluster_names_the_plugin_before_its_traceback_is_lost(plu
 
     monkeypatch.setattr(ray, "_register_tensors", lambda: None)
     setup = ({}, [], torch.get_num_threads())
-    with pytest.raises(PluginError, match=r"of dist-blamed 2[.]0 failed"):
+    with pytest.raises(PluginError, match=r"of dist-blamed .* failed: ValueError: odd"):
         ray._call(setup, plugin.fail)
     with pytest.raises(ValueError, match="invalid literal"):
         ray._call(setup, int, "x")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PluginKind:
+class TemplateKind:
     """A kind of plugin.
 
     Attributes:
@@ -29,11 +29,11 @@ class PluginKind:
 
 
 def _kind(name: str, registry: str | None, example: str, summary: str, shows: str, *, source: str = "",
-          underscores: bool = False) -> PluginKind:
-    return PluginKind(name, registry, summary, shows, example, source or f"{name}.py", underscores)
+          underscores: bool = False) -> TemplateKind:
+    return TemplateKind(name, registry, summary, shows, example, source or f"{name}.py", underscores)
 
 
-KINDS: dict[str, PluginKind] = {kind.name: kind for kind in (
+KINDS: dict[str, TemplateKind] = {kind.name: kind for kind in (
     _kind("method", "methods", "clipped", "Rounds weights to nearest with clipped ranges.",
           "quantkit quantize smollm2 --recipe int4-$name --out OUT && quantkit eval smollm2 OUT"),
     _kind("transform", "transforms", "equalize", "Evens out the ranges of channels between two layers.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import UsageError, did_you_mean
 from quantkit.plugins import PluginManager
-from quantkit.scaffold.kinds import PluginKind
+from quantkit.scaffold.kinds import TemplateKind
 
 PREFIX = "quantkit-"
 LONGEST = 24
@@ -34,7 +34,7 @@ class PluginNames:
     registered: str
 
 
-def plugin_names(text: str, kind: PluginKind) -> PluginNames:
+def plugin_names(text: str, kind: TemplateKind) -> PluginNames:
     """Spell a name that a user gave: ``my-method``, ``my_method`` or ``quantkit-my-method``.
 
     Raises:
@@ -55,7 +55,7 @@ def plugin_names(text: str, kind: PluginKind) -> PluginNames:
     return PluginNames(name, PREFIX + name, package, class_name, registered)
 
 
-def require_free(names: PluginNames, kind: PluginKind, manager: PluginManager) -> None:
+def require_free(names: PluginNames, kind: TemplateKind, manager: PluginManager) -> None:
     """Raises UsageError if the distribution is installed, or somebody has registered the name."""
     if names.distribution in {plugin.distribution for plugin in manager.plugins}:
         raise UsageError(f"{names.distribution} is installed already", why="a name means one thing",
@@ -72,14 +72,14 @@ def require_free(names: PluginNames, kind: PluginKind, manager: PluginManager) -
                              next=_other(names, kind))
 
 
-def _namespace(kind: PluginKind) -> tuple[str, ...]:
+def _namespace(kind: TemplateKind) -> tuple[str, ...]:
     """Registries in which a kind's name must be free: ``--kv`` takes policies and codecs alike."""
     if kind.registry in ("kv_policies", "kv_codecs"):
         return "kv_policies", "kv_codecs"
     return (kind.registry,) if kind.registry else ()
 
 
-def _files(kind: PluginKind, manager: PluginManager) -> list[tuple[str, str]]:
+def _files(kind: TemplateKind, manager: PluginManager) -> list[tuple[str, str]]:
     if kind.registry is not None:
         return []
     hook = {"recipe": "recipe_dirs", "suite": "eval_dirs"}[kind.name]
@@ -87,11 +87,11 @@ def _files(kind: PluginKind, manager: PluginManager) -> list[tuple[str, str]]:
             for path in sorted(folder.glob("*.yaml"))]
 
 
-def _other(names: PluginNames, kind: PluginKind) -> str:
+def _other(names: PluginNames, kind: TemplateKind) -> str:
     return f"quantkit plugins new my-{names.name} --kind {kind.name}"
 
 
-def kind_of(name: str, kinds: dict[str, PluginKind]) -> PluginKind:
+def kind_of(name: str, kinds: dict[str, TemplateKind]) -> TemplateKind:
     """Find a kind. Raises UsageError with the nearest one."""
     if name not in kinds:
         raise UsageError(f"no kind of plugin is called {name!r}", why=did_you_mean(name, kinds),

@@ -14,7 +14,7 @@ from quantkit import hookspecs
 from quantkit.errors import UsageError
 from quantkit.paths import typed_path
 from quantkit.plugins import current
-from quantkit.scaffold.kinds import KINDS, PluginKind
+from quantkit.scaffold.kinds import KINDS, TemplateKind
 from quantkit.scaffold.names import PluginNames, kind_of, plugin_names, require_free
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,7 +37,7 @@ class NewPlugin:
 
     folder: Path
     names: PluginNames
-    kind: PluginKind
+    kind: TemplateKind
     files: tuple[str, ...]
     commands: tuple[str, ...]
 
@@ -79,7 +79,7 @@ def make_plugin(name: str, kind_name: str, parent: Path | None = None) -> NewPlu
                      ('pip install -e ".[test]"', "pytest", _filled(kind.shows, names)))
 
 
-def render(names: PluginNames, kind: PluginKind) -> dict[str, str]:
+def render(names: PluginNames, kind: TemplateKind) -> dict[str, str]:
     """Relative path → content of every file of a plugin.
 
     Raises:
@@ -100,7 +100,7 @@ def render(names: PluginNames, kind: PluginKind) -> dict[str, str]:
 
 
 def _rendered(text: str, fields: Mapping[str, str], path: PurePosixPath, names: PluginNames,
-              kind: PluginKind) -> str:
+              kind: TemplateKind) -> str:
     content = Template(text).substitute(fields)
     if path.suffix == ".py" and (clash := next(_clashes(content), None)) is not None:
         raise UsageError(f"a {kind.name} can't be called {names.name!r}",
@@ -109,7 +109,7 @@ def _rendered(text: str, fields: Mapping[str, str], path: PurePosixPath, names: 
     return content
 
 
-def _place(file: str, names: PluginNames, kind: PluginKind) -> PurePosixPath:
+def _place(file: str, names: PluginNames, kind: TemplateKind) -> PurePosixPath:
     """Where a template's file belongs in the plugin's folder."""
     package = PurePosixPath("src", names.package)
     if file == "recipe.yaml":

@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import quantkit.testing
 from quantkit.scaffold.kinds import KINDS
 from quantkit.scaffold.render import make_plugin
 from quantkit.testing import tiny_model
 
 pytestmark = pytest.mark.network
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# remove with the first kit that has the check of metrics
-READY = [kind for kind in KINDS if kind != "metric" or hasattr(quantkit.testing, "check_metric")]
 
 
 def environment(folder):
@@ -55,7 +50,7 @@ def plugins(tmp_path_factory):
     """An environment's python, and a plugin of every kind that pip installed there."""
     pytest.importorskip("hatchling", reason="needs the extra dev")
     folder = tmp_path_factory.mktemp("installed")
-    made = {kind: make_plugin(KINDS[kind].example, kind, folder / "made") for kind in READY}
+    made = {kind: make_plugin(KINDS[kind].example, kind, folder / "made") for kind in KINDS}
     python = environment(folder)
     install(python, "--no-build-isolation", *(plugin.folder for plugin in made.values()))
     for plugin in made.values():
@@ -138,8 +133,6 @@ def test_sources_families_and_commands(run, tiny, tmp_path):
 
 
 def test_metrics_and_reporters(run, tiny, tmp_path):
-    if not hasattr(quantkit.testing, "check_metric") or not hasattr(quantkit.testing, "check_reporter"):
-        pytest.skip("quantkit.testing has no check_metric or check_reporter yet")
     result = json.loads(run("eval", tiny, "--window", 64, "--windows", 2, "--no-speed", "--json", "--out",
                             tmp_path / "REPORT"))
     assert result["results"][0]["top5"] == 1

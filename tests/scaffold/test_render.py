@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import UsageError
+from quantkit.hookspecs import hookimpl
 from quantkit.plugins import KINDS as REGISTRIES
 from quantkit.plugins import PluginManager
 from quantkit.scaffold import render as module
@@ -77,6 +78,10 @@ def test_names_that_are_taken_are_refused(kind, name, tmp_path):
 def test_an_installed_distribution_is_refused():
     class Plugin:
         """It registers nothing."""
+
+        @hookimpl
+        def on_run_finished(self, kind):
+            """Listen."""
 
     manager = PluginManager(only=[])
     manager.add(Plugin(), "quantkit-mine", name="mine")
