@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.ops.sampling import one_thread
 from quantkit.runtime.chunks import Chunk
 from quantkit.runtime.cpu.program import CpuProgram
 from quantkit.runtime.cpu.tables import page_addresses
@@ -24,10 +25,11 @@ class DecodedCpuProgram(CpuProgram):
         decoded, counts = batch.cache.decoded, [chunk.count for chunk in chunks]
         sequences = [batch.sequences[chunk.sequence] for chunk in chunks]
         begin = 0
-        for index, (_, attend, _) in enumerate(self._attention):
-            self._pool.run(self._program.records[begin:attend])
-            decoded.encode(index, [sequence.layers[index] for sequence in sequences], counts)
-            begin = attend
+        with one_thread():  # torch's others, once woken, would spin on the cores that the program needs
+            for index, (_, attend, _) in enumerate(self._attention):
+                self._pool.run(self._program.records[begin:attend])
+                decoded.encode(index, [sequence.layers[index] for sequence in sequences], counts)
+                begin = attend
         self._pool.run(self._program.records[begin:end])
 
     def _pages(self, cache: KVCache) -> None:

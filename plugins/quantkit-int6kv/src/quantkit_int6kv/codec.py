@@ -20,6 +20,9 @@ GROUP = 32
 LEVELS = 63
 LARGEST = 2.0**126
 """What is farther from 0 is stored as that, so that a group's range is finite."""
+SMALLEST = 2.0**-126
+ROUNDING = 2.0**-8
+"""More than bfloat16 rounds off: with so much added, a scale isn't below what it must reach."""
 
 
 class SixBitVectors:
@@ -49,8 +52,9 @@ class SixBitVectors:
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """``x [..., D]`` in any floating dtype → codes, rounded half to even, and their grid."""
         groups = x.float().clamp(-LARGEST, LARGEST).unflatten(-1, (-1, GROUP))
-        low = _rounded_down(groups.amin(-1))
-        scale = _rounded_up((groups.amax(-1) - low.float()) / LEVELS)
+        low, high = groups.aminmax(dim=-1)
+        low = (low - low.abs() * ROUNDING).to(torch.bfloat16)
+        scale = ((high - low.float()) * ((1 + ROUNDING) / LEVELS)).clamp_(min=SMALLEST).to(torch.bfloat16)
         steps = (groups - low.float()[..., None]) / scale.float()[..., None]
         codes = steps.round_().clamp_(0, LEVELS).to(torch.int32).flatten(-2)
         return {"codes": _pack(codes), "scale": scale, "low": low}
@@ -63,33 +67,20 @@ class SixBitVectors:
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
     """int32 ``[..., D]`` below 64 → uint8 ``[..., D · 3 / 4]``: four codes are a number of 24 bits."""
-    four = codes.unflatten(-1, (-1, 4))
-    word = four[..., 0] | four[..., 1] << 6 | four[..., 2] << 12 | four[..., 3] << 18
-    return torch.stack([word & 255, word >> 8 & 255, word >> 16], -1).flatten(-2).to(torch.uint8)
+    parts = codes.unflatten(-1, (-1, 4)) << _places(6, codes.device)
+    words = parts.sum(-1, keepdim=True, dtype=torch.int32)
+    return (words >> _places(8, codes.device) & 255).to(torch.uint8).flatten(-2)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`_pack`."""
-    three = packed.to(torch.int32).unflatten(-1, (-1, 3))
-    word = three[..., 0] | three[..., 1] << 8 | three[..., 2] << 16
-    return torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], -1).flatten(-2)
+    octets = packed.to(torch.int32).unflatten(-1, (-1, 3)) << _places(8, packed.device)
+    return (octets.sum(-1, keepdim=True, dtype=torch.int32) >> _places(6, packed.device) & 63).flatten(-2)
 
 
-def _rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """float32, not negative → the smallest normal bfloat16 that isn't below it."""
-    kind, near = torch.finfo(torch.bfloat16), x.to(torch.bfloat16)
-    above = (near.view(torch.int16) + 1).view(torch.bfloat16)
-    return torch.where(near.float() < x, above, near).clamp_(kind.tiny, kind.max)
-
-
-def _rounded_down(x: torch.Tensor) -> torch.Tensor:
-    """float32 → the largest bfloat16 that isn't above it."""
-    near = x.to(torch.bfloat16)
-    bits = near.view(torch.int16)
-    # towards −∞: the pattern before of a positive number, the next of a negative one, from ±0 the least below
-    least = torch.tensor(-32767, dtype=torch.int16)
-    below = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, least)).to(torch.int16)
-    return torch.where(near.float() > x, below.view(torch.bfloat16), near)
+def _places(bits: int, device: torch.device) -> torch.Tensor:
+    """Where the parts of a number of 24 bits begin."""
+    return torch.arange(0, 24, bits, dtype=torch.int32, device=device)
 
 
 class Int6Codec(KVCodec):
