@@ -66,6 +66,9 @@ def _check_description(contract: Contract, transform: Transform) -> None:
                   f"paper is {transform.paper!r}; it must be a link")
     contract.must(not isinstance(transform.needs, str) and set(transform.needs) <= set(STATISTICS),
                   f"needs is {transform.needs!r}; it must be a frozenset of {' and '.join(STATISTICS)}")
+    contract.must(transform.layer is None or bool(transform.needs),
+                  "it changes layers and needs no statistics, so that it would never be called",
+                  'declare what a layer is measured for: needs=frozenset({"largest"})')
     contract.must(isinstance(transform.options, type) and issubclass(transform.options, MethodOptions),
                   "options is no subclass of MethodOptions")
     contract.call("making its options with nothing given", transform.options)

@@ -6,20 +6,25 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from quantkit.errors import RecipeError, did_you_mean
+from quantkit.errors import PluginError, RecipeError, did_you_mean
 from quantkit.methods.base import MethodOptions
 from quantkit.models.architecture import parse_config
-from quantkit.plugins import registry
+from quantkit.plugins import registry, whose
 from quantkit.sources.base import ModelSource
 from quantkit.spec import TransformSpec
 from quantkit.transforms.base import Transform
 
 
 def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
-    """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options."""
+    """Every transform with its options. Raises UsageError for an unknown one, RecipeError for options,
+    PluginError for one that nothing would call."""
     table, resolved = registry("transforms"), []
     for spec in specs:
         transform: Transform = table.get(spec.name)
+        if transform.layer is not None and not transform.needs:  # it would never be called
+            raise PluginError(f"{whose('transforms', spec.name)} changes layers and needs no statistics",
+                              why="layers are changed once their inputs are measured",
+                              next='declare what it is measured for: needs=frozenset({"largest"})')
         try:
             resolved.append((transform, transform.options.model_validate(spec.options)))
         except ValidationError as error:
