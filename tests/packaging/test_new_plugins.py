@@ -2,11 +2,7 @@
 
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,35 +10,10 @@ import pytest
 from quantkit.scaffold.kinds import KINDS
 from quantkit.scaffold.render import make_plugin
 from quantkit.testing import tiny_model
+from tests.support.environments import environment, install, quantkit_in
 
 pytestmark = pytest.mark.network
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment(folder):
-    """The python of a new environment, which finds what is installed here as if it were installed there."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True,
-                   timeout=120)
-    python = folder / "venv" / "bin" / "python"
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return python
-
-
-def install(python, *arguments):
-    done = subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-                           "--no-deps", *map(str, arguments)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def quantkit_in(python, plugins, *arguments):
-    """The output of the command in an environment, with these plugins and no others."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
-           "QUANTKIT_PLUGINS": ",".join(plugin.names.name for plugin in plugins)}
-    done = subprocess.run([str(python), "-m", "quantkit.cli.main", *map(str, arguments)], env=env,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +32,7 @@ def plugins(tmp_path_factory):
 @pytest.fixture
 def run(plugins):
     """The command there."""
-    return functools.partial(quantkit_in, plugins[0], plugins[1].values())
+    return functools.partial(quantkit_in, plugins[0], [plugin.names.name for plugin in plugins[1].values()])
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +121,8 @@ def test_an_editable_one_follows_its_folder(tmp_path):
     plugin = make_plugin("sizes", "command", tmp_path)
     python = environment(tmp_path)
     install(python, "-e", plugin.folder)
-    assert "parameters by part" in quantkit_in(python, [plugin], "sizes", "--help")
+    assert "parameters by part" in quantkit_in(python, [plugin.names.name], "sizes", "--help")
     file = plugin.folder / "src" / "quantkit_sizes" / "command.py"
     changed = file.read_text(encoding="utf-8").replace("parameters by part", "weights")
     file.write_text(changed, encoding="utf-8")
-    assert "weights" in quantkit_in(python, [plugin], "sizes", "--help")
+    assert "weights" in quantkit_in(python, [plugin.names.name], "sizes", "--help")

@@ -283,7 +283,8 @@ def test_a_run_refuses_what_is_packed_otherwise_than_announced(fault: str) -> No
 
 
 @pytest.mark.parametrize(("form", "message"), [(HalfPrecision(), "returned bfloat16"),
-                                               (View(), "memory of the stored tensors")], ids=["half precision", "a view"])
+                                               (View(), "memory of the stored tensors")],
+                         ids=["half precision", "a view"])
 def test_a_run_refuses_weights_that_it_can_not_use(form: Sound, message: str) -> None:
     packed = form.pack(random_codes(resolve(SPECS[0], torch.float32), (4, 64)), torch.float32)
     with pytest.raises(PluginError, match=message):
