@@ -51,7 +51,7 @@ class SideCodec(Protocol):
         """What the 64 vectors of a page share. Empty unless they are encoded together."""
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode ``x [..., n, D]``.
+        """Encode ``x [..., n, D]``. Where keys and values have codecs of one name, both may come in one call.
 
         Returns:
             The layout's tensors ``[..., n, *shape]``, and the shared ones ``[..., *shape]``, for which n is
@@ -59,7 +59,8 @@ class SideCodec(Protocol):
         """
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of :meth:`encode`: ``[..., n, D]``, in the dtype in which attention is computed."""
+        """The inverse of :meth:`encode`: ``[..., n, D]`` in a floating dtype; attention reads what a plugin's
+        codec decodes as float32."""
 
 
 class KVOptions(Frozen):

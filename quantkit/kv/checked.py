@@ -9,22 +9,16 @@ import torch
 
 from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
+from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.store import PageStore
 from quantkit.plugins import whose
 from quantkit.spec import KVSpec
 
-OURS = "quantkit.kv.codecs."
-"""Modules of the codecs that kernels know by name."""
-KERNEL_NAMES = frozenset({"none", "bf16", "f16", "f32", "f32_hadamard", "int8", "fp8"} | {
-    f"{kind}{bits}{mean}" for bits in (2, 3, 4)
-    for kind, means in (("token", ("",)), ("channel", ("",)), ("hadamard", ("", "c"))) for mean in means})
-"""Names by which a kernel chooses its code, so that no other codec may have them."""
-
-
-def is_ours(codec: SideCodec) -> bool:
-    """Whether a side's codec is a built-in one."""
-    return type(codec).__module__.startswith(OURS)
+OWN_POLICIES = "quantkit.kv.policies."
+"""Modules of the built-in policies, which have tests instead."""
+_sound: set[tuple[object, ...]] = set()
+"""Sides that were tried: type, name, head dimension and dtype."""
 
 
 def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -44,6 +38,8 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
                            why="for each KV head it returns int64 [n], slots in rising order; or None",
                            next="check it by quantkit.testing.check_policy, or use another --kv")
 
+    if type(policy).__module__.startswith(OWN_POLICIES):
+        return list(kept)
     if not isinstance(kept, torch.Tensor | list | tuple):
         raise refuse(f"a {type(kept).__name__}")
     if len(kept) != len(lengths):
@@ -68,7 +64,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
 
 
 def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -> None:
-    """Put a plugin's codecs to one page of vectors. Built-in ones have tests for that.
+    """Put a plugin's codecs to one page of vectors, once in a process. Built-in ones have tests for that.
 
     Args:
         codecs: of a cache.
@@ -80,9 +76,27 @@ def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -
         PluginError: a layout isn't one, what is encoded differs from it, or what is decoded isn't finite.
         UsageError: the codec doesn't support the head dimension.
     """
-    for name, side in ((spec.codec, codecs.keys), (spec.values or spec.codec, codecs.values)):
+    sides = (spec.codec, codecs.keys), (spec.values or spec.codec, codecs.values)
+    key = (*((type(side), side.name) for _, side in sides), dim, dtype)
+    if key in _sound:
+        return
+    for name, side in sides:
         if not is_ours(side):
             _check_side(side, name, dim, dtype)
+    if codecs.keys.name == codecs.values.name and not _alike(codecs, dim, dtype):
+        raise PluginError(f"{whose('kv_codecs', spec.codec)}: its keys and values are stored in other bytes "
+                          f"under the same name {codecs.keys.name!r}",
+                          why="a side's name identifies its bytes",
+                          next="say everything that the bytes depend on in the side's name")
+    _sound.add(key)
+
+
+def _alike(codecs: KVCodecs, dim: int, dtype: torch.dtype) -> bool:
+    """Whether both sides store the same of the same vectors, as far as a side does so twice."""
+    x = torch.linspace(-1, 1, PAGE * dim).reshape(PAGE, dim).to(dtype)
+    keys, again, values = (side.encode(x.clone()) for side in (codecs.keys, codecs.keys, codecs.values))
+    return keys.keys() == values.keys() and all(
+        torch.equal(keys[name], values[name]) or not torch.equal(keys[name], again[name]) for name in keys)
 
 
 def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype) -> None:
@@ -127,7 +141,7 @@ def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype)
 
 def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KVCodecs,
                 spec: KVSpec) -> PluginError | None:
-    """Why a plugin's codec is to blame for output that isn't finite; ``None`` if it isn't.
+    """Why a plugin's codec may be to blame for output that isn't finite; ``None`` if it isn't.
 
     Args:
         stores: pages of all layers.
@@ -139,12 +153,17 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
         for index, (store, state) in enumerate(zip(stores, sequence.layers)):
             if is_ours(codec) or not int(state.lengths.max()):
                 continue
-            if not bool(torch.isfinite(store.read(state, side)).all()):
-                what = "keys" if side == "k" else "values"
-                return PluginError(
-                    f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
-                    why=f"in layer {index}; the model's weights are not the cause",
-                    next="check it by quantkit.testing.check_codec, or use another --kv")
+            if bool(torch.isfinite(store.read(state, side)).all()):
+                continue
+            what = "keys" if side == "k" else "values"
+            finite = store.coded.stored_finite(side, store.table(state))
+            return PluginError(
+                f"{whose('kv_codecs', name)}: decode() gives {what} that aren't finite",
+                why=f"in layer {index}, of codes that are finite: the model's weights are not the cause"
+                if finite else f"in layer {index}: encode() made codes that aren't finite, or the model's "
+                f"{what} weren't, because its weights are damaged or its dtype overflows",
+                next="check it by quantkit.testing.check_codec, or use another --kv"
+                if finite else "--kv none shows which: then quantkit verify DIR, or --dtype float32")
     return None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.kv.base import PAGE, KVCodecs
+from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.page_pool import PagePool
 
 DECODED = {"k": "k.decoded", "v": "v.decoded"}
@@ -28,7 +29,8 @@ class CodedPages:
 
     def __init__(self, pool: PagePool, codecs: KVCodecs, dim: int) -> None:
         self._pool, self._sides, self._dim = pool, {"k": codecs.keys, "v": codecs.values}, dim
-        self._alike = codecs.keys.name == codecs.values.name
+        self._alike = codecs.keys.name == codecs.values.name  # which says everything about the bytes
+        self._wide = not (is_ours(codecs.keys) and is_ours(codecs.values))
         self._names = {side: [name for name in pool.parts if name.startswith(f"{side}.")]
                        for side in self._sides}
 
@@ -54,9 +56,17 @@ class CodedPages:
         return self.decode(side, table)
 
     def decode(self, side: str, table: torch.Tensor) -> torch.Tensor:
-        """The same from codes in any case."""
-        return self._sides[side].decode({name.removeprefix(f"{side}."): self._pool.read(name, table)
-                                         for name in self._names[side]})
+        """The same from codes in any case; float32, as decoded pages are, if a codec is a plugin's."""
+        if self._wide and not table.numel():
+            return torch.zeros(*table.shape, PAGE, self._dim, device=table.device)
+        vectors = self._sides[side].decode({name.removeprefix(f"{side}."): self._pool.read(name, table)
+                                            for name in self._names[side]})
+        return vectors.float() if self._wide else vectors
+
+    def stored_finite(self, side: str, table: torch.Tensor) -> bool:
+        """Whether all that pages store in floating point is finite."""
+        parts = (self._pool.read(name, table) for name in self._names[side])
+        return all(bool(torch.isfinite(part).all()) for part in parts if part.dtype.is_floating_point)
 
     # -- decoded pages
 
@@ -75,11 +85,11 @@ class CodedPages:
         return self._pool.parts[DECODED[side]]
 
     def keep_decoded(self) -> None:
-        """From now on keep each page decoded too."""
+        """From now on keep each page decoded too. Those that belong to somebody are decoded now."""
         self._pool.derive(dict.fromkeys(DECODED.values(), ((self._dim,), torch.float32)))
-        every = torch.arange(self._pool.total)
+        pages = torch.tensor(self._pool.taken(), dtype=torch.int64)
         for side in DECODED:
-            self.decoded(side).copy_(self.decode(side, every))
+            self.decoded(side)[pages] = self.decode(side, pages).float()
 
     def forget_decoded(self) -> None:
         """Keep codes alone."""

@@ -2,7 +2,7 @@
 
 The program stores each token's key and value there as they were computed. Between that and attention the
 codec encodes them, in Python, and leaves what the codes decode to in their place. Attention therefore reads
-what is stored, as with every codec, and no page is decoded twice.
+what is stored, as with every codec, and decoding isn't repeated in each step.
 
 As many layers as fit into a limit keep their pages decoded. The others share memory for one layer, into which
 their pages are decoded in each step. Attention gets the same numbers in both cases.
@@ -21,7 +21,7 @@ from quantkit.kv.page_pool import MoveCounter, slots_of
 from quantkit.kv.sequence import LayerState
 
 LIMIT = 1 << 30
-"""Bytes of pages that a cache keeps decoded, at most."""
+"""Bytes of pages that a cache keeps decoded, at most, where its memory has no limit."""
 REGAIN = 0.75
 """A layer's pages are decoded again where all would fill less than this share of the limit."""
 
@@ -41,6 +41,10 @@ class DecodedPages:
         self._layers, self._move_counter, self._moves = layers, move_counter, -1
         self._heads, self._dim, self._limit = heads, dim, limit
         self._shared = self._memory(0)
+
+    def bound(self, limit: int) -> None:
+        """Keep no more than ``limit`` bytes decoded from now on."""
+        self._limit, self._moves = max(0, min(self._limit, limit)), -1
 
     @property
     def kept_layers(self) -> int:
@@ -102,8 +106,7 @@ class DecodedPages:
         """Decode all pages of a sequence into the memory that layers share."""
         pages = torch.tensor([page for head in state.pages for page in head], dtype=torch.int64)
         for side, vectors in self._shared.items():
-            if len(pages):
-                vectors.index_copy_(0, pages, coded.decode(side, pages).float())
+            vectors.index_copy_(0, pages, coded.decode(side, pages).float())
 
     def _memory(self, pages: int) -> dict[str, torch.Tensor]:
         return {side: torch.zeros(pages, PAGE, self._dim) for side in "kv"}

@@ -18,6 +18,8 @@ import torch
 from quantkit.kv.base import PAGE, KVPolicy, Phase
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.decoded import LIMIT
+from quantkit.kv.kernel_names import is_ours
 from quantkit.kv.page_pool import most_pages
 from quantkit.kv.reread import OVERLAP
 from quantkit.kv.sequence import LayerState
@@ -89,12 +91,14 @@ class Footprint:
         groups: of layers; first those that the policy manages, then those with a window of the model's own.
         residual_slots: slots of a head that are never read as codes, at least: the newest, and the sinks.
         acting_bytes: what a policy that needs attention holds while it acts on one layer, estimated.
+        decoded_page_bytes: of a page of codes that is kept decoded; 0: kernels read codes.
     """
 
     heads: int
     groups: tuple[LayerGroup, ...]
     residual_slots: int
     acting_bytes: int
+    decoded_page_bytes: int = 0
 
     @property
     def layers(self) -> int:
@@ -137,7 +141,13 @@ class Footprint:
         for group in self.groups if count else ():
             sizes = zip(group.pages(count), group.page_bytes)
             total += group.layers * sum(most_pages(self.heads * n) * size for n, size in sizes)
-        return total + self.tracked_bytes(count)
+        return total + self._decoded_bytes(count) + self.tracked_bytes(count)
+
+    def _decoded_bytes(self, count: int) -> int:
+        """Decoded pages of ``count`` sequences, at most: what is kept, and the memory of one layer."""
+        layers = [(group.layers, most_pages(self.heads * group.pages(count)[0]) * self.decoded_page_bytes)
+                  for group in self.groups]
+        return min(LIMIT, sum(number * size for number, size in layers)) + max(size for _, size in layers)
 
     def tracked_bytes(self, count: int) -> int:
         """What policies track of ``count`` sequences, at most."""
@@ -190,7 +200,8 @@ def footprint(config: ModelConfig, spec: KVSpec, dtype: torch.dtype, context: in
                                  for usage in (filling, decoding))
         groups.append(LayerGroup(layers, window, model_window, sizes, filling, decoding))
     slots = max(group.peak.slots for group in groups)
-    return Footprint(config.num_kv_heads, tuple(groups), residual_slots, _acting_bytes(cache, slots))
+    decoded = 0 if all(map(is_ours, (cache.codecs.keys, cache.codecs.values))) else 8 * PAGE * config.head_dim
+    return Footprint(config.num_kv_heads, tuple(groups), residual_slots, _acting_bytes(cache, slots), decoded)
 
 
 def _acting_bytes(cache: KVCache, slots: int) -> int:

@@ -58,7 +58,8 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, without what is derived."""
-        return sum(_page_bytes(part) for name, part in self.parts.items() if name not in self._derived)
+        parts = self.parts  # another thread may ask, and derived parts come and go
+        return sum(_page_bytes(part) for name, part in parts.items() if name not in self._derived)
 
     @property
     def total(self) -> int:
@@ -68,7 +69,12 @@ class PagePool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that exist, free pages included."""
-        return sum(part.untyped_storage().nbytes() for part in self.parts.values())
+        parts = self.parts
+        return sum(part.untyped_storage().nbytes() for part in parts.values())
+
+    def taken(self) -> list[int]:
+        """Pages that belong to somebody."""
+        return sorted(set(range(self._total)) - set(self._free))
 
     def take(self, count: int) -> list[int]:
         """Take ``count`` pages, the lowest free ones."""
@@ -85,17 +91,17 @@ class PagePool:
     def derive(self, layout: Layout) -> None:
         """Give each slot more parts, whose numbers follow from those of the others: zero until they are
         written. They move with their page and count in :attr:`allocated_bytes` alone."""
-        for name, (shape, dtype) in layout.items():
-            like = next(iter(self.parts.values()))
-            self.parts[name] = torch.zeros(self._total, PAGE, *shape, dtype=dtype, device=like.device)
-        self._derived |= layout.keys()
+        device = next(iter(self.parts.values())).device
+        new = {name: torch.zeros(self._total, PAGE, *shape, dtype=dtype, device=device)
+               for name, (shape, dtype) in layout.items()}
+        self._derived |= new.keys()  # before the parts are there
+        self.parts = {**self.parts, **new}
         self._moves.count += 1
 
     def forget_derived(self) -> None:
         """Give back the memory of derived parts."""
-        for name in self._derived:
-            del self.parts[name]
-        self._derived = frozenset()
+        self.parts = {name: part for name, part in self.parts.items() if name not in self._derived}
+        self._derived = frozenset()  # after the parts are gone
         self._moves.count += 1
 
     def share(self, pages: Iterable[int]) -> None:

@@ -50,6 +50,8 @@ class PageReservation:
             store.pages.keep(self._available[group] * cache.heads)
             if store.residual is not None:
                 store.residual.keep(longest.groups[group].pages(sequences)[1] * cache.heads)
+        shared = longest.decoded_page_bytes * cache.heads * max(self._available)
+        cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
         self._reserved: dict[int, Sequence[int]] = {}
         self._tokens: dict[int, int] = {}
         self.tokens = self._longest(context)
@@ -146,6 +148,8 @@ def _available_pages(longest: Footprint, size: int, sequences: int) -> list[int]
                  for group, (codes, residual) in zip(longest.groups, wanted))
     growing = sum(bytes_of(group, (codes, 0))
                   for group, (codes, _) in zip(longest.groups, wanted) if not group.model_window)
+    # the pages of one layer more, decoded: the memory that layers share which don't keep theirs so
+    growing += longest.heads * longest.decoded_page_bytes * max(codes for codes, _ in wanted)
     share = min(1.0, (size - fixed) / growing) if growing else 1.0
     available = [codes if group.model_window else int(codes * share)
                  for group, (codes, _) in zip(longest.groups, wanted)]

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from quantkit.errors import PluginError, UsageError
 from quantkit.kv.base import PAGE, KVCodec, KVCodecs, SideCodec
-from quantkit.kv.checked import check_codecs, is_ours
+from quantkit.kv.checked import check_codecs
+from quantkit.kv.kernel_names import is_ours
 from quantkit.spec import KVSpec
 from quantkit.testing.contract import Contract
 from quantkit.testing.purity import pure, registered, same

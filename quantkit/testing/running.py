@@ -62,6 +62,10 @@ def check_setting(spec: KVSpec, dim: int, contract: Contract) -> TextRun:
         together = _run(loaded, spec, texts.tolist())
         contract.must(torch.equal(alone.logits, together.logits),
                       "a sequence's logits depend on another one that runs beside it")
+        shared = _run(loaded, spec, texts[:1].tolist(), limit=0)
+        contract.must(torch.equal(alone.logits, shared.logits),
+                      "logits depend on whether pages are kept decoded or decoded in each step",
+                      "let decode() give the same for a page whatever other pages it is given with")
         predicted = footprint(loaded.config, spec, loaded.dtype, PROMPT + ANSWER, PROMPT, PREFILL_CHUNK)
         contract.must(alone.used <= predicted.used_bytes(1),
                       f"a text takes {alone.used:,} bytes, {predicted.used_bytes(1):,} are predicted",
@@ -69,9 +73,12 @@ def check_setting(spec: KVSpec, dim: int, contract: Contract) -> TextRun:
         return alone
 
 
-def _run(loaded: LoadedModel, spec: KVSpec, texts: Sequence[Sequence[int]]) -> TextRun:
-    """Run texts side by side; the result is of the first."""
+def _run(loaded: LoadedModel, spec: KVSpec, texts: Sequence[Sequence[int]],
+         limit: int | None = None) -> TextRun:
+    """Run texts side by side; the result is of the first. ``limit``: bytes of pages that are kept decoded."""
     cache = KVCache(loaded.config, spec, loaded.dtype, loaded.model.device)
+    if limit is not None:
+        cache.decoded.bound(limit)
     rows = [cache.add(len(text)) for text in texts]
     prompts = [prefill(loaded, cache, row, text[:PROMPT]).clone() for row, text in zip(rows, texts)]
     logits, used = [prompts[0].reshape(1, -1).float()], cache.used_bytes

@@ -6,12 +6,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit.errors import PluginError, QuantkitError
+from quantkit.evaluate.feed import prefill
 from quantkit.hookspecs import hookimpl
 from quantkit.kv.base import KVCodec, KVPolicy
 from quantkit.kv.cache import KVCache
-from quantkit.kv.checked import KERNEL_NAMES, is_ours
+from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
 from quantkit.kvspec import parse_kv
 from quantkit.plugins import current, registry
 from quantkit.runtime.engine import Engine
@@ -106,6 +108,60 @@ def test_a_codec_that_decodes_nan_is_blamed_and_the_weights_are_not(loaded, stra
             pass
     assert "KV codec 'odd' of dist-odd" in caught.value.what and "aren't finite" in caught.value.what
     assert "weights are not the cause" in caught.value.why
+
+
+def test_damaged_weights_are_not_blamed_on_a_sound_codec(tmp_path, stranger):
+    folder = tiny_model(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stranger(codec=codec_of(Doubtful()))
+    with pytest.raises(QuantkitError) as caught:
+        answer(load(str(folder)), "odd")
+    assert "not the cause" not in str(caught.value.why) and "weights are damaged" in str(caught.value.why)
+
+
+class Step:
+    """Whole steps of a size that its name doesn't say."""
+
+    name, hadamard = "steps", False
+
+    def __init__(self, size):
+        self.size = size
+
+    def layout(self, dim, dtype):
+        return {"codes": ((dim,), torch.int8)}
+
+    def shared(self, dim, dtype):
+        return {}
+
+    def encode(self, x):
+        return {"codes": (x.float() / self.size).round().clamp(-127, 127).to(torch.int8)}
+
+    def decode(self, parts):
+        return parts["codes"].to(torch.bfloat16) * self.size
+
+
+def test_sides_of_one_name_and_other_bytes_are_refused(loaded, stranger):
+    kind = codec_of(Step(0.1))
+    kind.values = lambda self: Step(0.02)
+    stranger(codec=kind)
+    with pytest.raises(PluginError, match="stored in other bytes under the same name 'steps'"):
+        KVCache(loaded.config, parse_kv("odd"))
+
+
+def test_a_policy_sees_the_same_whether_pages_are_kept_decoded_or_not(loaded, stranger):
+    """Also of a codec that decodes to bfloat16."""
+    stranger(codec=codec_of(Step(0.05)))
+    seen = []
+    for limit in (1 << 30, 0):
+        cache = KVCache(loaded.config, parse_kv("odd"), loaded.dtype)
+        cache.decoded.bound(limit)
+        row = cache.add(100)
+        prefill(loaded, cache, row, list(range(4, 104)))
+        layer = cache.layers[0]
+        seen.append(layer.view(cache.sequence(row).layers[0]).keys())
+    assert seen[0].dtype == seen[1].dtype == torch.float32 and torch.equal(*seen)
 
 
 def test_a_built_ins_name_with_other_code_is_refused(loaded, stranger):

@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from quantkit.evaluate.feed import force, prefill
+from quantkit.kv import coded_pages as coded_pages_module
+from quantkit.kv import footprint as footprint_module
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
+from quantkit.kv.coded_pages import CodedPages
 from quantkit.kv.decoded import DecodedPages
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.cpu.model import CpuModel
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
+from quantkit.runtime.sampler import Sampling
 from quantkit.testing import VOCAB, tiny_model
 
 PROMPT, TOKENS = 150, 300
@@ -106,13 +111,67 @@ def test_layers_beyond_the_limit_give_the_same_bits(loaded, ids, kv, layers, wit
 
 
 def test_memory_is_counted_and_what_is_claimed_a_token_is_codes(loaded, ids, without_kernels):
-    plain, cache = cache_of(loaded, "int8"), cache_of(loaded, "int8")
+    cache = cache_of(loaded, "int8")
     run(loaded, ids, cache)
-    floats = sum(layer.store.coded.decoded_bytes for layer in cache.layers)
-    assert cache.bytes_per_token == plain.bytes_per_token
-    assert cache.allocated_bytes == floats + sum(
-        pool.page_bytes * pool.total for layer in cache.layers for pool in layer.store.all)
-    assert floats <= sum(layer.store.coded.decoded_bytes for layer in cache.layers)
+    layers, dim = len(cache.layers), loaded.config.head_dim
+    assert cache.bytes_per_token == layers * 2 * (dim + 2)  # of one head: codes and a scale, keys and values
+    pages = sum(layer.store.pages.total for layer in cache.layers)
+    assert cache.allocated_bytes == pages * 64 * 2 * (dim + 2 + 4 * dim)
+    bounded = cache_of(loaded, "int8", 0)
+    run(loaded, ids, bounded)
+    assert bounded.allocated_bytes == pages * 64 * 2 * (dim + 2) + pages // layers * 64 * 2 * 4 * dim
+
+
+def test_a_fixed_memory_is_not_exceeded(loaded, ids, monkeypatch):
+    """Decoded pages get what the pages of codes leave, in a cache whose codec has no kernel."""
+    monkeypatch.setattr(cpu_model, "has_kernels", lambda cache: False)
+    for module in (footprint_module, coded_pages_module):
+        monkeypatch.setattr(module, "is_ours", lambda codec: False)
+    for size in (130_000, 300_000, 2_000_000):
+        engine = Engine(loaded, kv=parse_kv("int8"), max_batch=2, context=256, memory=size)
+        engine.submit(ids[:100], Sampling(max_tokens=100, ignore_eos=True))
+        while engine.step():
+            assert engine.cache.allocated_bytes <= size
+
+
+def test_free_pages_are_not_decoded(loaded, without_kernels, monkeypatch):
+    cache = cache_of(loaded, "int8")
+    for layer in cache.layers:
+        layer.store.pages.keep(1000)
+    decoded = []
+    decode = CodedPages.decode
+    monkeypatch.setattr(CodedPages, "decode", lambda self, side, table: (
+        decoded.append(table.numel()), decode(self, side, table))[1])
+    row = cache.add(TOKENS)
+    prefill(loaded, cache, row, list(range(4, 40)))
+    assert sum(decoded) <= 2 * 2 * len(cache.layers)
+
+
+def test_another_thread_may_ask_while_parts_come_and_go(loaded, ids, without_kernels):
+    """Whoever iterates over a pool's parts keeps the mapping that it began with."""
+    cache = cache_of(loaded, "int8")
+    run(loaded, ids, cache)
+    pool = cache.layers[0].store.pages
+    names = iter(pool.parts.items())
+    next(names)
+    pool.forget_derived()
+    assert len(list(names)) == len(pool.parts) + 1
+    names = iter(pool.parts.items())
+    cache.layers[0].store.coded.keep_decoded()
+    assert len(list(names)) == len(pool.parts) - 2
+
+
+def test_two_caches_take_turns_in_one_model(loaded, ids, without_kernels):
+    expected = [run(loaded, ids, cache_of(loaded, kv))[0] for kv in ("int8", "fp8")]
+    caches = [cache_of(loaded, "int8"), cache_of(loaded, "fp8", 0)]
+    rows = [cache.add(TOKENS) for cache in caches]
+    steps = [[prefill(loaded, cache, row, ids[:PROMPT]).reshape(1, -1).clone()]
+             for cache, row in zip(caches, rows)]
+    for at in range(PROMPT, TOKENS):
+        for cache, row, logits in zip(caches, rows, steps):
+            logits.append(force(loaded, cache, row, ids[at:at + 1], at - PROMPT))
+    for logits, whole in zip(steps, expected):
+        assert torch.equal(torch.cat(logits), whole)
 
 
 def test_forks_and_freed_pages(loaded, ids, without_kernels):
@@ -130,9 +189,11 @@ def test_forks_and_freed_pages(loaded, ids, without_kernels):
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_company_changes_no_bit(loaded, ids, kv, without_kernels):
+@pytest.mark.parametrize("limit", [None, 0, 60_000])
+def test_company_changes_no_bit(loaded, ids, kv, limit, without_kernels):
+    """Nor where company pushes layers over the limit in the middle of a text."""
     def logits(rows):
-        cache = cache_of(loaded, kv)
+        cache = cache_of(loaded, kv, limit)
         numbers = [cache.add(TOKENS) for _ in rows]
         for number, shift in zip(numbers, rows):
             prefill(loaded, cache, number, ids[shift:shift + 100])
