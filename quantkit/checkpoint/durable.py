@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -14,6 +15,8 @@ from typing import IO
 from quantkit.errors import CheckpointError
 
 TEMPORARY = ".tmp"
+_MOMENT = 0.05
+"""Seconds until a lock is tried again."""
 
 
 def step(what: str) -> None:
@@ -98,7 +101,8 @@ def disk_errors(what: str, kept: str) -> Iterator[None]:
 
 
 class FolderLock:
-    """One writer a folder, held until :meth:`release` or the process's end, however that comes.
+    """One writer a folder, held until :meth:`release` or the process's end, however that comes. It is tried
+    twice: whoever asks :func:`is_locked` holds the lock for a moment.
 
     Raises:
         CheckpointError: another process holds it.
@@ -108,7 +112,11 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self._file: IO[str] | None = path.open("a")
         try:
-            _lock(self._file)
+            try:
+                _lock(self._file)
+            except (BlockingIOError, PermissionError):
+                time.sleep(_MOMENT)
+                _lock(self._file)
             # the holder may have removed the folder between our open and our lock
             same = os.path.samestat(os.fstat(self._file.fileno()), path.stat())
         except (BlockingIOError, PermissionError, FileNotFoundError):

@@ -1,8 +1,8 @@
 """Finds damage before a model is loaded: in a bounded number of bytes, or in all of them.
 
 A manifest has the sha256 of every file. Of weight files it also has a short hash of every block, so that a
-file can be checked in places. Damage to a model of up to 64 MiB is always found when it is loaded; of a
-larger one, the larger the damaged part is, the likelier.
+file can be checked in places. Damage to a checkpoint of up to 64 MiB is always found when it is loaded; in
+the weights of a larger one, the larger the damaged part is, the likelier.
 """
 
 from __future__ import annotations
@@ -54,22 +54,25 @@ class BlockHashes:
 
 
 def check_sample(checkpoint: Checkpoint, limit: int = SAMPLE) -> None:
-    """Look for damage in about ``limit`` bytes at most: small files are read whole, weight files in blocks at
-    even distances, always the same ones. Of a checkpoint that was written before blocks were hashed, only the
-    small files are checked.
+    """Look for damage in ``limit`` bytes: everything in a checkpoint that isn't larger. Of a larger one the
+    files that aren't weights are read whole, the smallest first, as long as ``limit`` allows; what is left of
+    it goes to blocks of the weights, at least one, at even distances, always the same ones. Weights that were
+    written before blocks were hashed are not checked.
 
     Raises:
         CheckpointError: a file is damaged; it names the file and the tensor.
     """
     manifest, folder = checkpoint.manifest, checkpoint.path
-    for name, record in sorted(manifest.files.items(), key=lambda item: (item[1].bytes, item[0])):
-        if name != CARD and not name.endswith(".safetensors") and record.bytes <= limit // 2:
+    files = {name: record for name, record in sorted(manifest.files.items()) if name != CARD}
+    everything = sum(record.bytes for record in files.values()) <= limit
+    for name, record in sorted(files.items(), key=lambda item: item[1].bytes):
+        if not name.endswith(".safetensors") and record.bytes <= limit:
             limit -= record.bytes
             if _sha256(folder / name) != record.sha256:
                 raise _damaged(folder, manifest, name)
-    blocks = [(name, index) for name, record in sorted(manifest.files.items())
-              for index in range(record.block_count)]
-    count = min(len(blocks), max(1, limit // BLOCK))
+    blocks = [(name, index) for name, record in files.items() for index in range(record.block_count)]
+    # of several files the last blocks are short: bytes alone don't say how many blocks are all
+    count = len(blocks) if everything else min(len(blocks), max(1, -(-limit // BLOCK)))
     for at in range(count):
         name, index = blocks[at * len(blocks) // count]
         if not _is_intact(folder / name, manifest.files[name], index):

@@ -10,7 +10,7 @@ import rich_click as click
 from quantkit.cli.present import device_option, note, verify_option
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
-from quantkit.errors import UsageError
+from quantkit.errors import PluginError, UsageError
 
 
 @click.command("eval")
@@ -88,8 +88,12 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         limit=limit, plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
     with ProgressLine("evaluating", quiet) as progress:
         result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"))
-    for registered in reporters([printed]):
-        click.echo(registered.content(result), nl=False)
+    try:
+        content = reporters([printed])[0].content(result)
+    except PluginError:  # what was measured isn't lost with it
+        click.echo(reporters(["table"])[0].content(result), nl=False)
+        raise
+    click.echo(content, nl=False)
     if out is not None:
         for path in write_report(result, out, names):
             note(f"wrote {path}")

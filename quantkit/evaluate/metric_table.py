@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.keys import (
@@ -18,8 +16,8 @@ from quantkit.evaluate.keys import (
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
 from quantkit.evaluate.task_score import PROPORTIONS
 from quantkit.plugins import BUILTIN, registry
+from quantkit.registry import described
 
-T = TypeVar("T")
 TITLE_LIMIT = 24
 
 
@@ -67,15 +65,6 @@ class RegisteredMetric:
         return MetricInfo(metric.title or metric.name, metric.unit, metric.direction, metric.per, self.owner)
 
 
-def usable(kind: str, expects: type[T]) -> Iterator[tuple[str, T, str]]:
-    """``(name, thing, owner)`` of all that are registered, load and are of the right type; one warning about
-    each that isn't."""
-    table = registry(kind)
-    for name, thing in table.usable():
-        assert isinstance(thing, expects)  # the registry has checked it
-        yield name, thing, table.entry(name).owner
-
-
 def left_out(kind: str, name: str, owner: str, problem: Exception | str) -> None:
     """Warn that something of a plugin costs itself."""
     warnings.warn(f"{kind} {name!r} of {owner} was left out: {reason_of(problem)}", stacklevel=3)
@@ -86,7 +75,7 @@ def reason_of(problem: Exception | str) -> str:
     if isinstance(problem, QuantkitError):
         text = f"{problem.what}: {problem.why}" if problem.why else problem.what
     elif isinstance(problem, Exception):
-        text = str(problem) if type(problem) is ValueError else f"{type(problem).__name__}: {problem}"
+        text = described(problem).removeprefix("ValueError: ")  # which our own checks raise, with a sentence
     else:
         text = problem
     return " ".join(text.split())[:300]
@@ -97,7 +86,8 @@ def registered_metrics() -> list[RegisteredMetric]:
 
     A plugin's metric with a wrong declaration or a key that is taken is left out, with one warning.
     """
-    everything = list(usable("metrics", Metric))
+    registered = registry("metrics")
+    everything = [(name, metric, registered.entry(name).owner) for name, metric in registered.usable()]
     table = [RegisteredMetric(metric, owner) for _, metric, owner in everything if owner == BUILTIN]
     taken: dict[str, str] = {}
     for name, metric, owner in everything:

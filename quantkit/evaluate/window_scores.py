@@ -14,15 +14,17 @@ from quantkit.evaluate.metrics import Interval, Metric
 ROWS = 128
 """Positions scored at once: what is held beyond a window's logits is ROWS × vocabulary floats, unless
 a metric is of whole windows."""
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Log-probabilities float32 ``[T, vocab]`` of the reference and of the candidate, targets int64 ``[T]``."""
 
 
 class WindowScores:
     """Mean scores of windows, by model and metric.
 
     Args:
-        metrics: what is measured. One that isn't built in and raises, or returns what
+        metrics: what is measured. One that isn't built in and raises, writes to an argument, or returns what
             :class:`~quantkit.evaluate.metrics.Metric` doesn't allow, is left out from then on, with one
-            warning.
+            warning. It gets tensors of its own, so that whatever it does to them costs nobody else.
         models: how many are scored.
     """
 
@@ -73,14 +75,16 @@ class WindowScores:
 
     def _score(self, sums: dict[str, Any], names: set[str], reference: torch.Tensor, candidate: torch.Tensor,
                targets: torch.Tensor, part: slice) -> None:
-        ours = candidate[part].float().log_softmax(-1)
-        theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
-        following = targets[part].to(ours.device)
-        for name, registered in list(self._metrics.items()):  # the built-ins come first
+        shared = None
+        for name, registered in list(self._metrics.items()):
             if name not in names:
                 continue
             try:
-                total = scored(registered.metric, theirs, ours, following)
+                if registered.builtin:
+                    shared = shared or _inputs(reference, candidate, targets, part)
+                    total = scored(registered.metric, *shared)
+                else:
+                    total = _apart(registered.metric, _inputs(reference, candidate, targets, part))
                 if name in sums and total.shape != sums[name].shape:
                     raise ValueError(f"it returns {total.size} statistics after {sums[name].size} before")
                 sums[name] = sums[name] + total if name in sums else total
@@ -92,6 +96,26 @@ class WindowScores:
             raise error
         del self._metrics[registered.metric.name]
         left_out("metric", registered.metric.name, registered.owner, error)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _inputs(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor, part: slice) -> Inputs:
+    """What a metric is given of a part of a window, in memory of its own. Tensors that are made outside
+    inference mode count what is written to them."""
+    ours = candidate[part].float().log_softmax(-1)
+    theirs = ours if reference is candidate else reference[part].float().log_softmax(-1)
+    following = torch.empty(targets[part].shape, dtype=targets.dtype, device=ours.device)
+    return theirs, ours, following.copy_(targets[part])
+
+
+def _apart(metric: Metric, inputs: Inputs) -> np.ndarray:
+    """:func:`scored` of a plugin's metric. Raises ValueError if it writes to an argument, too."""
+    versions = [tensor._version for tensor in inputs]
+    total = scored(metric, *inputs)
+    if [tensor._version for tensor in inputs] != versions:
+        raise ValueError("score writes to an argument")
+    return total
 
 
 def scored(metric: Metric, reference: torch.Tensor, candidate: torch.Tensor,

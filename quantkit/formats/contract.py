@@ -11,6 +11,7 @@ import torch
 
 from quantkit.errors import PluginError
 from quantkit.formats.base import Codes, Format, QuantizedTensor
+from quantkit.formats.dtypes import plain_name
 from quantkit.plugins import whose
 
 
@@ -61,8 +62,8 @@ def packed_fault(form: Format, packed: object, codes: Codes, dtype: torch.dtype)
             return f"pack stores {suffix} as a {type(tensor).__name__}, not as a tensor"
         if tensor.dtype != stored_dtype or tuple(tensor.shape) != tuple(stored_shape):
             claimed = stored_dtype.itemsize * math.prod(stored_shape)
-            return (f"pack stores {suffix} as {_name(tensor.dtype)} {list(tensor.shape)}, "
-                    f"{tensor.nbytes} bytes; layout says {_name(stored_dtype)} {list(stored_shape)}, "
+            return (f"pack stores {suffix} as {plain_name(tensor.dtype)} {list(tensor.shape)}, "
+                    f"{tensor.nbytes} bytes; layout says {plain_name(stored_dtype)} {list(stored_shape)}, "
                     f"{claimed} bytes")
     return None
 
@@ -72,16 +73,12 @@ def weight_fault(packed: QuantizedTensor, values: object) -> str | None:
     if not isinstance(values, torch.Tensor):
         return f"dequantize returned a {type(values).__name__}, not a tensor"
     if values.dtype != torch.float32 or tuple(values.shape) != packed.shape:
-        return (f"dequantize returned {_name(values.dtype)} {list(values.shape)}, "
+        return (f"dequantize returned {plain_name(values.dtype)} {list(values.shape)}, "
                 f"not float32 {list(packed.shape)}")
     storage = values.untyped_storage().data_ptr()
     if storage and any(storage == tensor.untyped_storage().data_ptr() for tensor in packed.tensors.values()):
         return "dequantize returned memory of the stored tensors, not memory of its own"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _broken(form: Format, fault: str) -> PluginError:

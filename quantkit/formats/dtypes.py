@@ -1,4 +1,4 @@
-"""Which torch dtype a spec's scales are kept in."""
+"""Which torch dtype a spec's scales are kept in, and what dtypes are called."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ FLOATS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def plain_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``: of any dtype, for messages."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``bfloat16``, ``float16`` or ``float32``. Raises SpecError for any other dtype."""
-    name = str(dtype).removeprefix("torch.")
+    name = plain_name(dtype)
     if name not in FLOATS:
         raise SpecError(f"a weight of dtype {name} can't be quantized", why=f"known: {', '.join(FLOATS)}")
     return name

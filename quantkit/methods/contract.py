@@ -6,6 +6,7 @@ import torch
 
 from quantkit.formats import e4m3
 from quantkit.formats.base import Codes, QuantizedTensor
+from quantkit.formats.dtypes import plain_name
 from quantkit.spec import QuantSpec
 
 
@@ -52,11 +53,11 @@ def _spec_fault(result: Codes, spec: QuantSpec) -> tuple[str, str] | None:
 
 def _tensor_fault(name: str, tensor: object, dtype: torch.dtype,
                   shape: tuple[int, ...]) -> tuple[str, str] | None:
-    why = f"{name} must be {str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+    why = f"{name} must be {plain_name(dtype)} of shape {tuple(shape)}"
     if not isinstance(tensor, torch.Tensor):
         return f"returned {name} as a {type(tensor).__name__}, not as a tensor", why
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        returned = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+        returned = f"{plain_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
         return f"returned {name} {returned}", why
     return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import PluginError, QuantkitError, UsageError
-from quantkit.evaluate.metric_table import left_out, reason_of, usable
+from quantkit.evaluate.metric_table import left_out, reason_of
 from quantkit.evaluate.result import EvalResult
 from quantkit.plugins import BUILTIN, registry
 from quantkit.report.base import Reporter
@@ -66,8 +66,9 @@ def reporters(names: Sequence[str] | None = None) -> list[RegisteredReporter]:
             raise UsageError(f"reporters {first.name!r} of {first.owner} and {other.name!r} of {other.owner} "
                              f"both write {first.reporter.file}", next="name one of them")
         return chosen
-    everything = [RegisteredReporter(name, reporter, owner)
-                  for name, reporter, owner in usable("reporters", Reporter) if reporter.in_folder]
+    table = registry("reporters")
+    everything = [RegisteredReporter(name, reporter, table.entry(name).owner)
+                  for name, reporter in table.usable() if reporter.in_folder]
     rejected: dict[str, str] = {}
     for registered in everything:
         if (problem := reporter_problem(registered.reporter)) is not None:
@@ -87,9 +88,7 @@ def reporters(names: Sequence[str] | None = None) -> list[RegisteredReporter]:
 def _named(name: str) -> RegisteredReporter:
     table = registry("reporters")
     reporter, owner = table.get(name), table.entry(name).owner
-    problem = (f"it is a {type(reporter).__name__}, not a quantkit.report.base.Reporter"
-               if not isinstance(reporter, Reporter) else reporter_problem(reporter))
-    if problem is not None:
+    if (problem := reporter_problem(reporter)) is not None:
         raise PluginError(f"reporter {name!r} of {owner} can't be used", why=problem,
                           next=f"pip install --upgrade {owner}")
     return RegisteredReporter(name, reporter, owner)

@@ -144,7 +144,7 @@ def plain(text: str) -> str:
 
 
 def _kernels(row: ModelResult, phase: str) -> str:
-    return ", ".join(f"{name} × {count}" for name, count in row.kernels.get(phase, {}).items()) or "–"
+    return ", ".join(f"{plain(name)} × {count}" for name, count in row.kernels.get(phase, {}).items()) or "–"
 
 
 REPORTER = Reporter("markdown", "report.md", render)

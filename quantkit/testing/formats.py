@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.contract import packed_fault, weight_fault
-from quantkit.formats.dtypes import FLOATS, resolve
+from quantkit.formats.dtypes import FLOATS, plain_name, resolve
 from quantkit.spec import Granularity, QuantSpec
 from quantkit.testing.codes import formula, random_codes
 from quantkit.testing.contract import Contract, check_name, check_reason, same_bits, same_tensors
@@ -58,7 +58,7 @@ def check_format(form: Format, specs: Iterable[QuantSpec] = FORMAT_SPECS) -> Non
     taken = 0
     for spec, shape, dtype in itertools.product(specs, SHAPES, FLOATS.values()):
         wanted = resolve(spec, dtype, form)
-        case = contract.at(f"{wanted.label()} of {list(shape)} in {str(dtype).removeprefix('torch.')}")
+        case = contract.at(f"{wanted.label()} of {list(shape)} in {plain_name(dtype)}")
         reason = check_reason(case, "refuses", case.call("refuses", form.refuses, wanted, shape))
         if (size := spec.granularity.size) and spec.kind == "int" and shape[1] % size:
             case.must(reason is not None, f"it takes {shape[1]} columns in groups of {size}, which don't fit",

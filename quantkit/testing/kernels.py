@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from quantkit.formats.base import QuantizedTensor
-from quantkit.formats.dtypes import FLOATS, resolve
+from quantkit.formats.dtypes import FLOATS, plain_name, resolve
 from quantkit.ops.dispatch import DECODE_ROWS, KernelQuery, LinearKernel, Phase
 from quantkit.ops.kernel_contract import probe, product_fault
 from quantkit.ops.linear import query_for
@@ -60,7 +60,7 @@ def check_kernel(kernel: LinearKernel, specs: Iterable[QuantSpec] = FORMAT_SPECS
     for weight, dtype in _weights(specs, device):
         query = query_for(weight, dtype, device, "decode")
         case = contract.at(f"{weight.format} {weight.spec.label()} {list(weight.shape)} by "
-                           f"{str(dtype).removeprefix('torch.')}")
+                           f"{plain_name(dtype)}")
         _check_other_queries(case, kernel, query)
         phases = [phase for phase in PHASES
                   if _reason(case, kernel, dataclasses.replace(query, phase=phase)) is None]

@@ -11,9 +11,10 @@ from quantkit.errors import PluginError
 from quantkit.evaluate.metric_table import metric_problem, reason_of
 from quantkit.evaluate.metrics import KL, PERPLEXITY, TOP1, Metric
 from quantkit.evaluate.window_scores import scored
+from quantkit.testing.contract import Contract, global_generators, same_bits
 
 _CLOSE = 1e-4
-_WHY = "quantkit.evaluate.metrics.Metric says what a metric promises"
+_PROMISES = "quantkit.evaluate.metrics.Metric"
 Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-probabilities of the reference and of the candidate ``[T, vocab]``, and targets ``[T]``."""
 
@@ -35,25 +36,19 @@ def check_metric(metric: Metric) -> None:
         PluginError: a promise is broken; the window is named.
     """
     if not isinstance(metric, Metric):
-        raise PluginError(f"a {type(metric).__name__} is no metric", why=_WHY,
-                          next="build a quantkit.evaluate.metrics.Metric")
+        raise PluginError(f"a {type(metric).__name__} is no metric", why=f"it must be a {_PROMISES}")
+    contract = Contract(f"metric {metric.name!r}", _PROMISES)
     if metric not in (PERPLEXITY, KL, TOP1) and (problem := metric_problem(metric)) is not None:
-        raise PluginError(f"metric {metric.name!r} can't be registered: {problem}", why=_WHY)
-    means = {}
-    for name, window in _windows().items():
-        means[name] = _checked(metric, window, f"metric {metric.name!r}, window {name!r}")
-    where = f"metric {metric.name!r}"
-    widths = {mean.shape for mean in means.values()}
-    if len(widths) > 1:
-        raise PluginError(f"{where}: the number of statistics changes from window to window", why=_WHY)
-    ordinary, exact = means["ordinary"], means["ordinary, float64"]
-    if not np.allclose(ordinary, exact, rtol=_CLOSE, atol=_CLOSE):
-        raise PluginError(f"{where}: float64 log-probabilities give another score than the same in float32",
-                          why=_WHY)
-    if len({mean.tobytes() for mean in means.values()}) == 1:
-        raise PluginError(f"{where}: it has the same score for every model and text",
-                          why="it measures nothing")
-    _check_of_mean(metric, means, where)
+        raise contract.error(f"it can't be registered: {problem}")
+    means = {name: _checked(metric, window, contract.at(f"window {name!r}"))
+             for name, window in _windows().items()}
+    contract.must(len({mean.shape for mean in means.values()}) == 1,
+                  "the number of statistics changes from window to window")
+    contract.must(np.allclose(means["ordinary"], means["ordinary, float64"], rtol=_CLOSE, atol=_CLOSE),
+                  "float64 log-probabilities give another score than the same in float32")
+    contract.must(len({mean.tobytes() for mean in means.values()}) > 1,
+                  "it has the same score for every model and text, so it measures nothing")
+    _check_of_mean(metric, means, contract)
 
 
 def _windows() -> dict[str, Window]:
@@ -92,25 +87,20 @@ def _windows() -> dict[str, Window]:
 
 
 @torch.inference_mode()
-def _checked(metric: Metric, window: Window, where: str) -> np.ndarray:
+def _checked(metric: Metric, window: Window, contract: Contract) -> np.ndarray:
     """The mean score ``[]``, per run ``[K]``."""
-    def must(holds: bool, promise: str) -> None:
-        if not holds:
-            raise PluginError(f"{where}: {promise}", why=_WHY)
-
-    before, random = [tensor.clone() for tensor in window], torch.get_rng_state()
-    count = len(window[2])
-    total = _total(metric, window, where)
-    must(all(torch.equal(tensor, copy) for tensor, copy in zip(window, before)),
-         "score writes to an argument")
-    must(torch.equal(random, torch.get_rng_state()), "score uses the global random generator")
-    again = _total(metric, window, where)
+    must = contract.must
+    before, count = [tensor.clone() for tensor in window], len(window[2])
+    with global_generators(contract):
+        total = _total(metric, window, contract)
+    must(all(map(same_bits, window, before)), "score writes to an argument", "work on a copy: x.clone()")
+    again = _total(metric, window, contract)
     must(again.shape == total.shape and np.array_equal(total, again), "two calls differ")
     if metric.per == "window":
         return total
     parts = [tuple(tensor[begin:begin + size] for tensor in window)
              for begin, size in ((0, count // 2), (count // 2, count)) if begin + size > begin]
-    divided = [_total(metric, (part[0], part[1], part[2]), where) for part in parts]
+    divided = [_total(metric, (part[0], part[1], part[2]), contract) for part in parts]
     must(all(part.shape == total.shape for part in divided),
          "the number of statistics depends on the number of tokens")
     must(np.allclose(np.sum(divided, axis=0), total, rtol=_CLOSE, atol=_CLOSE * count),
@@ -119,14 +109,15 @@ def _checked(metric: Metric, window: Window, where: str) -> np.ndarray:
     return mean
 
 
-def _total(metric: Metric, window: Window, where: str) -> np.ndarray:
+def _total(metric: Metric, window: Window, contract: Contract) -> np.ndarray:
     try:
         return scored(metric, *window)
-    except Exception as error:
-        raise PluginError(f"{where}: {reason_of(error)}", why=_WHY) from error
+    except Exception as error:  # of the metric's code, or what it returned
+        raise contract.error(reason_of(error)) from error
 
 
-def _check_of_mean(metric: Metric, means: Mapping[str, np.ndarray], where: str) -> None:
+def _check_of_mean(metric: Metric, means: Mapping[str, np.ndarray], contract: Contract) -> None:
+    must = contract.must
     finite = np.stack([mean for mean in means.values() if np.isfinite(mean).all()])
     if metric.per == "run":
         grid = np.stack([finite[0], *finite]).reshape(1, -1, finite.shape[-1])
@@ -136,29 +127,22 @@ def _check_of_mean(metric: Metric, means: Mapping[str, np.ndarray], where: str) 
     before = grid.copy()
     shape = grid.shape[:-1] if metric.per == "run" else grid.shape
     for part, expected in ((grid, shape), (grid[0], shape[1:]), (grid[0, 0], shape[2:])):
-        try:
-            with np.errstate(all="ignore"):
-                values = np.asarray(metric.of_mean(part))
-        except Exception as error:
-            raise PluginError(f"{where}: of_mean fails on means of shape {list(part.shape)}: "
-                              f"{reason_of(error)}", why=_WHY) from error
-        if values.shape != expected or values.dtype.kind not in "fiub":
-            raise PluginError(f"{where}: of_mean makes {values.dtype} {list(values.shape)} of means "
-                              f"{list(part.shape)}; it should be real numbers {list(expected)}", why=_WHY)
-        if np.isnan(values).any():
-            raise PluginError(f"{where}: of_mean returns NaN", why=_WHY)
+        with np.errstate(all="ignore"):
+            values = np.asarray(contract.call(f"of_mean of means {list(part.shape)}", metric.of_mean, part))
+        must(values.shape == expected and values.dtype.kind in "fiub",
+             f"of_mean makes {values.dtype} {list(values.shape)} of means {list(part.shape)}; "
+             f"it should be real numbers {list(expected)}")
+        must(not np.isnan(values).any(), "of_mean returns NaN")
         if part is grid:
             rows = values
-    if not np.array_equal(grid, before):
-        raise PluginError(f"{where}: of_mean writes to its argument", why=_WHY)
+    must(np.array_equal(grid, before), "of_mean writes to its argument", "work on a copy: mean.copy()")
     single = np.asarray([metric.of_mean(mean) for mean in grid[0]])
-    if not np.allclose(single, rows[0], rtol=_CLOSE, atol=_CLOSE):
-        raise PluginError(f"{where}: of_mean of one mean depends on the other means", why=_WHY)
-    if metric.per != "run" and (np.diff(rows[0]) < 0).any():
-        raise PluginError(f"{where}: of_mean decreases",
-                          why="intervals are taken of means and put through it")
+    must(np.allclose(single, rows[0], rtol=_CLOSE, atol=_CLOSE),
+         "of_mean of one mean depends on the other means")
+    must(metric.per == "run" or bool((np.diff(rows[0]) >= 0).all()),
+         "of_mean decreases, and intervals are taken of means and put through it")
     for name, mean in means.items():
         try:
             metric.summarize(np.stack([mean, mean]))
         except Exception as error:
-            raise PluginError(f"{where}, window {name!r}: {reason_of(error)}", why=_WHY) from error
+            raise contract.at(f"window {name!r}").error(reason_of(error)) from error

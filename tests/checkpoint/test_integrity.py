@@ -14,6 +14,7 @@ from quantkit.checkpoint.manifest import BLOCK, BLOCK_DIGITS, FileRecord, Manife
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import stored_tensors
 from quantkit.checkpoint.verify import verify
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.export import export
 from quantkit.quantize import quantize
@@ -108,10 +109,46 @@ def test_a_large_model_is_checked_in_a_bounded_number_of_places(copy, monkeypatc
         count = checkpoint.manifest.files["model.safetensors"].block_count
         small = sum(record.bytes for name, record in checkpoint.manifest.files.items()
                     if not name.endswith((".safetensors", ".md")))
-        check_sample(checkpoint, small + 2 * BLOCK + 1)
+        check_sample(checkpoint, small + 2 * BLOCK)
         first = read.copy()
-        check_sample(checkpoint, small + 2 * BLOCK + 1)
+        check_sample(checkpoint, small + 2 * BLOCK)
     assert first == [0, count // 2] and read == 2 * first, "at even distances, and always the same"
+
+
+def sizes(folder):
+    """Bytes of what is checked, by file."""
+    with Checkpoint.open(folder) as checkpoint:
+        return {name: record.bytes for name, record in checkpoint.manifest.files.items()
+                if name != "README.md"}
+
+
+def test_the_last_block_of_a_checkpoint_that_a_sample_just_holds_is_looked_at(copy):
+    file = copy / "model.safetensors"
+    flip(file, file.stat().st_size - 1)
+    with Checkpoint.open(copy) as checkpoint, pytest.raises(CheckpointError, match="is damaged"):
+        check_sample(checkpoint, sum(sizes(copy).values()))
+
+
+def test_all_of_several_weight_files_that_a_sample_just_holds_is_looked_at(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(CheckpointWriter.__init__.__kwdefaults__, "shard_bytes", BLOCK // 2)
+    folder = quantize(str(made.parent / "source"), "int8", tmp_path / "out").out
+    weights = sorted(folder.glob("*.safetensors"))
+    assert len(weights) > 2
+    for file in weights:
+        for at in (file.stat().st_size // 2, file.stat().st_size - 1):
+            flip(file, at)
+            with Checkpoint.open(folder) as checkpoint, pytest.raises(CheckpointError, match="is damaged"):
+                check_sample(checkpoint, sum(sizes(folder).values()))
+            flip(file, at)
+
+
+@pytest.mark.parametrize("beside", [0, BLOCK])
+def test_a_file_that_isnt_weights_is_read_whole_however_large(copy, beside):
+    largest = max((size, name) for name, size in sizes(copy).items() if not name.endswith(".safetensors"))[1]
+    others = sum(size for name, size in sizes(copy).items() if not name.endswith(".safetensors"))
+    flip(copy / largest, 10)
+    with Checkpoint.open(copy) as checkpoint, pytest.raises(CheckpointError, match="is damaged"):
+        check_sample(checkpoint, others + beside)
 
 
 def test_damage_that_a_sample_misses_is_found_by_checking_all(copy):

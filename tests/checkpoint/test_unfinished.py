@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from quantkit.checkpoint import durable
 from quantkit.checkpoint.durable import FolderLock, is_locked
 from quantkit.checkpoint.open import open_checkpoint, open_model
 from quantkit.checkpoint.verify import verify
@@ -56,6 +57,22 @@ def test_asking_keeps_nobody_out(stopped):
     lock.release()
     assert not is_locked(path)
     assert not is_locked(path.with_name("none")) and not path.with_name("none").exists()
+
+
+def test_a_writer_that_comes_while_somebody_asks_is_let_in(stopped, monkeypatch):
+    path, asking = stopped.with_name("my out.partial") / "lock", []
+    asking.append(FolderLock(path))  # as is_locked holds it
+    monkeypatch.setattr(durable.time, "sleep", lambda seconds: asking.pop().release())
+    FolderLock(path).release()
+    assert not asking
+
+
+def test_a_writer_that_comes_while_another_writes_is_turned_away(stopped):
+    path = stopped.with_name("my out.partial") / "lock"
+    lock = FolderLock(path)
+    with pytest.raises(CheckpointError, match="another quantkit is writing"):
+        FolderLock(path)
+    lock.release()
 
 
 def test_the_runs_own_folder_says_the_same(stopped):

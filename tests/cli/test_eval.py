@@ -5,6 +5,9 @@ import shlex
 
 import pytest
 
+from quantkit.report.base import Reporter
+from quantkit.testing.purity import registered
+
 KEYS = {"model", "method", "bits_per_weight", "file_bytes", "peak_bytes", "perplexity", "kl_mean", "top1",
         "prefill_tok_s", "decode_tok_s"}
 SMALL = ("--window", 32, "--windows", 3, "--no-speed")
@@ -128,6 +131,17 @@ def test_reporters_by_name(cli, tiny, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.svg", "results.json", "table.txt"]
     assert (tmp_path / "table.txt").read_text() == result.stdout
+
+
+def test_a_reporter_that_fails_costs_no_measurement(cli, tiny):
+    def render(result):
+        raise IndexError("no such row")
+
+    with registered("reporters", "broken", Reporter("broken", "broken.txt", render)):
+        result = cli("eval", tiny, *SMALL, "-q", "--report", "broken")
+    assert result.exit_code == 1 and "reporter 'broken' of quantkit.testing failed" in result.stderr
+    assert "IndexError: no such row" in result.stderr
+    assert "3 windows of 32 tokens" in result.stdout, "the table instead"
 
 
 def test_the_plot_shows_what_it_is_told_to(cli, tiny, tmp_path):

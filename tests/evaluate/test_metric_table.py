@@ -10,7 +10,7 @@ import pytest
 from quantkit import plugins
 from quantkit.errors import UsageError
 from quantkit.evaluate.keys import RESERVED_KEYS, key_problem
-from quantkit.evaluate.metric_table import builtin_infos, registered_metrics, task_info
+from quantkit.evaluate.metric_table import builtin_infos, reason_of, registered_metrics, task_info
 from quantkit.evaluate.metrics import TOP1, Interval
 from quantkit.evaluate.result import EvalResult, ModelResult
 from quantkit.evaluate.run import EvalSettings, evaluate
@@ -128,3 +128,12 @@ def test_a_plot_of_what_is_not_measured_is_refused_before_any_work(plot, words):
 def test_metrics_that_no_table_lists_are_described_too():
     row = ModelResult("m", "bf16", 16.0, 1, metrics={"task/acc": Interval(1, 1, 1)})
     assert list(EvalResult(None, [row]).measured) == ["task/acc"]
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (IndexError("no\nrow"), "IndexError: no row"), (IndexError(), "IndexError"),
+    (ValueError("it returns NaN"), "it returns NaN"), (ValueError(), "ValueError"),
+    (UsageError("what", why="why", next="next"), "what: why"), ("a \n sentence", "a sentence"),
+    (KeyError("x" * 2000), "KeyError: '" + "x" * 289)])
+def test_a_cause_is_one_short_line(problem, reason):
+    assert reason_of(problem) == reason

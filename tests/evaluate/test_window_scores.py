@@ -100,3 +100,41 @@ def test_a_built_in_that_fails_raises():
 def test_infinite_scores_are_allowed():
     metric = replace(MINE, score=lambda r, c, t: torch.full((len(t),), math.inf))
     assert summaries(mine(metric))[1]["mine"].value == math.inf
+
+
+def writes(argument):
+    def score(*arguments):
+        arguments[argument].zero_()
+        return torch.ones(len(arguments[2]))
+
+    return score
+
+
+@pytest.mark.parametrize("argument", range(3))
+@pytest.mark.parametrize("per", ["token", "window"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_plugin_s_metric_that_writes_spoils_nobody_s_numbers(argument, per, inference):
+    score = writes(argument)
+    metric = replace(MINE, per=per, score=score if per == "token" else lambda *all_: score(*all_).mean())
+    after = RegisteredMetric(replace(KL, name="after"), "quantkit-after")
+    with torch.inference_mode(inference):
+        data = [tuple(tensor.clone() for tensor in window) for window in windows()]
+        with pytest.warns(UserWarning, match="'mine' of quantkit-mine was left out: score writes to an "
+                                             "argument"):
+            rows = summaries([*mine(metric), after], data)
+        assert rows == summaries([*BUILTINS, after]), "neither a built-in nor another plugin's metric"
+    assert all(torch.equal(*pair) for window in zip(data, windows()) for pair in zip(*window))
+
+
+def test_writing_past_torch_spoils_nobody_s_numbers():
+    def score(reference, candidate, targets):
+        for argument in (reference, candidate, targets):
+            argument.numpy()[:] = 0  # no version counts that
+        return torch.ones(len(targets))
+
+    after = RegisteredMetric(replace(KL, name="after"), "quantkit-after")
+    data = windows()
+    rows = summaries([*mine(replace(MINE, score=score)), after], data)
+    for row, sound in zip(rows, summaries([*BUILTINS, after])):
+        assert {name: row[name] for name in sound} == sound
+    assert all(torch.equal(window[2], untouched[2]) for window, untouched in zip(data, windows()))

@@ -30,6 +30,13 @@ def test_what_a_model_wrote_is_no_markup(make_result, make_row):
     assert "<b>" not in text and r"\_m\_" in text and "<q>" not in text
 
 
+def test_a_kernel_s_name_is_no_markup(make_result, make_row):
+    row = make_row("one")
+    row.kernels = {"prefill": {"a|b": 1}, "decode": {"w8_a8_<b>": 2}}
+    text = render(make_result([row]))
+    assert r"| one | a\|b × 1 | w8\_a8\_&lt;b> × 2 |" in text
+
+
 def test_noise_floor_and_protocol(make_result):
     result = make_result(exact=[Interval(0.0011, 0.001, 0.0012), Interval(0.0031, 0.003, 0.0032)])
     text = render(result)

@@ -80,7 +80,7 @@ BROKEN = {
     "an infinite statistic": (replace(RUN, score=lambda r, c, t: (-c).amax(-1, keepdim=True),
                                       of_mean=lambda mean: mean[..., 0]), "returns an infinite statistic"),
     "writes to an argument": (replace(GAP, score=in_place), "score writes to an argument"),
-    "random numbers": (replace(GAP, score=draws), "uses the global random generator"),
+    "random numbers": (replace(GAP, score=draws), "used the global random generator"),
     "counts its calls": (replace(GAP, score=keeps_count()), "two calls differ"),
     "looks at the neighbors": (replace(GAP, score=lambda *a: gap(*a) / gap(*a).abs().amax().clamp(min=1e-9)),
                                "depends on the other tokens of its part"),

@@ -80,7 +80,7 @@ BROKEN = {
     "counts": (reporter(lambda result: f"{next(counter)} {names(result)}"), "two calls differ"),
     "the time": (reporter(lambda result: f"{time.perf_counter_ns()} {names(result)}"), "two calls differ"),
     "random numbers": (reporter(lambda result: f"{random.random() > 2} {names(result)}"),
-                       "uses a global random generator"),
+                       "used the global random generator"),
     "prints": (reporter(prints), "render prints"),
     "no UTF-8": (reporter(lambda result: names(result) + "\udc80"), "UTF-8 can't write its text"),
     "markup in names": (reporter(marked, "mine.xml"), "'odd names': its .xml file can't be read again"),

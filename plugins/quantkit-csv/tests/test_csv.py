@@ -3,10 +3,9 @@
 import csv
 import io
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -14,7 +13,6 @@ from quantkit.evaluate.metrics import Interval
 from quantkit.testing import check_reporter, sample_results, tiny_model
 from quantkit_csv.reporter import FIELDS, REPORTER, render
 
-SOURCE = Path(__file__).parents[1] / "src"
 RESULTS = sample_results()
 
 
@@ -65,21 +63,13 @@ def test_the_kit() -> None:
     check_reporter(REPORTER)
 
 
-def test_eval_writes_and_prints_it(tmp_path: Path) -> None:
+def test_eval_writes_and_prints_it(command: Callable[..., CompletedProcess[bytes]], tmp_path: Path) -> None:
     """As a user has it: found by its entry point, beside the other files, and on stdout by its name."""
-    about = tmp_path / "site" / "quantkit_csv-0.1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quantkit-csv\nVersion: 0.1.0\n")
-    (about / "entry_points.txt").write_text("[quantkit]\ncsv = quantkit_csv\n")
     model, out = tiny_model(tmp_path / "tiny"), tmp_path / "out"
-    paths = [str(SOURCE), str(about.parent), os.environ["PYTHONPATH"]]
-    common = [sys.executable, "-m", "quantkit.cli.main", "eval", str(model), "--window", "32",
-              "--windows", "3", "-q", "--no-speed"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "QUANTKIT_PLUGINS": "csv"}
-    written, printed = (subprocess.run([*common, *more], capture_output=True, timeout=300, env=env)
-                        for more in (["--out", str(out)], ["--report", "csv"]))
-    assert written.returncode == printed.returncode == 0, written.stderr + printed.stderr
+    common = ["eval", model, "--window", 32, "--windows", 3, "-q", "--no-speed"]
+    command(*common, "--out", out)
+    printed = command(*common, "--report", "csv").stdout
     assert sorted(path.name for path in out.iterdir()) == ["plot.svg", "report.md", "results.csv",
                                                            "results.json"]
-    assert (out / "results.csv").read_bytes() == printed.stdout
-    assert reread(printed.stdout.decode())[0]["model"] == str(model)
+    assert (out / "results.csv").read_bytes() == printed
+    assert reread(printed.decode())[0]["model"] == str(model)

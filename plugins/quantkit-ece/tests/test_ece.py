@@ -1,10 +1,9 @@
 """The calibration error against its definition, written once more in numpy."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import torch
 from quantkit.evaluate.metrics import Interval
 from quantkit.testing import check_metric, tiny_model
 from quantkit_ece.metric import BINS, METRIC
-
-SOURCE = Path(__file__).parents[1] / "src"
 
 
 def oracle(logprobs: np.ndarray, targets: np.ndarray) -> float:
@@ -83,25 +80,16 @@ def test_the_kit() -> None:
     check_metric(METRIC)
 
 
-def test_eval_has_the_column(tmp_path: Path) -> None:
+def test_eval_has_the_column(command: Callable[..., CompletedProcess[bytes]], tmp_path: Path) -> None:
     """As a user has it: found by its entry point, in the table, the report, the plot and JSON."""
-    about = tmp_path / "site" / "quantkit_ece-0.1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quantkit-ece\nVersion: 0.1.0\n")
-    (about / "entry_points.txt").write_text("[quantkit]\nece = quantkit_ece\n")
     model, out = tiny_model(tmp_path / "tiny"), tmp_path / "out"
-    paths = [str(SOURCE), str(about.parent), os.environ["PYTHONPATH"]]
-    run = subprocess.run(
-        [sys.executable, "-m", "quantkit.cli.main", "eval", str(model), "--window", "32", "--windows", "3",
-         "-q", "--no-speed", "--plot", "kl_mean,ece", "--out", str(out)], capture_output=True, text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "QUANTKIT_PLUGINS": "ece"})
-    assert run.returncode == 0, run.stderr
+    table = command("eval", model, "--window", 32, "--windows", 3, "-q", "--no-speed",
+                    "--plot", "kl_mean,ece", "--out", out).stdout.decode()
     results = json.loads((out / "results.json").read_text())
     assert results["metrics"]["ece"] == {"title": "ECE", "unit": "%", "direction": "lower", "per": "run",
                                          "distribution": "quantkit-ece"}
     row, = results["results"]
     assert 0 <= row["intervals"]["ece"][0] <= row["ece"] <= row["intervals"]["ece"][1] <= 1
-    assert f"{100 * row['ece']:.3g}"[:3] in run.stdout and "ECE" in run.stdout
+    assert f"{100 * row['ece']:.3g}"[:3] in table and "ECE" in table
     assert "ECE" in (out / "report.md").read_text()
     assert "ECE, %, lower is better" in (out / "plot.svg").read_text()
