@@ -36,14 +36,12 @@ class PluginKind:
     Attributes:
         singular: for messages.
         expects: the ``"module:Class"`` that a target must be an instance of, or, if ``subclass``, a subclass.
-        reserved: names that can't be registered.
         beside: another kind that shares its names, as ``--kv`` writes both in the same way.
     """
 
     singular: str
     expects: str
     subclass: bool = False
-    reserved: frozenset[str] = frozenset()
     beside: str | None = None
 
 
@@ -118,7 +116,7 @@ class PluginManager:
         self.registries: dict[str, Registry[Any]] = {}
         for kind, about in KINDS.items():
             self.registries[kind] = Registry(
-                about.singular, about.expects, subclass=about.subclass, reserved=about.reserved,
+                about.singular, about.expects, subclass=about.subclass,
                 beside=self.registries[about.beside] if about.beside else None)
         self.plugins: list[PluginInfo] = []
         self._told: set[str] = set()
@@ -259,10 +257,13 @@ class PluginManager:
         for info, impl in self._all_impls(hook):
             try:
                 impl.function(*[facts[n] for n in impl.argnames])
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too: what an observer does never ends the run
                 if (key := f"{impl.plugin_name} {hook}") not in self._told:
                     self._told.add(key)
-                    warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {error}", stacklevel=2)
+                    warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {described(error)}",
+                                  stacklevel=2)
 
     def observed(self, info: PluginInfo) -> list[str]:
         """The observers that a plugin implements."""
@@ -334,12 +335,10 @@ def _module_of(plugin: object) -> str:
 
 def _reason(error: BaseException, distribution: str) -> str:
     """Why a plugin was left out, in one line."""
-    if isinstance(error, QuantkitError):
-        parts = filter(None, (error.what, error.why, error.next))
-        return " ".join("; ".join(parts).replace("{distribution}", distribution).split())
-    missing = isinstance(error, ImportError) and str(error.name or "").split(".")[0] == BUILTIN
+    module = error.name if isinstance(error, ImportError) else None
+    missing = isinstance(module, str) and module.split(".")[0] == BUILTIN
     hint = f"; it may be for another quantkit: pip install --upgrade {distribution} quantkit"
-    return described(error) + (hint if missing else "")
+    return described(error).replace("{distribution}", distribution) + (hint if missing else "")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -64,14 +64,13 @@ class Registry(Generic[T]):
         kind: what it holds, for messages: ``"method"``.
         expects: the ``"module:Class"`` that a loaded target must be an instance of.
         subclass: a target must be a concrete subclass of ``expects`` instead.
-        reserved: names that can't be registered.
         beside: another table in which no name of this one may stand: whoever writes a name doesn't say which
             of the two is meant.
     """
 
     def __init__(self, kind: str, expects: str | None = None, *, subclass: bool = False,
-                 reserved: Collection[str] = (), beside: Registry[Any] | None = None) -> None:
-        self.kind, self._expects, self._subclass, self._reserved = kind, expects, subclass, reserved
+                 beside: Registry[Any] | None = None) -> None:
+        self.kind, self._expects, self._subclass = kind, expects, subclass
         self._entries: dict[str, RegistryEntry] = {}
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
@@ -90,7 +89,7 @@ class Registry(Generic[T]):
         """Look at a name and its target; whether the name is free isn't asked.
 
         Raises:
-            PluginError: nobody can spell the name, or it is reserved; or the target can't be one.
+            PluginError: nobody can spell the name, or the target can't be one.
         """
         name, target = entry.name, entry.target
         what = f"{self.kind} {name!r} of {entry.by}"
@@ -101,10 +100,9 @@ class Registry(Generic[T]):
             raise PluginError(f"{what} can't have this name", next="give it a name that is spelled so",
                               why="recipes, --kv and command lines spell names [A-Za-z0-9][A-Za-z0-9._-]*, "
                                   "with 64 characters at most")
-        if _NO_STRING.fullmatch(name) or name in self._reserved:
+        if _NO_STRING.fullmatch(name):
             raise PluginError(f"{what} can't have this name", next="give it another name",
-                              why="the name is reserved" if name in self._reserved
-                              else "a recipe doesn't read it as a text")
+                              why="a recipe doesn't read it as a text")
         if target is None:
             raise PluginError(f"{what} has no target", why='a target is an object or "module:attr"')
         if isinstance(target, str):
@@ -172,17 +170,17 @@ class Registry(Generic[T]):
 
     def _misfit(self, thing: Any, expected: type) -> str | None:
         """What a thing is instead of what is expected; ``None`` if it fits."""
-        described = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
+        actual = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
         try:
             if not self._subclass:
-                return None if isinstance(thing, expected) and not isinstance(thing, type) else described
+                return None if isinstance(thing, expected) and not isinstance(thing, type) else actual
             if not (isinstance(thing, type) and issubclass(thing, expected)):
-                return described
+                return actual
         except Exception as error:  # its attributes may be properties, which run a stranger's code
-            return f"{described} that raises {type(error).__name__}: {error}"
+            return f"{actual} that raises {described(error)}"
         if inspect.isabstract(thing):
             lacking = sorted(getattr(thing, "__abstractmethods__", ()))
-            return f"{described}, which lacks {', '.join(lacking)}"
+            return f"{actual}, which lacks {', '.join(lacking)}"
         return None
 
     def usable(self) -> Iterator[tuple[str, T]]:
@@ -297,10 +295,17 @@ def a_type(thing: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line: what it says, and its type unless it is one of ours."""
-    if isinstance(error, QuantkitError):
-        return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
-    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))[:1000]
+    """An exception in one line: what it says, and its type unless it is one of ours. Whatever a stranger's
+    exception does when it is turned to text, this one raises nothing."""
+    try:
+        if isinstance(error, QuantkitError):
+            return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
+        text = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as other:  # its __str__ is a stranger's code, too
+        text = f"its text can't be had, which raises {type(other).__name__}"
+    return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
 
 
 def _check(plugin: str) -> str | None:

@@ -167,3 +167,17 @@ def test_a_modules_file_is_known_without_an_import(tmp_path, monkeypatch):
     assert module_file("qk_never.deep.leaf") == str(tmp_path / "qk_never" / "deep" / "leaf.py")
     assert module_file("qk_never.deep.none") is None and module_file("qk_nowhere.a") is None
     assert not [name for name in sys.modules if name.startswith("qk_never")]
+
+
+def test_an_error_without_a_text_is_told_by_its_type(plugin):
+    class Unprintable(Exception):
+        """An exception whose text can't be had."""
+
+        def __str__(self):
+            raise ValueError("no text")
+
+    def fail():
+        raise Unprintable
+
+    failure = plugin_failure(error_of(plugin.call, fail))
+    assert failure.what.startswith("plugin 'blamed' of dist-blamed 2.0 failed: Unprintable: its text")

@@ -260,6 +260,39 @@ def test_an_observer_that_always_raises_warns_once(manager):
     assert len(caught) == 1
 
 
+class Unprintable(Exception):
+    """An exception whose text can't be had."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit()])
+def test_an_observer_may_raise_anything(manager, error):
+    def on_run_finished(kind):
+        raise error
+
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    with pytest.warns(UserWarning, match=f"dist-mine.*on_run_finished: {type(error).__name__}"):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
+def test_an_interrupt_in_an_observer_is_the_users(manager):
+    def on_run_finished(kind):
+        raise KeyboardInterrupt
+
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    with pytest.raises(KeyboardInterrupt):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
+def test_a_plugin_that_raises_what_has_no_text_costs_one_warning(installed):
+    installed(odd=Unprintable())
+    with pytest.warns(UserWarning, match="'odd' of dist-odd 1.2 was left out: Unprintable"):
+        manager = PluginManager()
+    assert "rtn" in manager.registries["methods"]
+
+
 def test_what_a_plugin_prints_stays_off_stdout(installed, capsys):
     installed(loud=plugin(register_methods=lambda register: print("hello")))
     PluginManager()
