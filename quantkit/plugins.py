@@ -21,7 +21,7 @@ import pluggy
 
 from quantkit import hookspecs
 from quantkit.errors import PluginError, QuantkitError, did_you_mean
-from quantkit.plugin_files import belongs, frames, module_file, package_of
+from quantkit.plugin_files import anothers, belongs, frames, module_file, package_of
 from quantkit.plugin_hooks import HOOKS, Registrations, api_of, check_marks, collect
 from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described
 
@@ -281,12 +281,12 @@ class PluginManager:
         return None
 
     def _packages(self, info: PluginInfo) -> set[str]:
-        """The package of a plugin's hooks, and the modules of what it registered."""
+        """The package of a plugin's hooks, and the modules of what it registered, where they are its own."""
         targets = [entry.target for table in self.registries.values()
                    for entry in table.entries(info.name, info.distribution)]
         modules = {target.partition(":")[0] for target in targets if isinstance(target, str)}
         packages = {package_of(info.module), *modules}
-        return {name for name in packages if name and name.split(".")[0] not in (BUILTIN, "quantkit_kernels")}
+        return {name for name in packages if name and not anothers(name, info.distribution)}
 
     def without(self, info: PluginInfo) -> str:
         """What to write before a command so that it runs without a plugin."""
