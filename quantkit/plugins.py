@@ -36,22 +36,24 @@ class PluginKind:
     Attributes:
         singular: for messages.
         expects: the ``"module:Class"`` that a target must be an instance of, or, if ``subclass``, a subclass.
+        named: whether a thing's ``name`` must be the registered one.
         beside: another kind that shares its names, as ``--kv`` writes both in the same way.
     """
 
     singular: str
     expects: str
     subclass: bool = False
+    named: bool = False
     beside: str | None = None
 
 
 KINDS: dict[str, PluginKind] = {
     "sources": PluginKind("source", "quantkit.sources.base:SourceKind"),
     "architectures": PluginKind("architecture", "quantkit.models.architecture:Architecture"),
-    "methods": PluginKind("method", "quantkit.methods.base:Method"),
-    "transforms": PluginKind("transform", "quantkit.transforms.base:Transform"),
-    "formats": PluginKind("format", "quantkit.formats.base:Format"),
-    "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel"),
+    "methods": PluginKind("method", "quantkit.methods.base:Method", named=True),
+    "transforms": PluginKind("transform", "quantkit.transforms.base:Transform", named=True),
+    "formats": PluginKind("format", "quantkit.formats.base:Format", named=True),
+    "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
     "kv_policies": PluginKind("KV policy", "quantkit.kv.base:KVPolicy", subclass=True),
     "kv_codecs": PluginKind("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside="kv_policies"),
     "metrics": PluginKind("metric", "quantkit.evaluate.metrics:Metric"),
@@ -116,7 +118,7 @@ class PluginManager:
         self.registries: dict[str, Registry[Any]] = {}
         for kind, about in KINDS.items():
             self.registries[kind] = Registry(
-                about.singular, about.expects, subclass=about.subclass,
+                about.singular, about.expects, subclass=about.subclass, named=about.named,
                 beside=self.registries[about.beside] if about.beside else None)
         self.plugins: list[PluginInfo] = []
         self._told: set[str] = set()

@@ -64,13 +64,15 @@ class Registry(Generic[T]):
         kind: what it holds, for messages: ``"method"``.
         expects: the ``"module:Class"`` that a loaded target must be an instance of.
         subclass: a target must be a concrete subclass of ``expects`` instead.
+        named: a thing's ``name`` must be the one under which it is registered: what runs is chosen, told and
+            blamed by it.
         beside: another table in which no name of this one may stand: whoever writes a name doesn't say which
             of the two is meant.
     """
 
     def __init__(self, kind: str, expects: str | None = None, *, subclass: bool = False,
-                 beside: Registry[Any] | None = None) -> None:
-        self.kind, self._expects, self._subclass = kind, expects, subclass
+                 named: bool = False, beside: Registry[Any] | None = None) -> None:
+        self.kind, self._expects, self._subclass, self._named = kind, expects, subclass, named
         self._entries: dict[str, RegistryEntry] = {}
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
@@ -148,8 +150,8 @@ class Registry(Generic[T]):
 
         Raises:
             UsageError: no such name; the nearest is suggested.
-            PluginError: several plugins registered the name, its module fails to import, or it is of the
-                wrong type.
+            PluginError: several plugins registered the name, its module fails to import, it is of the wrong
+                type or has another name.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -165,6 +167,9 @@ class Registry(Generic[T]):
             raise PluginError(f"{whose} is {problem}", next=_check(entry.plugin),
                               why=f"it must be a {'subclass of ' if self._subclass else ''}"
                                   f"{self._expects.replace(':', '.')}")
+        if self._named and (name_of := _name_of(thing)) != repr(name):
+            raise PluginError(f"{whose} has name {name_of}", next=_check(entry.plugin),
+                              why="a thing has the name under which it is registered")
         self._loaded[name] = thing
         return thing
 
@@ -306,6 +311,14 @@ def described(error: BaseException) -> str:
     except BaseException as other:  # its __str__ is a stranger's code, too
         text = f"its text can't be had, which raises {type(other).__name__}"
     return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
+
+
+def _name_of(thing: object) -> str:
+    """``thing.name``, as Python writes it; or why it has none."""
+    try:
+        return repr(thing.name)[:100]  # type: ignore[attr-defined]
+    except Exception as error:  # the attribute may be a property, which runs a stranger's code
+        return f"that can't be read: {described(error)}"
 
 
 def _check(plugin: str) -> str | None:

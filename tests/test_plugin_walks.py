@@ -48,7 +48,8 @@ def failing(*arguments):
 @pytest.mark.parametrize(("changed", "says"), [
     ({"declines": failing}, "declines() failed: ValueError: odd"),
     ({"declines": lambda query: False}, "declines() returned a bool"),
-    ({"order": None}, "has order None"), ({"name": 5}, "has name 5")])
+    ({"order": None}, "has order None"), ({"name": 5}, "has name 5"),
+    ({"name": "reference", "declines": lambda query: None}, "has name 'reference'")])
 def test_a_broken_kernel_is_a_declined_one(add, changed, says):
     usual = choose(QUERY).kernel.name
     add(register_kernels=lambda register: register("mine", kernel(**changed)))

@@ -255,3 +255,25 @@ def test_a_target_whose_import_raises_what_has_no_text_is_refused(tmp_path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError, match="Odd: its text can't be had"):
         load_target("qk_unprintable:X", "thing 'a' of dist-a")
+
+
+class Nameless:
+    """A thing whose name can't be read."""
+
+    @property
+    def name(self):
+        raise ValueError("odd")
+
+
+@pytest.mark.parametrize(("thing", "says"), [
+    (SimpleNamespace(name="theirs"), "has name 'theirs'"), (SimpleNamespace(name=5), "has name 5"),
+    (SimpleNamespace(), "has name that can't be read: AttributeError"),
+    (Nameless(), "has name that can't be read: ValueError: odd")])
+def test_a_thing_has_the_name_under_which_it_is_registered(thing, says):
+    table = Registry("thing", named=True)
+    table.register("mine", thing, owner="dist-a")
+    with pytest.raises(PluginError, match=f"thing 'mine' of dist-a {says}"):
+        table.get("mine")
+    right = SimpleNamespace(name="right")
+    table.register("right", right, owner="dist-a")
+    assert table.get("right") is right

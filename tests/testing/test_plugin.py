@@ -1,9 +1,12 @@
 """Checking all that a plugin registers: each thing by itself, and with what its registration says."""
 
+from dataclasses import replace
+
 import pytest
 
 from quantkit.errors import UsageError
 from quantkit.hookspecs import hookimpl
+from quantkit.methods.rtn import METHOD
 from quantkit.plugins import KINDS, PluginInfo, PluginManager
 from quantkit.testing.examples import family_config, model_folder
 from quantkit.testing.plugin import CHECKS, check_all
@@ -105,11 +108,11 @@ def test_code_that_raises_anything_costs_its_own_line_only(monkeypatch):
     class Plugin:
         @hookimpl
         def register_methods(self, register):
-            register("first", "quantkit.methods.rtn:METHOD")
-            register("second", "quantkit.methods.nf4:METHOD")
+            register("first", replace(METHOD, name="first"))
+            register("second", replace(METHOD, name="second"))
 
     def check(method):
-        if method.name == "rtn":
+        if method.name == "first":
             raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("quantkit.testing.check_method", check)
