@@ -20,12 +20,12 @@ from typing import Any
 import pluggy
 
 from quantkit import hookspecs
+from quantkit.entry_points import distribution_of, entry_points
 from quantkit.errors import PluginError, QuantkitError, did_you_mean
 from quantkit.plugin_files import anothers, belongs, frames, module_file, package_of
 from quantkit.plugin_hooks import HOOKS, Registrations, api_of, check_marks, collect
 from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described
 
-ENTRY_POINTS = "quantkit"
 OBSERVERS = tuple(name for name in HOOKS if name.startswith("on_"))
 
 
@@ -125,7 +125,7 @@ class PluginManager:
         self.add(builtin, BUILTIN, version=__version__)
         wanted = None if only is None else set(only)
         names = set()
-        for point in () if wanted == set() else sorted(_entry_points(), key=lambda point: point.name):
+        for point in () if wanted == set() else sorted(entry_points(), key=lambda point: point.name):
             names.add(point.name)
             if wanted is None or point.name in wanted:
                 self._load(point)
@@ -137,7 +137,7 @@ class PluginManager:
     def _load(self, point: importlib.metadata.EntryPoint) -> None:
         """Load an entry point. Whatever goes wrong costs one warning."""
         module = str(getattr(point, "value", "")).partition(":")[0].strip()
-        info = PluginInfo(point.name, *_distribution(point, module), module=module)
+        info = PluginInfo(point.name, *distribution_of(point, module), module=module)
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's data
                 if isinstance(point, importlib.metadata.EntryPoint) and not point.pattern.match(point.value):
@@ -234,7 +234,9 @@ class PluginManager:
                 if not isinstance(answer, list | tuple):
                     raise PluginError(f"it returned {a_type(answer)}, not a list of folders")
                 given = list(answer)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version} failed: "
                            f"{described(error)}")
                 continue
@@ -300,34 +302,6 @@ class PluginManager:
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, stacklevel=3)
-
-
-def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Every entry point of the group; a distribution whose file of entry points is malformed has none."""
-    try:
-        return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
-    except Exception:  # one file that can't be parsed hides all distributions' entry points
-        points, seen = [], set()
-        for dist in importlib.metadata.distributions():
-            try:
-                name = dist.name
-                new = [] if name in seen else [p for p in dist.entry_points if p.group == ENTRY_POINTS]
-                seen.add(name)
-            except Exception as error:
-                where = getattr(dist, "_path", "a distribution")
-                warnings.warn(f"entry points of {where} can't be read: {described(error)}", stacklevel=2)
-                continue
-            points += new
-        return points
-
-
-def _distribution(point: importlib.metadata.EntryPoint, module: str) -> tuple[str, str]:
-    """Name and version of the distribution that an entry point is of."""
-    try:
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
-    except Exception:  # no metadata, or a malformed one
-        name = version = ""
-    return name or module, version or "unknown"
 
 
 def _module_of(plugin: object) -> str:

@@ -77,6 +77,7 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
         self._warned: set[str] = set()
+        self._contested: set[str] = set() if beside is None else beside._contested
         self._claims: dict[str, list[tuple[str, RegistryEntry]]] = {} if beside is None else beside._claims
 
     def register(self, name: str, target: object, *, owner: str, **about: Any) -> None:
@@ -123,7 +124,10 @@ class Registry(Generic[T]):
 
     def add(self, entry: RegistryEntry) -> None:
         """Add a checked entry. If the name is taken, it is contested from now on."""
-        self._claims.setdefault(entry.name, []).append((self.kind, entry))
+        claims = self._claims.setdefault(entry.name, [])
+        claims.append((self.kind, entry))
+        if len(claims) > 1:
+            self._contested.add(entry.name)
         self._entries.setdefault(entry.name, entry)
         self._loaded.pop(entry.name, None)
 
@@ -155,7 +159,7 @@ class Registry(Generic[T]):
         """
         if name in self._loaded:
             return self._loaded[name]
-        if name in self.contested:
+        if self._is_contested(name):
             raise self.collision(name=name)
         if name not in self._entries:
             why, then = explain_absent(self.kind, name) or (did_you_mean(name, self), "quantkit plugins list")
@@ -233,11 +237,14 @@ class Registry(Generic[T]):
     @property
     def contested(self) -> Mapping[str, tuple[RegistryEntry, ...]]:
         """Names of this table that several registered, with all their entries."""
-        return {name: self.claimed(name) for name in self._entries if len(self.claimed(name)) > 1}
+        return {name: self.claimed(name) for name in self._entries if name in self._contested}
+
+    def _is_contested(self, name: str) -> bool:
+        return name in self._contested and name in self._entries  # the table beside has names of its own
 
     def entry(self, name: str) -> RegistryEntry:
         """The registration itself, importing nothing. Raises PluginError if the name is contested."""
-        if name in self.contested:
+        if self._is_contested(name):
             raise self.collision(name=name)
         return self._entries[name]
 
@@ -247,20 +254,26 @@ class Registry(Generic[T]):
                   if kind == self.kind)
         return [entry for entry in claims if (entry.plugin, entry.owner) == (plugin, owner)]
 
+    def disputes(self, plugin: str, owner: str) -> list[PluginError]:
+        """Of each name of a plugin's that is contested, who contest it."""
+        return [self.collision(name=entry.name) for entry in self.entries(plugin, owner)
+                if self._is_contested(entry.name)]
+
     def drop_owner(self, owner: str) -> None:
         """Forget everything that ``owner`` registered."""
         for name in [name for name, entry in self._entries.items()
                      if owner in (entry.owner, *(claim.owner for claim in self.claimed(name)))]:
             self._claims[name] = [(kind, entry) for kind, entry in self._claims.get(name, ())
                                   if (kind, entry.owner) != (self.kind, owner)]
+            if len(self._claims[name]) < 2:
+                self._contested.discard(name)
             rest = [entry for kind, entry in self._claims[name] if kind == self.kind]
             self._entries = {**self._entries, name: rest[0]} if rest else {
                 key: entry for key, entry in self._entries.items() if key != name}
             self._loaded.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        contested = self.contested
-        return iter([name for name in self._entries if name not in contested])
+        return iter([name for name in self._entries if name not in self._contested])
 
     def __contains__(self, name: object) -> bool:
         """Whether it can be asked for; a contested name can, and :meth:`get` says who contest it."""

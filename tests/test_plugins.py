@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from quantkit import plugins
+from quantkit.entry_points import ENTRY_POINTS
 from quantkit.errors import PluginError
 from quantkit.hookspecs import hookimpl
 from quantkit.plugins import PluginManager
@@ -344,8 +345,8 @@ def test_tests_load_no_plugins():
 
 
 def test_the_entry_point_group_is_quantkit():
-    assert plugins.ENTRY_POINTS == "quantkit"
-    assert EntryPoint("a", "b:c", plugins.ENTRY_POINTS).group == "quantkit"
+    assert ENTRY_POINTS == "quantkit"
+    assert EntryPoint("a", "b:c", ENTRY_POINTS).group == "quantkit"
 
 
 HEAVY = ("torch", "numpy", "pydantic", "transformers", "triton", "safetensors", "tokenizers",

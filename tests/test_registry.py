@@ -277,3 +277,34 @@ def test_a_thing_has_the_name_under_which_it_is_registered(thing, says):
     right = SimpleNamespace(name="right")
     table.register("right", right, owner="dist-a")
     assert table.get("right") is right
+
+
+def test_whether_a_name_is_contested_is_not_counted_anew(monkeypatch):
+    """Kernels are walked for every weight."""
+    table = Registry("method")
+    for name, owner in (("same", "dist-a"), ("same", "dist-b"), ("other", "dist-a")):
+        table.add(entry(name, owner))
+
+    def counted(*arguments):
+        raise AssertionError("walks the whole table")
+
+    monkeypatch.setattr(Registry, "claimed", counted)
+    assert list(table) == ["other"] and table.get("other") == 1 and table.entry("other").owner == "dist-a"
+    with pytest.raises(PluginError, match="registered twice"):
+        table.entry("same")
+
+
+def test_names_are_contested_between_tables_that_share_them():
+    policies = Registry("policy")
+    codecs = Registry("codec", beside=policies)
+    policies.add(entry("same", "dist-a"))
+    codecs.add(entry("same", "dist-b"))
+    codecs.add(entry("twice", "dist-a"))
+    codecs.add(entry("twice", "dist-b"))
+    assert list(policies) == list(codecs) == []
+    assert [dispute.what for dispute in policies.disputes("a", "dist-a")] == [
+        "policy 'same' is registered twice, as policy by dist-a and as codec by dist-b"]
+    with pytest.raises(UsageError, match="no policy is called 'twice'"):
+        policies.get("twice")
+    codecs.drop_owner("dist-b")
+    assert list(policies) == ["same"] and list(codecs) == ["twice"]
