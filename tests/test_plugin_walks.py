@@ -134,7 +134,8 @@ def test_a_source_that_opens_something_else_is_named(add):
 
 
 @pytest.mark.parametrize(("answer", "says"), [
-    (failing, "ValueError: odd"), (leaving, "SystemExit: 3"), (lambda: "/tmp", "returned a str"), (lambda: None, "returned a NoneType"),
+    (failing, "ValueError: odd"), (leaving, "SystemExit: 3"),
+    (lambda: "/tmp", "returned a str"), (lambda: None, "returned a NoneType"),
     (lambda: ["recipes"], "is not an absolute path"), (lambda: [3], "is not an absolute path"),
     (lambda: ["/no/such/folder"], "doesn't exist"), (lambda: [__file__], "is not a folder")])
 @pytest.mark.parametrize("hook", ["recipe_dirs", "eval_dirs"])

@@ -173,7 +173,7 @@ def _check_command(command: Any) -> None:
 
     result = CliRunner().invoke(command, ["--help"])
     if result.exit_code != 0:
-        raise PluginError(f"--help exits with {result.exit_code}", 
+        raise PluginError(f"--help exits with {result.exit_code}",
                           why=described(result.exception) if result.exception else result.output)
 
 
