@@ -52,7 +52,7 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
                                       f"{list(weight.shape)} by {_name(dtype)}",
                                   next="correct the kernel: quantkit.testing.check_kernel finds such errors")
             _PROBED.add(key)
-    except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # what to do is another matter than the kernel
+    except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # the kernel isn't what to mend
         raise
     except Exception as error:  # a stranger's kernel may raise anything
         raise PluginError(f"{whose('kernels', kernel.name)} raises {described(error)}",
