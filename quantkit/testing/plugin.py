@@ -129,7 +129,7 @@ def _check_entry(manager: PluginManager, kind: str, entry: RegistryEntry) -> Non
     elif kind == "architectures":
         check(thing, config=_check_config(entry))
     elif kind in ("kv_policies", "kv_codecs"):
-        check(thing, **_options(thing, entry))
+        check(thing, **entry.about.get("check_options", {}))
     else:
         check(thing)
 
@@ -157,15 +157,6 @@ def _check_config(entry: RegistryEntry) -> Mapping[str, Any]:
         return family_config(entry.name)
     raise _NotChecked('it names no config: register(…, check_config="module:CONFIG"), a tiny model\'s '
                       "config.json as a dictionary")
-
-
-def _options(thing: Any, entry: RegistryEntry) -> dict[str, Any]:
-    """``check_options=`` of the registration, and half of the prompt where a policy needs a budget."""
-    options = dict(entry.about.get("check_options", {}))
-    field = getattr(thing, "model_fields", {}).get("budget")
-    if field is not None and field.is_required():
-        options.setdefault("budget", 16 if field.annotation is int else 0.5)
-    return options
 
 
 def _check_command(command: Any) -> None:

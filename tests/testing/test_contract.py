@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.errors import PluginError, SpecError, UsageError
+from quantkit.errors import CheckpointError, PluginError, SpecError
 from quantkit.testing.contract import Contract
 
 CONTRACT = Contract("method 'mine'", "quantkit.methods.base")
@@ -28,5 +28,6 @@ def test_an_exception_is_told_in_one_line(error, says):
         CONTRACT.call("quantize", fail)
     assert caught.value.what == f"method 'mine': {says}"
     with pytest.raises(PluginError) as caught:
-        CONTRACT.refuses("quantize", fail, accepted="it takes all", remedy="raise UsageError", kind=UsageError)
-    assert (caught.value.what, caught.value.next) == (f"method 'mine': {says}", "raise UsageError")
+        CONTRACT.refuses("quantize", fail, accepted="it takes all", remedy="raise CheckpointError",
+                         kind=CheckpointError)
+    assert (caught.value.what, caught.value.next) == (f"method 'mine': {says}", "raise CheckpointError")

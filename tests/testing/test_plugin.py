@@ -69,20 +69,19 @@ def test_an_architecture_is_checked_with_its_config(monkeypatch):
         ("architecture", "told"): "ok", ("architecture", "mute"): "not checked"}
 
 
-def test_a_policy_gets_a_budget_and_the_options_that_are_told(monkeypatch):
+def test_a_policy_is_checked_with_the_options_that_are_told(monkeypatch):
     class Plugin:
         @hookimpl
         def register_kv_policies(self, register):
             register("share", "quantkit.kv.policies.snapkv:SnapKV", check_options={"window": 8})
-            register("count", "quantkit.kv.policies.window:WindowPolicy")
+            register("count", "quantkit.kv.policies.window:WindowPolicy")  # it needs a budget
             register("every", "quantkit.kv.policies.keep_all:KeepAll")
 
     given = {}
     monkeypatch.setattr("quantkit.testing.check_policy",
-                        lambda policy, **options: given.update({policy.name: options}) or policy(**options),
-                        raising=False)
+                        lambda policy, **options: given.update({policy.name: options}))
     assert set(statuses(manager_with(Plugin())).values()) == {"ok"}
-    assert given == {"snapkv": {"window": 8, "budget": 0.5}, "window": {"budget": 16}, "all": {}}
+    assert given == {"snapkv": {"window": 8}, "window": {}, "all": {}}
 
 
 def test_recipes_suites_and_commands_are_checked(tmp_path):
