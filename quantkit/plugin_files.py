@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -48,6 +50,34 @@ def belongs(frame: FrameType, package: str, file: str | None) -> bool:
         return False
     code, home = Path(frame.f_code.co_filename), Path(file)
     return code.is_relative_to(home.parent) if home.name == "__init__.py" else code == home
+
+
+def anothers(module: str, distribution: str) -> bool:
+    """Whether a module is of Python, of quantkit or of another installed distribution than a plugin's: torch
+    isn't a plugin's code because the plugin registers a function of torch."""
+    root = module.split(".")[0]
+    if root in sys.stdlib_module_names or root in ("quantkit", "quantkit_kernels"):
+        return True
+    owners = _installed().get(root, ())  # none has what is imported from a source tree
+    return bool(owners) and distribution not in owners
+
+
+@functools.cache
+def _installed() -> dict[str, set[str]]:
+    """Name that can be imported → the distributions that install it. One whose metadata can't be read is
+    passed over."""
+    owners: dict[str, set[str]] = {}
+    for installed in importlib.metadata.distributions():
+        try:
+            names = set((installed.read_text("top_level.txt") or "").split())
+            if not names:  # installed.files would look for each on the disk
+                files = [line.split(",")[0] for line in (installed.read_text("RECORD") or "").splitlines()]
+                names = {file.split("/")[0].removesuffix(".py") for file in files if file.endswith(".py")}
+            for name in names:
+                owners.setdefault(name, set()).add(installed.name)
+        except Exception:  # malformed metadata is its distribution's matter
+            continue
+    return owners
 
 
 def module_file(module: str) -> str | None:

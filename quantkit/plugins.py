@@ -20,12 +20,12 @@ from typing import Any
 import pluggy
 
 from quantkit import hookspecs
+from quantkit.entry_points import distribution_of, entry_points
 from quantkit.errors import PluginError, QuantkitError, did_you_mean
-from quantkit.plugin_files import belongs, frames, module_file, package_of
+from quantkit.plugin_files import anothers, belongs, frames, module_file, package_of
 from quantkit.plugin_hooks import HOOKS, Registrations, api_of, check_marks, collect
 from quantkit.registry import BUILTIN, Registry, RegistryEntry, a_type, described
 
-ENTRY_POINTS = "quantkit"
 OBSERVERS = tuple(name for name in HOOKS if name.startswith("on_"))
 
 
@@ -36,24 +36,24 @@ class PluginKind:
     Attributes:
         singular: for messages.
         expects: the ``"module:Class"`` that a target must be an instance of, or, if ``subclass``, a subclass.
-        reserved: names that can't be registered.
+        named: whether a thing's ``name`` must be the registered one.
         beside: another kind that shares its names, as ``--kv`` writes both in the same way.
     """
 
     singular: str
     expects: str
     subclass: bool = False
-    reserved: frozenset[str] = frozenset()
+    named: bool = False
     beside: str | None = None
 
 
 KINDS: dict[str, PluginKind] = {
     "sources": PluginKind("source", "quantkit.sources.base:SourceKind"),
     "architectures": PluginKind("architecture", "quantkit.models.architecture:Architecture"),
-    "methods": PluginKind("method", "quantkit.methods.base:Method"),
-    "transforms": PluginKind("transform", "quantkit.transforms.base:Transform"),
-    "formats": PluginKind("format", "quantkit.formats.base:Format"),
-    "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel"),
+    "methods": PluginKind("method", "quantkit.methods.base:Method", named=True),
+    "transforms": PluginKind("transform", "quantkit.transforms.base:Transform", named=True),
+    "formats": PluginKind("format", "quantkit.formats.base:Format", named=True),
+    "kernels": PluginKind("kernel", "quantkit.ops.dispatch:LinearKernel", named=True),
     "kv_policies": PluginKind("KV policy", "quantkit.kv.base:KVPolicy", subclass=True),
     "kv_codecs": PluginKind("KV codec", "quantkit.kv.base:KVCodec", subclass=True, beside="kv_policies"),
     "metrics": PluginKind("metric", "quantkit.evaluate.metrics:Metric"),
@@ -118,14 +118,14 @@ class PluginManager:
         self.registries: dict[str, Registry[Any]] = {}
         for kind, about in KINDS.items():
             self.registries[kind] = Registry(
-                about.singular, about.expects, subclass=about.subclass, reserved=about.reserved,
+                about.singular, about.expects, subclass=about.subclass, named=about.named,
                 beside=self.registries[about.beside] if about.beside else None)
         self.plugins: list[PluginInfo] = []
         self._told: set[str] = set()
         self.add(builtin, BUILTIN, version=__version__)
         wanted = None if only is None else set(only)
         names = set()
-        for point in () if wanted == set() else sorted(_entry_points(), key=lambda point: point.name):
+        for point in () if wanted == set() else sorted(entry_points(), key=lambda point: point.name):
             names.add(point.name)
             if wanted is None or point.name in wanted:
                 self._load(point)
@@ -137,7 +137,7 @@ class PluginManager:
     def _load(self, point: importlib.metadata.EntryPoint) -> None:
         """Load an entry point. Whatever goes wrong costs one warning."""
         module = str(getattr(point, "value", "")).partition(":")[0].strip()
-        info = PluginInfo(point.name, *_distribution(point, module), module=module)
+        info = PluginInfo(point.name, *distribution_of(point, module), module=module)
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's data
                 if isinstance(point, importlib.metadata.EntryPoint) and not point.pattern.match(point.value):
@@ -234,7 +234,9 @@ class PluginManager:
                 if not isinstance(answer, list | tuple):
                     raise PluginError(f"it returned {a_type(answer)}, not a list of folders")
                 given = list(answer)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._warn(f"{hook} of plugin {info.name!r} of {info.distribution} {info.version} failed: "
                            f"{described(error)}")
                 continue
@@ -259,10 +261,13 @@ class PluginManager:
         for info, impl in self._all_impls(hook):
             try:
                 impl.function(*[facts[n] for n in impl.argnames])
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too: what an observer does never ends the run
                 if (key := f"{impl.plugin_name} {hook}") not in self._told:
                     self._told.add(key)
-                    warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {error}", stacklevel=2)
+                    warnings.warn(f"{info.distribution}:{info.name} failed in {hook}: {described(error)}",
+                                  stacklevel=2)
 
     def observed(self, info: PluginInfo) -> list[str]:
         """The observers that a plugin implements."""
@@ -280,12 +285,12 @@ class PluginManager:
         return None
 
     def _packages(self, info: PluginInfo) -> set[str]:
-        """The package of a plugin's hooks, and the modules of what it registered."""
+        """The package of a plugin's hooks, and the modules of what it registered, where they are its own."""
         targets = [entry.target for table in self.registries.values()
                    for entry in table.entries(info.name, info.distribution)]
         modules = {target.partition(":")[0] for target in targets if isinstance(target, str)}
         packages = {package_of(info.module), *modules}
-        return {name for name in packages if name and name.split(".")[0] not in (BUILTIN, "quantkit_kernels")}
+        return {name for name in packages if name and not anothers(name, info.distribution)}
 
     def without(self, info: PluginInfo) -> str:
         """What to write before a command so that it runs without a plugin."""
@@ -299,34 +304,6 @@ class PluginManager:
             warnings.warn(text, stacklevel=3)
 
 
-def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    """Every entry point of the group; a distribution whose file of entry points is malformed has none."""
-    try:
-        return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
-    except Exception:  # one file that can't be parsed hides all distributions' entry points
-        points, seen = [], set()
-        for dist in importlib.metadata.distributions():
-            try:
-                name = dist.name
-                new = [] if name in seen else [p for p in dist.entry_points if p.group == ENTRY_POINTS]
-                seen.add(name)
-            except Exception as error:
-                where = getattr(dist, "_path", "a distribution")
-                warnings.warn(f"entry points of {where} can't be read: {described(error)}", stacklevel=2)
-                continue
-            points += new
-        return points
-
-
-def _distribution(point: importlib.metadata.EntryPoint, module: str) -> tuple[str, str]:
-    """Name and version of the distribution that an entry point is of."""
-    try:
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
-    except Exception:  # no metadata, or a malformed one
-        name = version = ""
-    return name or module, version or "unknown"
-
-
 def _module_of(plugin: object) -> str:
     name = getattr(plugin, "__name__", None)
     return name if isinstance(name, str) else type(plugin).__module__
@@ -334,12 +311,10 @@ def _module_of(plugin: object) -> str:
 
 def _reason(error: BaseException, distribution: str) -> str:
     """Why a plugin was left out, in one line."""
-    if isinstance(error, QuantkitError):
-        parts = filter(None, (error.what, error.why, error.next))
-        return " ".join("; ".join(parts).replace("{distribution}", distribution).split())
-    missing = isinstance(error, ImportError) and str(error.name or "").split(".")[0] == BUILTIN
+    module = error.name if isinstance(error, ImportError) else None
+    missing = isinstance(module, str) and module.split(".")[0] == BUILTIN
     hint = f"; it may be for another quantkit: pip install --upgrade {distribution} quantkit"
-    return described(error) + (hint if missing else "")
+    return described(error).replace("{distribution}", distribution) + (hint if missing else "")
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -64,18 +64,20 @@ class Registry(Generic[T]):
         kind: what it holds, for messages: ``"method"``.
         expects: the ``"module:Class"`` that a loaded target must be an instance of.
         subclass: a target must be a concrete subclass of ``expects`` instead.
-        reserved: names that can't be registered.
+        named: a thing's ``name`` must be the one under which it is registered: what runs is chosen, told and
+            blamed by it.
         beside: another table in which no name of this one may stand: whoever writes a name doesn't say which
             of the two is meant.
     """
 
     def __init__(self, kind: str, expects: str | None = None, *, subclass: bool = False,
-                 reserved: Collection[str] = (), beside: Registry[Any] | None = None) -> None:
-        self.kind, self._expects, self._subclass, self._reserved = kind, expects, subclass, reserved
+                 named: bool = False, beside: Registry[Any] | None = None) -> None:
+        self.kind, self._expects, self._subclass, self._named = kind, expects, subclass, named
         self._entries: dict[str, RegistryEntry] = {}
         self._loaded: dict[str, T] = {}
         self._broken: dict[str, str] = {}
         self._warned: set[str] = set()
+        self._contested: set[str] = set() if beside is None else beside._contested
         self._claims: dict[str, list[tuple[str, RegistryEntry]]] = {} if beside is None else beside._claims
 
     def register(self, name: str, target: object, *, owner: str, **about: Any) -> None:
@@ -90,7 +92,7 @@ class Registry(Generic[T]):
         """Look at a name and its target; whether the name is free isn't asked.
 
         Raises:
-            PluginError: nobody can spell the name, or it is reserved; or the target can't be one.
+            PluginError: nobody can spell the name, or the target can't be one.
         """
         name, target = entry.name, entry.target
         what = f"{self.kind} {name!r} of {entry.by}"
@@ -101,10 +103,9 @@ class Registry(Generic[T]):
             raise PluginError(f"{what} can't have this name", next="give it a name that is spelled so",
                               why="recipes, --kv and command lines spell names [A-Za-z0-9][A-Za-z0-9._-]*, "
                                   "with 64 characters at most")
-        if _NO_STRING.fullmatch(name) or name in self._reserved:
+        if _NO_STRING.fullmatch(name):
             raise PluginError(f"{what} can't have this name", next="give it another name",
-                              why="the name is reserved" if name in self._reserved
-                              else "a recipe doesn't read it as a text")
+                              why="a recipe doesn't read it as a text")
         if target is None:
             raise PluginError(f"{what} has no target", why='a target is an object or "module:attr"')
         if isinstance(target, str):
@@ -123,7 +124,10 @@ class Registry(Generic[T]):
 
     def add(self, entry: RegistryEntry) -> None:
         """Add a checked entry. If the name is taken, it is contested from now on."""
-        self._claims.setdefault(entry.name, []).append((self.kind, entry))
+        claims = self._claims.setdefault(entry.name, [])
+        claims.append((self.kind, entry))
+        if len(claims) > 1:
+            self._contested.add(entry.name)
         self._entries.setdefault(entry.name, entry)
         self._loaded.pop(entry.name, None)
 
@@ -150,12 +154,12 @@ class Registry(Generic[T]):
 
         Raises:
             UsageError: no such name; the nearest is suggested.
-            PluginError: several plugins registered the name, its module fails to import, or it is of the
-                wrong type.
+            PluginError: several plugins registered the name, its module fails to import, it is of the wrong
+                type or has another name.
         """
         if name in self._loaded:
             return self._loaded[name]
-        if name in self.contested:
+        if self._is_contested(name):
             raise self.collision(name=name)
         if name not in self._entries:
             why, then = explain_absent(self.kind, name) or (did_you_mean(name, self), "quantkit plugins list")
@@ -167,22 +171,25 @@ class Registry(Generic[T]):
             raise PluginError(f"{whose} is {problem}", next=_check(entry.plugin),
                               why=f"it must be a {'subclass of ' if self._subclass else ''}"
                                   f"{self._expects.replace(':', '.')}")
+        if self._named and (name_of := _name_of(thing)) != repr(name):
+            raise PluginError(f"{whose} has name {name_of}", next=_check(entry.plugin),
+                              why="a thing has the name under which it is registered")
         self._loaded[name] = thing
         return thing
 
     def _misfit(self, thing: Any, expected: type) -> str | None:
         """What a thing is instead of what is expected; ``None`` if it fits."""
-        described = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
+        actual = f"the class {thing.__name__}" if isinstance(thing, type) else a_type(thing)
         try:
             if not self._subclass:
-                return None if isinstance(thing, expected) and not isinstance(thing, type) else described
+                return None if isinstance(thing, expected) and not isinstance(thing, type) else actual
             if not (isinstance(thing, type) and issubclass(thing, expected)):
-                return described
+                return actual
         except Exception as error:  # its attributes may be properties, which run a stranger's code
-            return f"{described} that raises {type(error).__name__}: {error}"
+            return f"{actual} that raises {described(error)}"
         if inspect.isabstract(thing):
             lacking = sorted(getattr(thing, "__abstractmethods__", ()))
-            return f"{described}, which lacks {', '.join(lacking)}"
+            return f"{actual}, which lacks {', '.join(lacking)}"
         return None
 
     def usable(self) -> Iterator[tuple[str, T]]:
@@ -230,11 +237,14 @@ class Registry(Generic[T]):
     @property
     def contested(self) -> Mapping[str, tuple[RegistryEntry, ...]]:
         """Names of this table that several registered, with all their entries."""
-        return {name: self.claimed(name) for name in self._entries if len(self.claimed(name)) > 1}
+        return {name: self.claimed(name) for name in self._entries if name in self._contested}
+
+    def _is_contested(self, name: str) -> bool:
+        return name in self._contested and name in self._entries  # the table beside has names of its own
 
     def entry(self, name: str) -> RegistryEntry:
         """The registration itself, importing nothing. Raises PluginError if the name is contested."""
-        if name in self.contested:
+        if self._is_contested(name):
             raise self.collision(name=name)
         return self._entries[name]
 
@@ -244,20 +254,26 @@ class Registry(Generic[T]):
                   if kind == self.kind)
         return [entry for entry in claims if (entry.plugin, entry.owner) == (plugin, owner)]
 
+    def disputes(self, plugin: str, owner: str) -> list[PluginError]:
+        """Of each name of a plugin's that is contested, who contest it."""
+        return [self.collision(name=entry.name) for entry in self.entries(plugin, owner)
+                if self._is_contested(entry.name)]
+
     def drop_owner(self, owner: str) -> None:
         """Forget everything that ``owner`` registered."""
         for name in [name for name, entry in self._entries.items()
                      if owner in (entry.owner, *(claim.owner for claim in self.claimed(name)))]:
             self._claims[name] = [(kind, entry) for kind, entry in self._claims.get(name, ())
                                   if (kind, entry.owner) != (self.kind, owner)]
+            if len(self._claims[name]) < 2:
+                self._contested.discard(name)
             rest = [entry for kind, entry in self._claims[name] if kind == self.kind]
             self._entries = {**self._entries, name: rest[0]} if rest else {
                 key: entry for key, entry in self._entries.items() if key != name}
             self._loaded.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        contested = self.contested
-        return iter([name for name in self._entries if name not in contested])
+        return iter([name for name in self._entries if name not in self._contested])
 
     def __contains__(self, name: object) -> bool:
         """Whether it can be asked for; a contested name can, and :meth:`get` says who contest it."""
@@ -297,10 +313,25 @@ def a_type(thing: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line: what it says, and its type unless it is one of ours."""
-    if isinstance(error, QuantkitError):
-        return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
-    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))[:1000]
+    """An exception in one line: what it says, and its type unless it is one of ours. Whatever a stranger's
+    exception does when it is turned to text, this one raises nothing."""
+    try:
+        if isinstance(error, QuantkitError):
+            return " ".join("; ".join(filter(None, (error.what, error.why, error.next))).split())
+        text = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as other:  # its __str__ is a stranger's code, too
+        text = f"its text can't be had, which raises {type(other).__name__}"
+    return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
+
+
+def _name_of(thing: object) -> str:
+    """``thing.name``, as Python writes it; or why it has none."""
+    try:
+        return repr(thing.name)[:100]  # type: ignore[attr-defined]
+    except Exception as error:  # the attribute may be a property, which runs a stranger's code
+        return f"that can't be read: {described(error)}"
 
 
 def _check(plugin: str) -> str | None:

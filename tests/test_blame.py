@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantkit.errors import PluginError, QuantkitError
-from quantkit.plugin_files import module_file, package_of
+from quantkit.plugin_files import _installed, module_file, package_of
 from quantkit.plugins import PluginManager, blame, current, plugin_failure
 from quantkit.serve.errors import api_error
 
@@ -20,6 +20,9 @@ from quantkit.hookspecs import hookimpl
 @hookimpl
 def register_methods(register):
     register("far", "qk_blamed_far.method:METHOD")
+    register("borrowed", "torch.nn.functional:linear")
+    register("whole", "torch:matmul")
+    register("standard", "json:loads")
 
 def fail():
     raise ValueError("odd")
@@ -61,7 +64,7 @@ def test_an_error_in_a_plugin_says_whose_and_where(plugin):
     failure = plugin_failure(error)
     assert isinstance(failure, PluginError)
     assert failure.what == "plugin 'blamed' of dist-blamed 2.0 failed: ValueError: odd"
-    assert failure.why == f"{plugin.__file__}:9 in fail"
+    assert failure.why == f"{plugin.__file__}:12 in fail"
     assert failure.next == "quantkit plugins check blamed, or leave it out: QUANTKIT_PLUGINS= quantkit …"
 
 
@@ -167,3 +170,42 @@ def test_a_modules_file_is_known_without_an_import(tmp_path, monkeypatch):
     assert module_file("qk_never.deep.leaf") == str(tmp_path / "qk_never" / "deep" / "leaf.py")
     assert module_file("qk_never.deep.none") is None and module_file("qk_nowhere.a") is None
     assert not [name for name in sys.modules if name.startswith("qk_never")]
+
+
+def test_an_error_without_a_text_is_told_by_its_type(plugin):
+    class Unprintable(Exception):
+        """An exception whose text can't be had."""
+
+        def __str__(self):
+            raise ValueError("no text")
+
+    def fail():
+        raise Unprintable
+
+    failure = plugin_failure(error_of(plugin.call, fail))
+    assert failure.what.startswith("plugin 'blamed' of dist-blamed 2.0 failed: Unprintable: its text")
+
+
+def test_a_library_from_which_a_plugin_registers_something_is_not_the_plugins(plugin):
+    x = torch.zeros(2, 3)
+    for function, *arguments in ((torch.nn.functional.linear, x, x.T), (torch.nn.functional.glu, x),
+                                 (torch.cdist, x, None), (importlib.import_module("json").loads, "{")):
+        error = error_of(function, *arguments)
+        assert blame(error) is None and plugin_failure(error) is None
+        assert blame(error_of(plugin.call, lambda f=function, a=arguments: f(*a))).name == "blamed"
+
+
+def test_a_distribution_whose_metadata_cannot_be_read_hides_no_other(plugin, monkeypatch):
+    import importlib.metadata
+
+    class Odd:
+        name = "odd"
+
+        def read_text(self, name):
+            raise UnicodeDecodeError("utf-8", b"", 0, 1, "odd")
+
+    rest = list(importlib.metadata.distributions())
+    monkeypatch.setattr("quantkit.plugin_files.importlib.metadata.distributions", lambda: [Odd(), *rest])
+    _installed.cache_clear()
+    assert "torch" in _installed()["torch"] and "numpy" in _installed()["numpy"]
+    _installed.cache_clear()

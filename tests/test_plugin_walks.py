@@ -45,10 +45,15 @@ def failing(*arguments):
     raise ValueError("odd")
 
 
+def leaving():
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(("changed", "says"), [
     ({"declines": failing}, "declines() failed: ValueError: odd"),
     ({"declines": lambda query: False}, "declines() returned a bool"),
-    ({"order": None}, "has order None"), ({"name": 5}, "has name 5")])
+    ({"order": None}, "has order None"), ({"name": 5}, "has name 5"),
+    ({"name": "reference", "declines": lambda query: None}, "has name 'reference'")])
 def test_a_broken_kernel_is_a_declined_one(add, changed, says):
     usual = choose(QUERY).kernel.name
     add(register_kernels=lambda register: register("mine", kernel(**changed)))
@@ -129,7 +134,8 @@ def test_a_source_that_opens_something_else_is_named(add):
 
 
 @pytest.mark.parametrize(("answer", "says"), [
-    (failing, "ValueError: odd"), (lambda: "/tmp", "returned a str"), (lambda: None, "returned a NoneType"),
+    (failing, "ValueError: odd"), (leaving, "SystemExit: 3"),
+    (lambda: "/tmp", "returned a str"), (lambda: None, "returned a NoneType"),
     (lambda: ["recipes"], "is not an absolute path"), (lambda: [3], "is not an absolute path"),
     (lambda: ["/no/such/folder"], "doesn't exist"), (lambda: [__file__], "is not a folder")])
 @pytest.mark.parametrize("hook", ["recipe_dirs", "eval_dirs"])

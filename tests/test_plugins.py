@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from quantkit import plugins
+from quantkit.entry_points import ENTRY_POINTS
 from quantkit.errors import PluginError
 from quantkit.hookspecs import hookimpl
 from quantkit.plugins import PluginManager
@@ -260,6 +261,39 @@ def test_an_observer_that_always_raises_warns_once(manager):
     assert len(caught) == 1
 
 
+class Unprintable(Exception):
+    """An exception whose text can't be had."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [Unprintable(), SystemExit(3), GeneratorExit()])
+def test_an_observer_may_raise_anything(manager, error):
+    def on_run_finished(kind):
+        raise error
+
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    with pytest.warns(UserWarning, match=f"dist-mine.*on_run_finished: {type(error).__name__}"):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
+def test_an_interrupt_in_an_observer_is_the_users(manager):
+    def on_run_finished(kind):
+        raise KeyboardInterrupt
+
+    manager.add(plugin(on_run_finished=on_run_finished), "dist-mine")
+    with pytest.raises(KeyboardInterrupt):
+        manager.notify("on_run_finished", kind="quantize", summary={})
+
+
+def test_a_plugin_that_raises_what_has_no_text_costs_one_warning(installed):
+    installed(odd=Unprintable())
+    with pytest.warns(UserWarning, match="'odd' of dist-odd 1.2 was left out: Unprintable"):
+        manager = PluginManager()
+    assert "rtn" in manager.registries["methods"]
+
+
 def test_what_a_plugin_prints_stays_off_stdout(installed, capsys):
     installed(loud=plugin(register_methods=lambda register: print("hello")))
     PluginManager()
@@ -311,8 +345,8 @@ def test_tests_load_no_plugins():
 
 
 def test_the_entry_point_group_is_quantkit():
-    assert plugins.ENTRY_POINTS == "quantkit"
-    assert EntryPoint("a", "b:c", plugins.ENTRY_POINTS).group == "quantkit"
+    assert ENTRY_POINTS == "quantkit"
+    assert EntryPoint("a", "b:c", ENTRY_POINTS).group == "quantkit"
 
 
 HEAVY = ("torch", "numpy", "pydantic", "transformers", "triton", "safetensors", "tokenizers",

@@ -106,7 +106,7 @@ def test_an_observer_that_fails_costs_a_warning_only(llama, tmp_path, plugin):
             raise RuntimeError("no")
 
     plugin(Observer())
-    with pytest.warns(UserWarning, match="on_run_finished: no"):
+    with pytest.warns(UserWarning, match="on_run_finished: RuntimeError: no"):
         assert verify(quantize(str(llama), "int8", tmp_path / "out").out).ok
 
 

@@ -11,7 +11,7 @@ import pytest
 from quantkit.errors import PluginError, UsageError
 from quantkit.first_party import NAMES
 from quantkit.kvspec import parse_kv
-from quantkit.registry import Registry, RegistryEntry, load_target
+from quantkit.registry import Registry, RegistryEntry, described, load_target
 
 
 @pytest.fixture
@@ -88,10 +88,10 @@ def test_drop_owner_forgets_only_that_owner():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a+b", "-a", ".a", "a/b", "ü", "a" * 65, "a\n", "null", "True",
-                                  "12", "1e5", "1.5", "0x1F", "1e-5", "taken"])
+                                  "12", "1e5", "1.5", "0x1F", "1e-5"])
 def test_a_name_that_nobody_can_spell_is_refused(name):
     with pytest.raises(PluginError, match="dist-a can't have this name"):
-        Registry("thing", reserved={"taken"}).register(name, 1, owner="dist-a")
+        Registry("thing").register(name, 1, owner="dist-a")
 
 
 @pytest.mark.parametrize("name", ["a", "h2o", "gpt-2.5_x", "1bit", "int4", "A" * 64, "nullable"])
@@ -234,3 +234,77 @@ def test_a_kv_setting_says_what_to_install(absent, text):
 def test_load_target_returns_objects_and_imports_strings():
     assert load_target(3, "x") == 3
     assert load_target("quantkit.errors:DONE", "x") == 0
+
+
+class Unprintable(RuntimeError):
+    """An exception whose text can't be had."""
+
+    def __str__(self):
+        raise SystemExit("no text")
+
+
+@pytest.mark.parametrize("error", [Unprintable(), PluginError("")])
+def test_an_exception_without_a_text_is_described_by_its_type(error):
+    error.what = 7  # of ours, a plugin may make what it likes
+    assert described(error).startswith(f"{type(error).__name__}: its text can't be had")
+
+
+def test_a_target_whose_import_raises_what_has_no_text_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "qk_unprintable.py").write_text(
+        "class Odd(Exception):\n    def __str__(self):\n        raise ValueError\nraise Odd\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError, match="Odd: its text can't be had"):
+        load_target("qk_unprintable:X", "thing 'a' of dist-a")
+
+
+class Nameless:
+    """A thing whose name can't be read."""
+
+    @property
+    def name(self):
+        raise ValueError("odd")
+
+
+@pytest.mark.parametrize(("thing", "says"), [
+    (SimpleNamespace(name="theirs"), "has name 'theirs'"), (SimpleNamespace(name=5), "has name 5"),
+    (SimpleNamespace(), "has name that can't be read: AttributeError"),
+    (Nameless(), "has name that can't be read: ValueError: odd")])
+def test_a_thing_has_the_name_under_which_it_is_registered(thing, says):
+    table = Registry("thing", named=True)
+    table.register("mine", thing, owner="dist-a")
+    with pytest.raises(PluginError, match=f"thing 'mine' of dist-a {says}"):
+        table.get("mine")
+    right = SimpleNamespace(name="right")
+    table.register("right", right, owner="dist-a")
+    assert table.get("right") is right
+
+
+def test_whether_a_name_is_contested_is_not_counted_anew(monkeypatch):
+    """Kernels are walked for every weight."""
+    table = Registry("method")
+    for name, owner in (("same", "dist-a"), ("same", "dist-b"), ("other", "dist-a")):
+        table.add(entry(name, owner))
+
+    def counted(*arguments):
+        raise AssertionError("walks the whole table")
+
+    monkeypatch.setattr(Registry, "claimed", counted)
+    assert list(table) == ["other"] and table.get("other") == 1 and table.entry("other").owner == "dist-a"
+    with pytest.raises(PluginError, match="registered twice"):
+        table.entry("same")
+
+
+def test_names_are_contested_between_tables_that_share_them():
+    policies = Registry("policy")
+    codecs = Registry("codec", beside=policies)
+    policies.add(entry("same", "dist-a"))
+    codecs.add(entry("same", "dist-b"))
+    codecs.add(entry("twice", "dist-a"))
+    codecs.add(entry("twice", "dist-b"))
+    assert list(policies) == list(codecs) == []
+    assert [dispute.what for dispute in policies.disputes("a", "dist-a")] == [
+        "policy 'same' is registered twice, as policy by dist-a and as codec by dist-b"]
+    with pytest.raises(UsageError, match="no policy is called 'twice'"):
+        policies.get("twice")
+    codecs.drop_owner("dist-b")
+    assert list(policies) == ["same"] and list(codecs) == ["twice"]

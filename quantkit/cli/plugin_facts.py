@@ -43,8 +43,8 @@ def contents(facts: dict[str, Any], plugin: dict[str, Any]) -> dict[str, list[st
 
 
 def _plugin(manager: PluginManager, info: PluginInfo) -> dict[str, Any]:
-    contested = [table.collision(name=entry.name).what for table in manager.registries.values()
-                 for entry in table.entries(info.name, info.distribution) if entry.name in table.contested]
+    contested = [dispute.what for table in manager.registries.values()
+                 for dispute in table.disputes(info.name, info.distribution)]
     refused = list(dict.fromkeys([*info.refused, *contested]))
     return {"name": info.name, "distribution": info.distribution, "version": info.version,
             "module": info.module, "file": info.file, "api": info.api, "error": info.error,

@@ -86,14 +86,12 @@ def choose(query: KernelQuery) -> KernelChoice:
 
 
 def _has_place(kernel: LinearKernel, registered: str) -> bool:
-    """Whether a kernel's order and name are such that it can be asked in its turn."""
+    """Whether a kernel's order is such that it can be asked in its turn."""
     from quantkit.plugins import registry
 
-    for attribute, kind, noun in (("order", int, "an int"), ("name", str, "a str")):
-        if not isinstance(value := getattr(kernel, attribute), kind):
-            problem = f"has {attribute} {value!r}, which isn't {noun}"
-            registry("kernels").reject(registered, problem)
-            return False
+    if not isinstance(kernel.order, int):
+        registry("kernels").reject(registered, f"has order {kernel.order!r}, which isn't an int")
+        return False
     return True
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import PluginError
+from quantkit.errors import PluginError, QuantkitError
 from quantkit.formats.base import QuantizedTensor
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase
 from quantkit.ops.tokens import quantize_tokens
 from quantkit.plugins import is_builtin, registry, whose
+from quantkit.registry import described
 
 TIMES = 2.0
 """Times torch's error, at most."""
@@ -32,7 +33,8 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
     once for each format, spec, dtype and phase.
 
     Raises:
-        PluginError: the product is wrong, or the kernel raised something.
+        PluginError: the product is wrong, or the kernel raised something. One of our own errors and an
+            exhausted memory are raised as they are.
     """
     if is_builtin("kernels", kernel.name) and registry("kernels").get(kernel.name) is kernel:
         return kernel.prepare(weight)
@@ -50,10 +52,10 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
                                       f"{list(weight.shape)} by {_name(dtype)}",
                                   next="correct the kernel: quantkit.testing.check_kernel finds such errors")
             _PROBED.add(key)
-    except PluginError:
+    except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # the kernel isn't what to mend
         raise
     except Exception as error:  # a stranger's kernel may raise anything
-        raise PluginError(f"{whose('kernels', kernel.name)} raises {type(error).__name__}: {error}",
+        raise PluginError(f"{whose('kernels', kernel.name)} raises {described(error)}",
                           why=f"it took {weight.format} {weight.spec.label()} {list(weight.shape)}",
                           next="decline what it can't run") from error
     return prepared

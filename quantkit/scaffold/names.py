@@ -5,9 +5,13 @@ from __future__ import annotations
 import keyword
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from quantkit.errors import UsageError, did_you_mean
+from quantkit import first_party
+from quantkit.errors import PluginError, UsageError, did_you_mean
+from quantkit.evaluate.keys import key_problem
 from quantkit.plugins import PluginManager
+from quantkit.registry import Registry, RegistryEntry
 from quantkit.scaffold.kinds import TemplateKind
 
 PREFIX = "quantkit-"
@@ -56,10 +60,18 @@ def plugin_names(text: str, kind: TemplateKind) -> PluginNames:
 
 
 def require_free(names: PluginNames, kind: TemplateKind, manager: PluginManager) -> None:
-    """Raises UsageError if the distribution is installed, or somebody has registered the name."""
+    """Look whether a plugin of this name could be used.
+
+    Raises:
+        UsageError: the distribution is installed or one of quantkit's own, somebody has registered the name,
+            or quantkit would refuse it.
+    """
     if names.distribution in {plugin.distribution for plugin in manager.plugins}:
         raise UsageError(f"{names.distribution} is installed already", why="a name means one thing",
                          next=f"quantkit plugins check {names.distribution}")
+    if (problem := _problem(names, kind, manager)) is not None:
+        raise UsageError(f"a {kind.name} can't be called {names.name!r}", why=problem,
+                         next=_other(names, kind))
     for registry in _namespace(kind):
         table = manager.registries[registry]
         if names.registered in table:
@@ -70,6 +82,29 @@ def require_free(names: PluginNames, kind: TemplateKind, manager: PluginManager)
         if stem == names.registered:
             raise UsageError(f"{kind.name} {stem!r} exists already, in {owner}", why="a name means one thing",
                              next=_other(names, kind))
+
+
+def _problem(names: PluginNames, kind: TemplateKind, manager: PluginManager) -> str | None:
+    """Why quantkit would refuse what is registered by a name, whoever has it; ``None``: it wouldn't."""
+    owners = {name: distribution for group in [manager.registries[kind].kind for kind in _namespace(kind)]
+              or [kind.name] for name, distribution in first_party.NAMES.get(group, {}).items()}
+    if names.registered in owners:
+        return f"it is a name of {owners[names.registered]}"
+    if names.distribution in {name for group in first_party.NAMES.values() for name in group.values()}:
+        return f"{names.distribution} is a plugin of quantkit's own"
+    table: Registry[Any] = manager.registries[kind.registry] if kind.registry else Registry(kind.name)
+    try:
+        table.check(RegistryEntry(names.registered, f"{names.package}:NAME", names.distribution))
+    except PluginError as error:
+        return error.why
+    if kind.name == "metric":
+        return key_problem(names.registered)
+    if kind.name == "codec":
+        from quantkit.kv.checked import KERNEL_NAMES  # imports torch
+
+        if names.registered in KERNEL_NAMES:
+            return "kernels know a built-in codec by that name, and would read other bytes"
+    return None
 
 
 def _namespace(kind: TemplateKind) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from quantkit.errors import PluginError, QuantkitError
 from quantkit.plugins import registry
+from quantkit.registry import described
 
 Result = TypeVar("Result")
 
@@ -50,7 +51,7 @@ class Contract:
         except PluginError as error:
             raise PluginError(f"{self.where}: {error.what}", why=error.why, next=error.next) from error
         except Exception as error:  # whatever a stranger's code raises
-            raise self.error(f"{what} raises {type(error).__name__}: {_first_line(error)}") from error
+            raise self.error(f"{what} raises {raised(error)}") from error
 
     def refuses(self, what: str, function: Callable[..., object], *args: Any,
                 accepted: str, remedy: str, kind: type[QuantkitError] = QuantkitError) -> QuantkitError:
@@ -74,12 +75,14 @@ class Contract:
                                   next=remedy) from error
             return error
         except Exception as error:  # whatever a stranger's code raises
-            raise self.error(f"{what} raises {type(error).__name__}: {_first_line(error)}", remedy) from error
+            raise self.error(f"{what} raises {raised(error)}", remedy) from error
         raise self.error(accepted, remedy)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["without a message"])[0][:200]
+def raised(error: Exception) -> str:
+    """An exception in one line, with its type."""
+    ours = f"{type(error).__name__}: " if isinstance(error, QuantkitError) else ""
+    return ours + described(error)
 
 
 def registered_names(kind: str, thing: object) -> list[str]:

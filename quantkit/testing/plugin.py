@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from quantkit.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean
 from quantkit.plugins import PluginInfo, PluginManager
-from quantkit.registry import RegistryEntry, load_target
+from quantkit.registry import RegistryEntry, described, load_target
 
 CHECKS = {kind: f"quantkit.testing:check_{name}" for kind, name in (
     ("methods", "method"), ("transforms", "transform"), ("formats", "format"), ("kernels", "kernel"),
@@ -65,13 +65,25 @@ def check_all(manager: PluginManager, name: str) -> Iterator[CheckResult]:
         UsageError: there is no such plugin.
     """
     for plugin in find_plugins(manager, name):
+        unused = _unused(manager, plugin)
+        yield from unused
         if plugin.error is not None:
             yield CheckResult("plugin", plugin.name, "failed", f"it was left out: {plugin.error}")
-        elif next(_checks_of(manager, plugin.distribution), None) is None:
+        elif not unused and next(_checks_of(manager, plugin.distribution), None) is None:
             yield CheckResult("plugin", plugin.name, "not checked", "it registers nothing")
     for owner in dict.fromkeys(plugin.distribution for plugin in find_plugins(manager, name)):
         for kind, thing, check in _checks_of(manager, owner):
             yield _checked(kind, thing, check)
+
+
+def _unused(manager: PluginManager, plugin: PluginInfo) -> list[CheckResult]:
+    """What a plugin registers and nobody can use, as its name is somebody else's, too."""
+    disputes = [dispute for table in manager.registries.values()
+                for dispute in table.disputes(plugin.name, plugin.distribution)]
+    remedies = dict.fromkeys(plugin.refused, "register it under another name")
+    remedies |= {dispute.what: dispute.next or "" for dispute in disputes}
+    return [CheckResult("plugin", plugin.name, "failed", f"not all of it can be used: {what}", remedy)
+            for what, remedy in remedies.items()]
 
 
 def _checks_of(manager: PluginManager, owner: str) -> Iterator[tuple[str, str, Callable[[], None]]]:
@@ -92,10 +104,12 @@ def _checked(kind: str, name: str, check: Callable[[], None]) -> CheckResult:
     except _NotChecked as reason:
         return CheckResult(kind, name, "not checked", str(reason))
     except QuantkitError as error:
-        why = "; ".join(filter(None, (error.what, error.why)))
+        why = "; ".join(map(str, filter(None, (error.what, error.why))))
         return CheckResult(kind, name, "failed", why, error.next)
-    except Exception as error:  # a stranger's code may raise anything; the other checks go on
-        return CheckResult(kind, name, "failed", f"its code raised {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a stranger's code may raise SystemExit, too; the other checks go on
+        return CheckResult(kind, name, "failed", f"its code raised {described(error)}")
     return CheckResult(kind, name, "ok")
 
 
@@ -115,7 +129,7 @@ def _check_entry(manager: PluginManager, kind: str, entry: RegistryEntry) -> Non
     elif kind == "architectures":
         check(thing, config=_check_config(entry))
     elif kind in ("kv_policies", "kv_codecs"):
-        check(thing, **_options(thing, entry))
+        check(thing, **entry.about.get("check_options", {}))
     else:
         check(thing)
 
@@ -145,21 +159,13 @@ def _check_config(entry: RegistryEntry) -> Mapping[str, Any]:
                       "config.json as a dictionary")
 
 
-def _options(thing: Any, entry: RegistryEntry) -> dict[str, Any]:
-    """``check_options=`` of the registration, and half of the prompt where a policy needs a budget."""
-    options = dict(entry.about.get("check_options", {}))
-    field = getattr(thing, "model_fields", {}).get("budget")
-    if field is not None and field.is_required():
-        options.setdefault("budget", 16 if field.annotation is int else 0.5)
-    return options
-
-
 def _check_command(command: Any) -> None:
     from click.testing import CliRunner
 
     result = CliRunner().invoke(command, ["--help"])
     if result.exit_code != 0:
-        raise PluginError(f"--help exits with {result.exit_code}", why=str(result.exception or result.output))
+        raise PluginError(f"--help exits with {result.exit_code}",
+                          why=described(result.exception) if result.exception else result.output)
 
 
 def _check_recipe(manager: PluginManager, path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from quantkit.errors import QuantkitError, SourceError
 from quantkit.models.architecture import parse_config, tensor_shapes
 from quantkit.sources.base import ModelSource, SourceIdentity, SourceKind, TensorInfo, prefetch, release
-from quantkit.testing.contract import Contract, offline, registered_names, same_bits
+from quantkit.testing.contract import Contract, offline, raised, registered_names, same_bits
 from quantkit.testing.tiny import tiny_model
 
 FOREIGN: Mapping[str, tuple[str, ...]] = {
@@ -163,7 +163,7 @@ def _check_opened_again(contract: Contract, kind: SourceKind, uri: str, source: 
     except QuantkitError:
         return
     except Exception as error:  # whatever a stranger's code raises
-        raise contract.error(f"open with another revision raises {type(error).__name__}: {error}",
+        raise contract.error(f"open with another revision raises {raised(error)}",
                              "raise SourceError") from error
     named = other.identity().revision
     other.close()

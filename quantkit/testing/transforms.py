@@ -16,7 +16,14 @@ from quantkit.models.linear import Weights
 from quantkit.sources.base import ModelSource
 from quantkit.sources.open import open_source
 from quantkit.spec import Granularity, QuantSpec
-from quantkit.testing.contract import Contract, check_name, check_reason, global_generators, same_tensors
+from quantkit.testing.contract import (
+    Contract,
+    check_name,
+    check_reason,
+    global_generators,
+    raised,
+    same_tensors,
+)
 from quantkit.testing.tiny import FAMILIES, VOCAB, tiny_model
 from quantkit.testing.watched import STATISTICS
 from quantkit.transforms.base import LayerTensors, Transform
@@ -125,7 +132,7 @@ def _transformed_layer(case: Contract, transform: Transform, source: ModelSource
     except Exception as error:  # whatever a stranger's code raises
         _blame_needs(case, transform, config, LayerTensors(
             source.tensor, source.tensors().__contains__, specs, stats, config.offset_norms), index)
-        raise case.error(f"layer {index} raises {type(error).__name__}: {str(error)[:200]}") from error
+        raise case.error(f"layer {index} raises {raised(error)}") from error
     case.must(result is None,
               f"layer returned a {type(result).__name__}; it must change the tensors that it is given")
     case.must(all(isinstance(tensor, torch.Tensor) for tensor in tensors.changed.values()),

@@ -1,21 +1,23 @@
 """``quantkit plugins check``."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from quantkit.errors import PluginError
 from quantkit.hookspecs import hookimpl
+from quantkit.methods.rtn import METHOD
 from quantkit.plugins import PluginManager
 from quantkit.testing import check_method
 
 
 class Plugin:
-    """A good method under another name, one that can't be imported, and a source that names no model."""
+    """A good method, one that can't be imported, and a source that names no model."""
 
     @hookimpl
     def register_methods(self, register):
-        register("good", "quantkit.methods.rtn:METHOD")
+        register("good", replace(METHOD, name="good"))
         register("gone", "quantkit.no_such_module:METHOD")
 
     @hookimpl
@@ -70,4 +72,4 @@ def test_the_real_check_is_called(cli, manager, monkeypatch):
     calls = []
     monkeypatch.setattr("quantkit.testing.check_method", lambda method: calls.append(method.name))
     cli("plugins", "check", "mine")
-    assert calls == ["rtn"] and callable(check_method)
+    assert calls == ["good"] and callable(check_method)

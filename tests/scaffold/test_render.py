@@ -75,6 +75,26 @@ def test_names_that_are_taken_are_refused(kind, name, tmp_path):
         make_plugin(name, kind, tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "name", "says"), [
+    ("method", "null", "a recipe doesn't read it as a text"), ("recipe", "null", "doesn't read it as a text"),
+    ("metric", "model", "'model' is one of quantkit's"), ("metric", "kv", "'kv' is one of quantkit's"),
+    ("metric", "kl-mean", "'kl_mean' is one of quantkit's"), ("codec", "f16", "kernels know a built-in"),
+    ("codec", "token4", "kernels know"), ("codec", "hadamard4", "kernels know"),
+    ("method", "hqq", "it is a name of quantkit-hqq"), ("policy", "int6", "it is a name of quantkit-int6kv"),
+    ("recipe", "int4-hqq", "it is a name of quantkit-hqq"),
+    ("command", "keydiff", "quantkit-keydiff is a plugin of quantkit's own")])
+def test_names_that_could_not_be_used_are_refused(kind, name, says, tmp_path):
+    with pytest.raises(UsageError, match=f"a {kind} can't be called '{name}'") as caught:
+        make_plugin(name, kind, tmp_path)
+    assert says in caught.value.why and caught.value.next == f"quantkit plugins new my-{name} --kind {kind}"
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_name_that_is_suggested_instead_can_be_used(tmp_path):
+    for kind, name in (("method", "null"), ("metric", "kv"), ("codec", "token4"), ("method", "hqq")):
+        assert make_plugin(f"my-{name}", kind, tmp_path).folder.is_dir()
+
+
 def test_an_installed_distribution_is_refused():
     class Plugin:
         """It registers nothing."""

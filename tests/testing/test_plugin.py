@@ -1,9 +1,13 @@
 """Checking all that a plugin registers: each thing by itself, and with what its registration says."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from quantkit.errors import UsageError
 from quantkit.hookspecs import hookimpl
+from quantkit.methods.rtn import METHOD
 from quantkit.plugins import KINDS, PluginInfo, PluginManager
 from quantkit.testing.examples import family_config, model_folder
 from quantkit.testing.plugin import CHECKS, check_all
@@ -65,20 +69,19 @@ def test_an_architecture_is_checked_with_its_config(monkeypatch):
         ("architecture", "told"): "ok", ("architecture", "mute"): "not checked"}
 
 
-def test_a_policy_gets_a_budget_and_the_options_that_are_told(monkeypatch):
+def test_a_policy_is_checked_with_the_options_that_are_told(monkeypatch):
     class Plugin:
         @hookimpl
         def register_kv_policies(self, register):
             register("share", "quantkit.kv.policies.snapkv:SnapKV", check_options={"window": 8})
-            register("count", "quantkit.kv.policies.window:WindowPolicy")
+            register("count", "quantkit.kv.policies.window:WindowPolicy")  # it needs a budget
             register("every", "quantkit.kv.policies.keep_all:KeepAll")
 
     given = {}
     monkeypatch.setattr("quantkit.testing.check_policy",
-                        lambda policy, **options: given.update({policy.name: options}) or policy(**options),
-                        raising=False)
+                        lambda policy, **options: given.update({policy.name: options}))
     assert set(statuses(manager_with(Plugin())).values()) == {"ok"}
-    assert given == {"snapkv": {"window": 8, "budget": 0.5}, "window": {"budget": 16}, "all": {}}
+    assert given == {"snapkv": {"window": 8}, "window": {}, "all": {}}
 
 
 def test_recipes_suites_and_commands_are_checked(tmp_path):
@@ -105,11 +108,11 @@ def test_code_that_raises_anything_costs_its_own_line_only(monkeypatch):
     class Plugin:
         @hookimpl
         def register_methods(self, register):
-            register("first", "quantkit.methods.rtn:METHOD")
-            register("second", "quantkit.methods.nf4:METHOD")
+            register("first", replace(METHOD, name="first"))
+            register("second", replace(METHOD, name="second"))
 
     def check(method):
-        if method.name == "rtn":
+        if method.name == "first":
             raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("quantkit.testing.check_method", check)
@@ -124,3 +127,88 @@ def test_a_plugin_that_was_left_out_fails():
     assert result.status == "failed" and "no left_pad" in (result.why or "")
     with pytest.raises(UsageError):
         list(check_all(manager, "yours"))
+
+
+@pytest.mark.parametrize("refused", [SystemExit(3), GeneratorExit()])
+def test_code_that_exits_costs_its_own_line_only(monkeypatch, refused):
+    class Plugin:
+        @hookimpl
+        def register_methods(self, register):
+            register("first", replace(METHOD, name="first"))
+            register("second", replace(METHOD, name="second"))
+
+    def check(method):
+        if method.name == "first":
+            raise refused
+
+    monkeypatch.setattr("quantkit.testing.check_method", check)
+    first, second = check_all(manager_with(Plugin()), "mine")
+    assert (first.status, second.status) == ("failed", "ok") and type(refused).__name__ in (first.why or "")
+
+
+def test_an_interrupt_ends_the_check(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_methods(self, register):
+            register("first", replace(METHOD, name="first"))
+
+    def check(method):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.testing.check_method", check)
+    with pytest.raises(KeyboardInterrupt):
+        list(check_all(manager_with(Plugin()), "mine"))
+
+
+def test_code_that_raises_what_has_no_text_is_told(monkeypatch):
+    class Plugin:
+        @hookimpl
+        def register_methods(self, register):
+            register("first", replace(METHOD, name="first"))
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def check(method):
+        raise Unprintable
+
+    monkeypatch.setattr("quantkit.testing.check_method", check)
+    (result,) = check_all(manager_with(Plugin()), "mine")
+    assert result.status == "failed" and "Unprintable" in (result.why or "")
+
+
+def installed_as(monkeypatch, **plugins):
+    """A manager that finds these plugins by their entry points."""
+    points = [SimpleNamespace(name=name, value=name, load=lambda plugin=plugin: plugin,
+                              dist=SimpleNamespace(name=f"dist-{name}", version="1"))
+              for name, plugin in plugins.items()]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    with pytest.warns(UserWarning, match="not all can be used"):
+        return PluginManager()
+
+
+def registering(*names):
+    class Plugin:
+        @hookimpl
+        def register_methods(self, register):
+            for name in names:
+                register(name, replace(METHOD, name=name))
+
+    return Plugin()
+
+
+def test_a_plugin_that_has_only_a_builtins_name_fails(monkeypatch):
+    (result,) = check_all(installed_as(monkeypatch, mine=registering("rtn")), "mine")
+    assert (result.status, result.next) == ("failed", "register it under another name")
+    assert "'rtn' is registered twice, by quantkit and by dist-mine" in (result.why or "")
+
+
+def test_a_contested_name_fails_for_all_who_have_it(monkeypatch):
+    monkeypatch.setattr("quantkit.testing.check_method", lambda method: None)
+    manager = installed_as(monkeypatch, mine=registering("same", "good"), yours=registering("same"))
+    failed, good = check_all(manager, "mine")
+    assert failed.status == "failed" and "by dist-mine and by dist-yours" in (failed.why or "")
+    assert failed.next and "QUANTKIT_PLUGINS" in failed.next and (good.name, good.status) == ("good", "ok")
+    (failed,) = check_all(manager, "yours")
+    assert failed.status == "failed" and "by dist-mine and by dist-yours" in (failed.why or "")

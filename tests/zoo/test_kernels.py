@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import PluginError
+from quantkit.errors import PluginError, SpecError
+from quantkit.formats.base import QuantizedTensor
 from quantkit.formats.dtypes import resolve
 from quantkit.hookspecs import Register, hookimpl
 from quantkit.ops.linear import dense
@@ -248,3 +249,14 @@ def test_a_kernel_whose_declines_is_broken_costs_itself_only(multiply, kernel) -
         y = multiply(kernel, X)
     assert torch.isfinite(y).all()
     assert sum("kernel 'by-rows' of quantkit-rows" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError("9 GiB"), torch.OutOfMemoryError("9 GiB"), SpecError("odd")])
+def test_memory_that_is_exhausted_and_our_own_errors_stay_what_they_are(multiply, error: Exception) -> None:
+    class Fails(Sound):
+        def prepare(self, weight: QuantizedTensor) -> Any:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        multiply(Fails(), X)
+    assert caught.value is error
