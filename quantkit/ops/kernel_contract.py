@@ -15,6 +15,7 @@ import torch
 
 from quantkit.errors import PluginError, QuantkitError
 from quantkit.formats.base import QuantizedTensor
+from quantkit.formats.dtypes import plain_name
 from quantkit.ops.dispatch import DECODE_ROWS, LinearKernel, Phase
 from quantkit.ops.tokens import quantize_tokens
 from quantkit.plugins import is_builtin, registry, whose
@@ -49,7 +50,7 @@ def prepare(kernel: LinearKernel, weight: QuantizedTensor, dtype: torch.dtype, d
             if fault is not None:
                 raise PluginError(f"{whose('kernels', kernel.name)}: {fault}",
                                   why=f"it was asked for {weight.format} {weight.spec.label()} "
-                                      f"{list(weight.shape)} by {_name(dtype)}",
+                                      f"{list(weight.shape)} by {plain_name(dtype)}",
                                   next="correct the kernel: quantkit.testing.check_kernel finds such errors")
             _PROBED.add(key)
     except (QuantkitError, MemoryError, torch.OutOfMemoryError):  # the kernel isn't what to mend
@@ -72,7 +73,7 @@ def product_fault(x: torch.Tensor, y: object, weight: QuantizedTensor) -> str | 
     if not isinstance(y, torch.Tensor):
         return f"run returned a {type(y).__name__}, not a tensor"
     if y.dtype != x.dtype or tuple(y.shape) != shape:
-        return f"run returned {_name(y.dtype)} {list(y.shape)}, not {_name(x.dtype)} {list(shape)}"
+        return f"run returned {plain_name(y.dtype)} {list(y.shape)}, not {plain_name(x.dtype)} {list(shape)}"
     if not bool(torch.isfinite(y).all()):
         return "run returned a value that is not finite"
     error, limit = errors(x, y, weight)
@@ -112,8 +113,3 @@ def _int8(x: torch.Tensor) -> torch.Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return ((groups / scale).round() * scale).flatten(1)[:, :x.shape[1]]
-
-
-def _name(dtype: torch.dtype) -> str:
-    """``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
