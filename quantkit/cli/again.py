@@ -17,7 +17,7 @@ def typed(*left_out: str) -> str:
     words = ["quantkit", str(context.info_name)]
     for parameter in context.command.params:
         name = str(parameter.name)
-        if name in left_out or context.get_parameter_source(name) not in _GIVEN:
+        if name in left_out or name not in context.params or context.get_parameter_source(name) not in _GIVEN:
             continue
         value = context.params[name]
         if isinstance(parameter, click.Argument):

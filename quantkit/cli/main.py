@@ -20,7 +20,7 @@ import rich_click as click
 from quantkit import __version__
 from quantkit.cli.present import show_error, show_warning
 from quantkit.errors import FAILED, INTERRUPTED, QuantkitError, UsageError, did_you_mean
-from quantkit.plugins import plugin_failure, registry
+from quantkit.plugins import BUILTIN, current, plugin_failure, registry
 from quantkit.progress import Listener, ProgressEvent, compiling
 
 DEBUG_VARIABLE = "QUANTKIT_DEBUG"
@@ -82,6 +82,9 @@ def guarded(run: Callable[[], Any]) -> NoReturn:
 def _failed(error: BaseException) -> int:
     """Say what went wrong on stderr; the exit code."""
     if isinstance(error, SystemExit):
+        if (ended := plugin_failure(error)) is not None:  # code of a stranger's that ends the process
+            show_error(ended.what, ended.why, ended.next)
+            return ended.exit_code
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, BrokenPipeError):
         _close_pipe()
@@ -105,9 +108,21 @@ def _failed(error: BaseException) -> int:
                                          "shows what a run needs")
     else:
         first = str(error).strip().splitlines()[:1]
-        show_error(f"internal error: {': '.join([type(error).__name__, *first])}",
+        show_error(f"internal error: {': '.join([type(error).__name__, *first])}", why=_suspects(),
                    next="run the same command again with --debug and report what it prints")
     return FAILED
+
+
+def _suspects() -> str | None:
+    """Which plugins may have given quantkit what it couldn't use, though no code of theirs failed."""
+    try:
+        names = [info.name for info in current().plugins if info.distribution != BUILTIN and not info.error]
+    except Exception:
+        return None
+    if not names:
+        return None
+    return (f"it may be quantkit's, or that of a plugin ({', '.join(names)}) that gave it what it can't use: "
+            f"quantkit plugins check {names[0]}")
 
 
 _OS_REMEDIES: dict[type[OSError], str] = {

@@ -9,7 +9,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from quantkit.errors import PluginError, UsageError, did_you_mean
-from quantkit.kv.base import MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
+from quantkit.kv.base import MAX_RESIDUAL, MAX_TOKENS, PAGE, KVCodec, KVCodecs, KVPolicy, SideCodec
+from quantkit.kv.checked import check_policy_declarations
 from quantkit.kv.policies.window import ModelWindow
 from quantkit.models.config import ModelConfig
 from quantkit.plugins import registry, whose
@@ -33,7 +34,9 @@ def build_policy(spec: KVSpec, takes: Callable[[KVPolicy], int] | None = None) -
     kind: type[KVPolicy] = registry("kv_policies").get(spec.policy)
 
     def built(options: Mapping[str, object]) -> KVPolicy:
-        return _built(kind, KVPolicy, "policy", spec.policy, options, "512")
+        policy = _built(kind, KVPolicy, "policy", spec.policy, options, "512")
+        check_policy_declarations(policy)
+        return policy
 
     size = bytes_of(budget) if isinstance(budget := spec.options.get("budget"), str) else None
     if size is None:
@@ -75,7 +78,12 @@ def by_layer(policy: KVPolicy, config: ModelConfig, first: int = 0) -> list[KVPo
 def build_codec(name: str, options: Mapping[str, object]) -> KVCodec:
     """A codec with its options. Raises UsageError as :func:`build_policy`."""
     kind: type[KVCodec] = registry("kv_codecs").get(name)
-    return _built(kind, KVCodec, "codec", name, options, "3")
+    codec = _built(kind, KVCodec, "codec", name, options, "3")
+    for field in ("residual_length", "sinks"):
+        if not (type(value := getattr(codec, field)) is int and 0 <= value <= MAX_RESIDUAL):
+            raise PluginError(f"{whose('kv_codecs', name)}: {field} is {value!r}",
+                              why="it is a number of tokens", next=f"quantkit plugins check {name}")
+    return codec
 
 
 def build_kv_codecs(spec: KVSpec) -> KVCodecs:

@@ -12,7 +12,7 @@ from quantkit.kv.base import PAGE, KVCodecs, KVPolicy, SideCodec
 from quantkit.kv.kernel_names import KERNEL_NAMES, is_ours
 from quantkit.kv.sequence import SequenceState
 from quantkit.kv.store import PageStore
-from quantkit.plugins import whose
+from quantkit.plugins import registry, whose
 from quantkit.spec import KVSpec
 
 OWN_POLICIES = "quantkit.kv.policies."
@@ -36,7 +36,7 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
     def refuse(what: str) -> PluginError:
         return PluginError(f"{whose('kv_policies', policy.name)}: keep() returned {what}",
                            why="for each KV head it returns int64 [n], slots in rising order; or None",
-                           next="check it by quantkit.testing.check_policy, or use another --kv")
+                           next=_remedy("kv_policies", policy.name))
 
     if type(policy).__module__.startswith(OWN_POLICIES):
         return list(kept)
@@ -61,6 +61,48 @@ def checked_slots(policy: KVPolicy, kept: Any, lengths: Sequence[int]) -> list[t
         counts = ", ".join(map(str, map(len, heads)))
         raise refuse(f"{counts} slots; heads keep equally many unless uniform_budget is False")
     return heads
+
+
+def policy_fault(policy: KVPolicy) -> str | None:
+    """What is wrong with what a policy declares; ``None``: nothing."""
+    def counts(value: object, least: int) -> bool:
+        return type(value) is int and value >= least
+
+    interval, reread, visible = policy.decode_interval, policy.reread_prompt, policy.visible
+    acts = policy.on_prefill is not None or interval is not None or reread is not None
+    promises = {
+        f"on_prefill is {policy.on_prefill!r}: chunk, end or None":
+            policy.on_prefill in (None, "chunk", "end"),
+        f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None":
+            policy.tracks in (None, "attention_sum", "attention_max", "query_moments"),
+        f"query_window is {policy.query_window!r}: a number of queries": counts(policy.query_window, 0),
+        f"decode_interval is {interval!r}: a number of steps, or None":
+            interval is None or counts(interval, 1),
+        f"reread_prompt is {reread!r}: a number of tokens, or None": reread is None or counts(reread, 1),
+        f"slack is {policy.slack!r}: a number of slots": counts(policy.slack, 0),
+        f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}":
+            counts(policy.release_granularity, 1) and policy.release_granularity % PAGE == 0,
+        f"visible is {visible!r}: (window, sinks) or None": visible is None or (
+            isinstance(visible, tuple) and len(visible) == 2 and all(counts(size, 0) for size in visible)),
+        "it never acts: on_prefill and decode_interval are None": policy.keeps_all or acts,
+        f"it tracks {policy.tracks} in blocks of query_window queries, which is 0":
+            policy.tracks is None or reread is not None or policy.query_window != 0}
+    return next((promise for promise, holds in promises.items() if not holds), None)
+
+
+def check_policy_declarations(policy: KVPolicy) -> None:
+    """Raises PluginError for a plugin's policy whose declarations can't be followed."""
+    own = type(policy).__module__.startswith(OWN_POLICIES)
+    if not own and (fault := policy_fault(policy)) is not None:
+        raise PluginError(f"{whose('kv_policies', policy.name)}: {fault}",
+                          why="quantkit.kv.base.KVPolicy says what a policy declares",
+                          next=_remedy("kv_policies", policy.name))
+
+
+def _remedy(kind: str, name: str) -> str:
+    table = registry(kind)
+    owner = table.entry(name).owner if name in table else "NAME"
+    return f"quantkit plugins check {owner}, or use another --kv"
 
 
 def check_codecs(codecs: KVCodecs, spec: KVSpec, dim: int, dtype: torch.dtype) -> None:
@@ -102,7 +144,7 @@ def _alike(codecs: KVCodecs, dim: int, dtype: torch.dtype) -> bool:
 def _check_side(codec: SideCodec, registered: str, dim: int, dtype: torch.dtype) -> None:
     def refuse(what: str, why: str) -> PluginError:
         return PluginError(f"{whose('kv_codecs', registered)}: {what}", why=why,
-                           next="check it by quantkit.testing.check_codec, or use another --kv")
+                           next=_remedy("kv_codecs", registered))
 
     if not isinstance(codec.name, str) or not codec.name or not isinstance(codec.hadamard, bool):
         raise refuse(f"its name is {codec.name!r} and hadamard is {codec.hadamard!r}",
@@ -162,8 +204,8 @@ def codec_fault(stores: Sequence[PageStore], sequence: SequenceState, codecs: KV
                 why=f"in layer {index}, of codes that are finite: the model's weights are not the cause"
                 if finite else f"in layer {index}: encode() made codes that aren't finite, or the model's "
                 f"{what} weren't, because its weights are damaged or its dtype overflows",
-                next="check it by quantkit.testing.check_codec, or use another --kv"
-                if finite else "--kv none shows which: then quantkit verify DIR, or --dtype float32")
+                next=_remedy("kv_codecs", name) if finite
+                else "--kv none shows which: then quantkit verify DIR, or --dtype float32")
     return None
 
 
@@ -205,4 +247,4 @@ def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> tor
         what = "NaN"
     raise PluginError(f"{whose('kv_policies', policy.name)}: score() returned {what}",
                       why=f"it returns float32 {list(shape)}: a number for each slot of each KV head",
-                      next="check it by quantkit.testing.check_policy, or use another --kv")
+                      next=_remedy("kv_policies", policy.name))

@@ -48,8 +48,8 @@ def _against(row: ModelResult, first: ModelResult, quality: tuple[str, MetricInf
     parts = []
     if row.file_bytes and first.file_bytes and row.file_bytes != first.file_bytes:
         parts.append(_size(first.file_bytes / row.file_bytes))
-    if row.kv_bytes_per_token and first.kv_bytes_per_token and row.kv != first.kv:
-        parts.append(f"KV cache {_size(first.kv_bytes_per_token / row.kv_bytes_per_token)}")
+    if row.kv_bytes and first.kv_bytes and row.kv != first.kv:
+        parts.append(f"KV cache {_size(first.kv_bytes / row.kv_bytes)}")
     if not parts:
         parts.append("as large")
     if speed is not None:

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from quantkit.errors import PluginError, UsageError
-from quantkit.kv.base import PAGE, KVCodec, KVCodecs, SideCodec
+from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, KVCodecs, SideCodec
 from quantkit.kv.checked import check_codecs
 from quantkit.kv.kernel_names import is_ours
 from quantkit.spec import KVSpec
@@ -47,6 +47,10 @@ def check_codec(kind: type[KVCodec], **options: Any) -> None:
                           next='name: ClassVar[str] = "…", as it is registered')
     contract = Contract(f"KV codec {name!r}", "quantkit.kv.base")
     codec = _made(kind, options, contract)
+    for field in ("residual_length", "sinks"):
+        value = getattr(codec, field)
+        contract.must(type(value) is int and 0 <= value <= MAX_RESIDUAL,
+                      f"{field} is {value!r}; it must be a number of tokens")
     sides = {side: contract.call(f"{side}()", getattr(codec, side)) for side in ("keys", "values")}
     for side, made in sides.items():
         contract.must(isinstance(made, SideCodec), f"{side}() returned a {type(made).__name__}",

@@ -129,6 +129,10 @@ def _check_entry(manager: PluginManager, kind: str, entry: RegistryEntry) -> Non
     elif kind == "architectures":
         check(thing, config=_check_config(entry))
     elif kind in ("kv_policies", "kv_codecs"):
+        if (called := getattr(thing, "name", None)) != entry.name:
+            raise PluginError(f"{thing.__name__} calls itself {called!r}",
+                              why="a class has the name that it is registered by",
+                              next=f'name: ClassVar[str] = "{entry.name}"')
         check(thing, **entry.about.get("check_options", {}))
     else:
         check(thing)

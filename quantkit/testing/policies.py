@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVPolicy, PolicyView
-from quantkit.kv.checked import checked_scores, checked_slots
+from quantkit.kv.checked import checked_scores, checked_slots, policy_fault
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.spec import KVSpec
 from quantkit.testing.contract import Contract
@@ -46,7 +46,8 @@ def check_policy(kind: type[KVPolicy], **options: Any) -> None:
                           next='name: ClassVar[str] = "…", as it is registered')
     contract = Contract(f"KV policy {name!r}", "quantkit.kv.base")
     policy = _made(kind, options, contract)
-    _check_declarations(policy, contract)
+    fault = policy_fault(policy)
+    contract.must(fault is None, fault or "")
     for case in _cases(policy):
         _check_case(policy, case, contract.at(case.name))
     chosen = dict(options)
@@ -77,28 +78,6 @@ def _made(kind: type[KVPolicy], options: dict[str, Any], contract: Contract) -> 
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     raise contract.error(f"it can't be made with {options or 'its defaults'}: {reason}",
                          "give an option a default, or give it to check_policy")
-
-
-def _check_declarations(policy: KVPolicy, contract: Contract) -> None:
-    must = contract.must
-    must(policy.on_prefill in (None, "chunk", "end"),
-         f"on_prefill is {policy.on_prefill!r}: chunk, end or None")
-    must(policy.tracks in (None, "attention_sum", "attention_max", "query_moments"),
-         f"tracks is {policy.tracks!r}: attention_sum, attention_max, query_moments or None")
-    must(type(policy.query_window) is int and policy.query_window >= 0,
-         f"query_window is {policy.query_window!r}: a number of queries")
-    interval = policy.decode_interval
-    must(interval is None or (type(interval) is int and interval > 0),
-         f"decode_interval is {interval!r}: a number of steps, or None")
-    must(type(policy.slack) is int and policy.slack >= 0, f"slack is {policy.slack!r}: a number of slots")
-    must(policy.release_granularity % PAGE == 0 and policy.release_granularity > 0,
-         f"release_granularity is {policy.release_granularity!r}: a multiple of {PAGE}")
-    must(policy.visible is None or (len(policy.visible) == 2 and min(policy.visible) >= 0),
-         f"visible is {policy.visible!r}: (window, sinks) or None")
-    acts = policy.on_prefill is not None or policy.decode_interval is not None or policy.reread_prompt
-    must(policy.keeps_all or bool(acts), "it never acts: on_prefill and decode_interval are None")
-    must(policy.tracks is None or policy.reread_prompt is not None or policy.query_window > 0,
-         f"it tracks {policy.tracks} in blocks of query_window queries, which is 0")
 
 
 @dataclass(frozen=True)

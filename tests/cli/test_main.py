@@ -6,14 +6,16 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 
 from quantkit import __version__
 from quantkit.cli import main as module
-from quantkit.errors import QuantkitError, RecipeError, Stopped
-from quantkit.plugins import registry
+from quantkit.cli.again import typed
+from quantkit.errors import PluginError, QuantkitError, RecipeError, Stopped
+from quantkit.plugins import PluginInfo, registry
 
 
 @pytest.fixture
@@ -105,6 +107,27 @@ def test_anything_else_is_an_internal_error_in_one_line(command_that):
     assert "error: internal error: ZeroDivisionError: by zero\n" in result.stderr
     assert "second line" not in result.stderr
     assert "--debug" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_internal_error_names_the_plugins_that_may_be_its_cause(command_that, monkeypatch):
+    """Code of quantkit's fails on what a plugin returned: no frame of the plugin's is there."""
+    loaded = SimpleNamespace(plugins=[PluginInfo("quantkit", "quantkit", "1"),
+                                      PluginInfo("mine", "dist-mine", "1")])
+    monkeypatch.setattr("quantkit.cli.main.current", lambda: loaded)
+    result = command_that(raising(ZeroDivisionError("by zero")))
+    assert result.exit_code == 1 and "quantkit plugins check mine" in result.stderr
+
+
+def test_a_plugin_that_ends_the_process_is_named(command_that, monkeypatch):
+    failure = PluginError("plugin 'mine' of dist-mine 1 failed: SystemExit: 4")
+    monkeypatch.setattr("quantkit.cli.main.plugin_failure", lambda error: failure)
+    result = command_that(raising(SystemExit(4)))
+    assert result.exit_code == 1 and "plugin 'mine' of dist-mine 1 failed" in result.stderr
+
+
+def test_the_command_can_be_said_again_with_debug(command_that):
+    result = command_that(lambda: click.echo(typed()), "probe", "--debug")
+    assert (result.exit_code, result.stdout) == (0, "quantkit probe\n")
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "probe"], ["probe", "--debug"]])

@@ -172,6 +172,32 @@ def test_a_built_ins_name_with_other_code_is_refused(loaded, stranger):
         KVCache(loaded.config, parse_kv("odd"))
 
 
+@pytest.mark.parametrize(("declared", "words"), [
+    ({"on_prefill": "bogus"}, "on_prefill is 'bogus'"), ({"tracks": "attention_sum"}, "query_window queries"),
+    ({"decode_interval": property(lambda self: -3)}, "decode_interval is -3"),
+    ({"query_window": property(lambda self: -1)}, "query_window is -1"),
+    ({"visible": property(lambda self: 5)}, "visible is 5"),
+    ({"slack": property(lambda self: -70)}, "slack is -70"),
+    ({"reread_prompt": property(lambda self: 0)}, "reread_prompt is 0"),
+    ({"release_granularity": 0}, "release_granularity is 0")])
+def test_a_policy_that_declares_nonsense_is_refused_when_it_is_made(loaded, stranger, declared, words):
+    stranger(policy=type("Odd", (KVPolicy,), {
+        "__module__": __name__, "name": "odd", "on_prefill": "end", **declared}))
+    with pytest.raises(PluginError, match=words) as caught:
+        KVCache(loaded.config, parse_kv("odd"))
+    assert caught.value.what.startswith("KV policy 'odd' of dist-odd")
+    assert caught.value.next.startswith("quantkit plugins check dist-odd")
+
+
+@pytest.mark.parametrize("value", [-5, "x"])
+def test_a_codec_with_a_length_that_is_none_is_refused(loaded, stranger, value):
+    kind = type("Odd", (KVCodec,), {"__module__": __name__, "__annotations__": {"residual_length": object},
+                                    "residual_length": value, "name": "odd", "keys": lambda self: Doubtful()})
+    stranger(codec=kind)
+    with pytest.raises(PluginError, match=f"'odd' of dist-odd: residual_length is {value!r}"):
+        KVCache(loaded.config, parse_kv("odd"))
+
+
 def test_a_class_that_calls_itself_something_else_is_refused(loaded, stranger):
     kind = codec_of(Doubtful())
     kind.name = "even"

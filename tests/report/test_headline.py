@@ -29,8 +29,8 @@ def test_a_model_alone_and_none(make_result, make_row):
 
 def test_kv_settings_say_what_the_cache_takes(make_result, make_row):
     rows = [make_row("base", kl=0), make_row("base")]
-    for row, kv, size in zip(rows, ("none", "int4"), (23_040, 6_400)):
-        row.kv, row.kv_bytes_per_token = kv, size
+    for row, kv, size in zip(rows, ("none", "int4"), (23_040_000, 6_400_000)):
+        row.kv, row.kv_bytes = kv, size  # allocated, whatever a token's codes take
     assert headline(make_result(rows)) == [
         "base kv int4: KV cache 3.6 times smaller, 1.0 times as fast, KL 0.00400 (0.00372–0.00432)."]
 
