@@ -12,7 +12,7 @@ def test_it_says_what_it_made_and_what_to_type_next(cli, tmp_path):
     assert listed[:len(files)] == files
     assert listed[len(files):] == [f"cd {folder}", 'pip install -e ".[test]"', "pytest",
                                    "quantkit quantize smollm2 --recipe int4-mine --out OUT "
-                                   "&& quantkit eval smollm2 OUT"]
+                                   "&& quantkit eval smollm2 OUT --windows 4"]
     for command in listed[len(files) + 1:]:
         assert f"    {command}\n" in (folder / "README.md").read_text(encoding="utf-8")
 
