@@ -20,6 +20,7 @@ from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import footprint
 from quantkit.progress import Listener, ProgressEvent, silent
+from quantkit.runtime.cpu import model as cpu_model
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK
 from quantkit.runtime.gpu.memory import spare_bytes
@@ -132,6 +133,8 @@ def _falls_back(loaded: LoadedModel, kv: KVSpec) -> str | None:
     for phase in phases:
         if (reason := loaded.model.declines(Batch(cache, [], phase))) is not None:
             return reason
+    if isinstance(loaded.model, CpuModel) and not cpu_model.has_kernels(cache):
+        return "no kernel reads its codec: torch encodes, and attention reads decoded pages"
     return None
 
 

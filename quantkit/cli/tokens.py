@@ -38,7 +38,7 @@ class TokenCount(click.ParamType):
         option = max(param.opts, key=len) if param else "a number of tokens"
         raise UsageError(f"{option} {typed[:80]} can't be read" if count is None else
                          f"{option} is {typed[:80]}", next=f"{option} 8192, 8k or 8K",
-                         why=f"it must be whole numbers of tokens from {self.least} on; {HOW}")
+                         why=f"it must be whole numbers of tokens from {self.least} to {LIMIT:,}; {HOW}")
 
 
 class TokenCounts(TokenCount):

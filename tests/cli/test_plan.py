@@ -158,7 +158,8 @@ def test_when_nothing_fits_the_closest_is_named_and_every_way_out_works(cli):
 @pytest.mark.parametrize("arguments, words", [
     (("--context", 0), "--context"),
     (("--context", -5), "--context"),
-    (("--context", 10**12), "the model was made for 8,192"),
+    (("--context", 10**12), "whole numbers of tokens from 1 to"),
+    (("--context", 10**9), "the model was made for 8,192"),
     (("--concurrency", 0), "--concurrency"),
     (("--memory", "16"), "--memory '16' is no size"),
     (("--memory", "0GB"), "--memory '0GB' is no size"),
