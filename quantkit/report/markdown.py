@@ -24,6 +24,8 @@ from quantkit.report.headline import headline
 _MARKUP = re.compile(r"[\\`*_\[\]|#~]")
 _LEADING, _BESIDE = 3, 3
 """Metrics in the first table, and columns of each other: a phone shows no more beside a name."""
+_HEADS = 16
+"""Letters of the longest words of the first table's heads, together."""
 _WORD = 20
 
 
@@ -31,7 +33,8 @@ def render(result: EvalResult) -> str:
     """Headline, command, tables, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
     names = [_short(name) for name in short_names(result.rows)]
     columns = list(columns_of(result).items())
-    first = [_metric(result, key, info) for key, info in columns[:_LEADING]]
+    leading = _leading([info for _, info in columns])
+    first = [_metric(result, key, info) for key, info in columns[:leading]]
     named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {_short(row.method)}</sub>"
              for name, row in zip(names, result.rows)]
     lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
@@ -41,14 +44,15 @@ def render(result: EvalResult) -> str:
              "runs for speed.", ""]
     if any(key in row.metrics for key in result.plotted for row in result.rows):
         lines += ["![Quality and speed against bytes](plot.svg)", ""]
-    rest = [_metric(result, key, info) for key, info in columns[_LEADING:]]
+    rest = [_metric(result, key, info) for key, info in columns[leading:]]
     if rest:
         lines += ["## Other measurements", "", *_tables(names, rest)]
     lines += ["## Size", "", *_tables(names, _sizes(result.rows)),
               "Bits per weight counts the Linear layers; the file also holds embeddings and norms.", ""]
     if any(row.kv is not None for row in result.rows):
         lines += ["KV per token counts codes and scales of all layers; KV in all is what was allocated when "
-                  f"a window's {result.protocol.window} tokens were there.", ""]
+                  f"a window's {result.protocol.window} tokens were there, with the decoded pages of a "
+                  "plugin's codec.", ""]
     tasks = [_metric(result, key, info) for key, info in tasks_of(result).items()]
     if tasks:
         lines += ["## Tasks", "", *_tables(names, tasks)]
@@ -65,6 +69,16 @@ def render(result: EvalResult) -> str:
             lines += [f"**{name}** ({plain(row.method)})", "", quoted, ""]
     lines += ["## Protocol", "", *(f"- {plain(text)}" for text in result.protocol.lines()), ""]
     return "\n".join(lines)
+
+
+def _leading(infos: list[MetricInfo]) -> int:
+    """How many metrics stand in the first table: as many as a phone shows."""
+    letters = 0
+    for count, info in enumerate(infos[:_LEADING]):
+        letters += max(map(len, " ".join(head(info)).split()), default=0)
+        if count and letters > _HEADS:
+            return count
+    return min(_LEADING, len(infos))
 
 
 def _headline(result: EvalResult) -> list[str]:

@@ -63,7 +63,7 @@ def test_there_are_no_empty_columns(make_result, make_row):
     text = render(make_result(rows))
     for head in ("decode", "prefill", "peak memory", "KV per token"):
         assert f"| {head}" not in text
-    assert text.splitlines()[4] == "| variant | KL<br><sub>nats</sub> | top-1 | perplexity |"
+    assert text.splitlines()[4] == "| variant | KL<br><sub>nats</sub> | top-1 |"
     assert "peak memory" in render(make_result())
 
 

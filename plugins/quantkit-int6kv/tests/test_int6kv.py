@@ -12,7 +12,7 @@ from quantkit.kv.codecs.kivi import GroupedGrid
 from quantkit.testing import check_codec
 from quantkit_int6kv.codec import Int6Codec, SixBitVectors
 
-CODEC = SixBitVectors()
+CODEC = SixBitVectors(hadamard=False)
 
 
 def vectors(*shape: int) -> torch.Tensor:
@@ -21,6 +21,13 @@ def vectors(*shape: int) -> torch.Tensor:
 
 def test_contract() -> None:
     check_codec(Int6Codec)
+    check_codec(Int6Codec, residual_length=0, sinks=0)
+
+
+def test_keys_are_rotated_and_say_so_in_their_name() -> None:
+    codec = Int6Codec()
+    assert (codec.keys().name, codec.keys().hadamard) == ("int6_hadamard", True)
+    assert (codec.values().name, codec.values().hadamard) == ("int6", False)
 
 
 def test_no_number_is_farther_than_half_a_step() -> None:

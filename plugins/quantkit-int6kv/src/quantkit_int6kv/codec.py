@@ -1,8 +1,9 @@
 """6-bit integers: a grid for 32 numbers of a token's vector, four codes in three bytes.
 
-The grid is the one that KIVI uses for values (https://arxiv.org/abs/2402.02750), with 64 levels. Every token
-is encoded alone, so nothing has to wait unencoded. A head of 64 numbers takes 56 bytes; int8 takes 66 and
-bfloat16 128.
+The grid is the one that KIVI uses for values (https://arxiv.org/abs/2402.02750), with 64 levels. A head of 64
+numbers takes 56 bytes; int8 takes 66 and bfloat16 128. Keys are rotated first, which spreads the few channels
+that are far larger than the others. The first tokens, whose vectors are unlike all others, and the newest
+stay as they were computed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 
 from quantkit.errors import UsageError
-from quantkit.kv.base import KVCodec, Layout, SideCodec
+from quantkit.kv.base import MAX_RESIDUAL, KVCodec, Layout, SideCodec
 
 GROUP = 32
 """Numbers that share a scale and a lowest level."""
@@ -29,9 +31,14 @@ class SixBitVectors:
     """``x ≈ codes · scale + low`` in groups of 32; codes 0 to 63, scale and low bfloat16.
 
     The scale is rounded up and the lowest level down, so that no number lies outside of its grid.
+
+    Args:
+        hadamard: vectors come rotated.
     """
 
-    name, hadamard = "int6", False
+    def __init__(self, hadamard: bool) -> None:
+        self.hadamard = hadamard
+        self.name = "int6_hadamard" if hadamard else "int6"
 
     def layout(self, dim: int, dtype: torch.dtype) -> Layout:
         """``codes`` uint8 ``[dim · 6 / 8]``, ``scale`` and ``low`` bfloat16 ``[dim / 32]``.
@@ -84,9 +91,14 @@ def _places(bits: int, device: torch.device) -> torch.Tensor:
 
 
 class Int6Codec(KVCodec):
-    """Encodes each token's vector of a head by itself."""
+    """Encodes each token's vector of a head by itself, but for the first tokens and the newest."""
 
     name: ClassVar[str] = "int6"
+    residual_length: int = Field(default=64, ge=0, le=MAX_RESIDUAL)
+    sinks: int = Field(default=1, ge=0, le=MAX_RESIDUAL)
 
     def keys(self) -> SideCodec:
-        return SixBitVectors()
+        return SixBitVectors(hadamard=True)
+
+    def values(self) -> SideCodec:
+        return SixBitVectors(hadamard=False)
