@@ -15,7 +15,7 @@ from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unf
 from quantkit.errors import CheckpointError, QuantkitError, SpecError
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
-from quantkit.plugins import registry
+from quantkit.plugins import BUILTIN, registry
 from quantkit.sources.base import TensorInfo
 from quantkit.sources.safetensors_file import ShardedTensors
 from quantkit.strict_json import MAX_CONFIG, read_object
@@ -59,7 +59,8 @@ class Checkpoint:
         :mod:`quantkit.checkpoint.integrity` and ``quantkit verify``.
 
         Raises:
-            CheckpointError: it is unfinished, damaged, or another tool's.
+            CheckpointError: it is unfinished, damaged, or another tool's, or it has layers of a format that
+                isn't installed.
         """
         folder = Path(path)
         manifest = read_manifest(folder)
@@ -72,6 +73,7 @@ class Checkpoint:
             if (size := file.stat().st_size) != record.bytes:
                 raise CheckpointError(f"{file} is damaged", next=AGAIN,
                                       why=f"it has {size:,} bytes, it was written with {record.bytes:,}")
+        _require_formats(folder, manifest)
         checkpoint = cls(folder, manifest)
         try:
             checkpoint.check_structure()
@@ -229,3 +231,17 @@ def foreign_method(folder: Path) -> str | None:
     except QuantkitError:
         return None
     return str(method.get("quant_method")) if isinstance(method, dict) else None
+
+
+def _require_formats(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError for a format that isn't installed; it names the plugins of the checkpoint."""
+    known = registry("formats")
+    missing = next((row.format for row in manifest.layers if row.format and row.format not in known), None)
+    if missing is not None:
+        plugins = [name for name in manifest.plugins if name != BUILTIN]
+        made_with = ", ".join(f"{name} {manifest.plugins[name]}" for name in plugins)
+        raise CheckpointError(
+            f"{folder} has layers of the format {missing!r}, which isn't installed",
+            why=f"it was made with {made_with}" if plugins else "no plugin that made it is named in it",
+            next=f"pip install {' '.join(plugins)}, and look at QUANTKIT_PLUGINS" if plugins
+            else "quantkit plugins list")

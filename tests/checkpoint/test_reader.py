@@ -81,6 +81,20 @@ def test_damage_is_met_at_open(tiny, tmp_path, rules, damage, said):
     assert said in str(caught.value) and caught.value.next
 
 
+@pytest.mark.parametrize(("plugins", "why", "then"), [
+    ({"quantkit": "1", "quantkit-odd": "3"}, "made with quantkit-odd 3", "pip install quantkit-odd"),
+    ({"quantkit": "1"}, "no plugin that made it is named", "quantkit plugins list")])
+def test_a_format_that_is_not_installed_says_what_to_install(tiny, tmp_path, rules, plugins, why, then):
+    folder = tiny.write(tmp_path / "out", *rules["int4"])
+    manifest = Checkpoint.open(folder).manifest
+    rows = tuple(row.model_copy(update={"format": "odd"}) if row.format else row for row in manifest.layers)
+    changed = manifest.model_copy(update={"layers": rows, "plugins": plugins})
+    (folder / "quantkit.json").write_bytes(changed.to_bytes())
+    with pytest.raises(CheckpointError, match="layers of the format 'odd', which isn't installed") as caught:
+        Checkpoint.open(folder)
+    assert why in caught.value.why and caught.value.next.startswith(then)
+
+
 def test_a_layer_of_another_layout_is_refused(tiny, tmp_path, rules):
     folder = tiny.write(tmp_path / "out", *rules["int4"])
     manifest = Checkpoint.open(folder).manifest
