@@ -92,8 +92,8 @@ def policy_fault(policy: KVPolicy) -> str | None:
 
 def check_policy_declarations(policy: KVPolicy) -> None:
     """Raises PluginError for a plugin's policy whose declarations can't be followed."""
-    own = type(policy).__module__.startswith(OWN_POLICIES)
-    if not own and (fault := policy_fault(policy)) is not None:
+    builtin = type(policy).__module__.startswith(OWN_POLICIES)
+    if not builtin and (fault := policy_fault(policy)) is not None:
         raise PluginError(f"{whose('kv_policies', policy.name)}: {fault}",
                           why="quantkit.kv.base.KVPolicy says what a policy declares",
                           next=_remedy("kv_policies", policy.name))

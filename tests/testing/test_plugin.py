@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from quantkit.errors import UsageError
 from quantkit.hookspecs import hookimpl
+from quantkit.kv.policies.snapkv import SnapKV
+from quantkit.kv.policies.window import WindowPolicy
 from quantkit.methods.rtn import METHOD
 from quantkit.plugins import KINDS, PluginInfo, PluginManager
 from quantkit.testing.examples import family_config, model_folder
@@ -69,19 +72,36 @@ def test_an_architecture_is_checked_with_its_config(monkeypatch):
         ("architecture", "told"): "ok", ("architecture", "mute"): "not checked"}
 
 
+class Share(SnapKV):
+    name: ClassVar[str] = "share"
+
+
+class Count(WindowPolicy):
+    name: ClassVar[str] = "count"
+
+
 def test_a_policy_is_checked_with_the_options_that_are_told(monkeypatch):
     class Plugin:
         @hookimpl
         def register_kv_policies(self, register):
-            register("share", "quantkit.kv.policies.snapkv:SnapKV", check_options={"window": 8})
-            register("count", "quantkit.kv.policies.window:WindowPolicy")  # it needs a budget
-            register("every", "quantkit.kv.policies.keep_all:KeepAll")
+            register("share", Share, check_options={"window": 8})
+            register("count", Count)  # it needs a budget
 
     given = {}
     monkeypatch.setattr("quantkit.testing.check_policy",
                         lambda policy, **options: given.update({policy.name: options}))
     assert set(statuses(manager_with(Plugin())).values()) == {"ok"}
-    assert given == {"snapkv": {"window": 8}, "window": {}, "all": {}}
+    assert given == {"share": {"window": 8}, "count": {}}
+
+
+def test_a_policy_whose_class_has_another_name_fails():
+    class Plugin:
+        @hookimpl
+        def register_kv_policies(self, register):
+            register("other", Share)
+
+    (result,) = check_all(manager_with(Plugin()), "mine")
+    assert result.status == "failed" and "calls itself 'share'" in result.why
 
 
 def test_recipes_suites_and_commands_are_checked(tmp_path):
