@@ -32,7 +32,7 @@ class RegistryEntry:
     """One registration.
 
     Attributes:
-        name: as it is asked for.
+        name: by which it is asked for.
         target: the thing itself, or where it is, ``"module:attr"``.
         owner: the distribution that registered it.
         about: what its owner says about it.
@@ -326,10 +326,10 @@ def described(error: BaseException) -> str:
     return ": ".join(filter(None, (type(error).__name__, text)))[:1000]
 
 
-def _name_of(thing: object) -> str:
+def _name_of(thing: Any) -> str:
     """``thing.name``, as Python writes it; or why it has none."""
     try:
-        return repr(thing.name)[:100]  # type: ignore[attr-defined]
+        return repr(thing.name)[:100]
     except Exception as error:  # the attribute may be a property, which runs a stranger's code
         return f"that can't be read: {described(error)}"
 

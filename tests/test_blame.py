@@ -89,8 +89,11 @@ def test_causes_contexts_and_groups_are_looked_at(plugin):
     def handled():
         try:
             plugin.fail()
-        except ValueError:
-            raise KeyError("outer")  # noqa: B904
+        finally:
+            raise_outer()
+
+    def raise_outer():
+        raise KeyError("outer")
 
     def grouped():
         raise ExceptionGroup("several", [KeyError("a"), error_of(plugin.fail)])

@@ -41,14 +41,17 @@ class TokenCount(click.ParamType):
                          why=f"it must be whole numbers of tokens from {self.least} to {LIMIT:,}; {HOW}")
 
 
-class TokenCounts(TokenCount):
-    """Numbers of tokens with commas between them, a tuple of int."""
+class TokenCounts(click.ParamType):
+    """Numbers of tokens with commas between them, a tuple of int. Argument as for :class:`TokenCount`."""
 
     name = "list"
 
-    def convert(self, value: Any, param: click.Parameter | None,  # type: ignore[override]
+    def __init__(self, least: int = 1) -> None:
+        self._count = TokenCount(least)
+
+    def convert(self, value: Any, param: click.Parameter | None,
                 ctx: click.Context | None) -> tuple[int, ...]:
         """Raises UsageError: one of them is no number of tokens, or too small."""
         if isinstance(value, tuple):
             return value
-        return tuple(self.parse(part, str(value), param) for part in str(value).split(","))
+        return tuple(self._count.parse(part, str(value), param) for part in str(value).split(","))

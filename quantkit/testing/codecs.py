@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from quantkit.errors import PluginError, UsageError
+from quantkit.errors import UsageError
 from quantkit.kv.base import MAX_RESIDUAL, PAGE, KVCodec, KVCodecs, SideCodec
 from quantkit.kv.checked import check_codecs
 from quantkit.kv.kernel_names import is_ours
 from quantkit.spec import KVSpec
-from quantkit.testing.contract import Contract
+from quantkit.testing.contract import Contract, named_class
 from quantkit.testing.purity import pure, registered, same
 from quantkit.testing.running import check_setting
 
@@ -39,12 +39,7 @@ def check_codec(kind: type[KVCodec], **options: Any) -> None:
     Raises:
         PluginError: a promise is broken; the side, the dimension and the vectors are named.
     """
-    if not (isinstance(kind, type) and issubclass(kind, KVCodec)):
-        raise PluginError(f"{kind!r} is no KV codec", why="it must be a subclass of quantkit.kv.base.KVCodec")
-    name = getattr(kind, "name", None)
-    if not isinstance(name, str) or not name:
-        raise PluginError(f"{kind.__name__} has no name",
-                          next='name: ClassVar[str] = "…", as it is registered')
+    name = named_class(kind, KVCodec, "KV codec")
     contract = Contract(f"KV codec {name!r}", "quantkit.kv.base")
     codec = _made(kind, options, contract)
     for field in ("residual_length", "sinks"):

@@ -104,6 +104,19 @@ def check_name(contract: Contract, kind: str, thing: object, name: object) -> No
                       "give both the same name")
 
 
+def named_class(kind: object, base: type, noun: str) -> str:
+    """The name of a class that is registered. Raises PluginError: it is no subclass of ``base``, or has no
+    name."""
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise PluginError(f"{kind!r} is no {noun}", why=f"it must be a subclass of {base.__module__}."
+                                                        f"{base.__name__}")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name:
+        raise PluginError(f"{kind.__name__} has no name",
+                          next='name: ClassVar[str] = "…", as it is registered')
+    return name
+
+
 def check_reason(contract: Contract, what: str, reason: object) -> str | None:
     """A reason to refuse, or ``None``. Raises PluginError for anything else."""
     contract.must(reason is None or (isinstance(reason, str) and reason.strip() != ""),
@@ -135,7 +148,7 @@ def _same_state(first: Any, second: Any) -> bool:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch uses so many threads inside."""
+    """Inside, torch uses ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

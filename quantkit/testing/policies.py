@@ -14,7 +14,7 @@ from quantkit.kv.base import PAGE, KVPolicy, PolicyView
 from quantkit.kv.checked import checked_scores, checked_slots, policy_fault
 from quantkit.kv.policies.score_policy import ScorePolicy
 from quantkit.spec import KVSpec
-from quantkit.testing.contract import Contract
+from quantkit.testing.contract import Contract, named_class
 from quantkit.testing.purity import pure, registered
 from quantkit.testing.running import PROMPT, check_setting
 
@@ -37,13 +37,7 @@ def check_policy(kind: type[KVPolicy], **options: Any) -> None:
     Raises:
         PluginError: a promise is broken; the slots are named.
     """
-    if not (isinstance(kind, type) and issubclass(kind, KVPolicy)):
-        raise PluginError(f"{kind!r} is no KV policy",
-                          why="it must be a subclass of quantkit.kv.base.KVPolicy")
-    name = getattr(kind, "name", None)
-    if not isinstance(name, str) or not name:
-        raise PluginError(f"{kind.__name__} has no name",
-                          next='name: ClassVar[str] = "…", as it is registered')
+    name = named_class(kind, KVPolicy, "KV policy")
     contract = Contract(f"KV policy {name!r}", "quantkit.kv.base")
     policy = _made(kind, options, contract)
     fault = policy_fault(policy)

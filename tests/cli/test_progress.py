@@ -88,7 +88,7 @@ def test_a_bar_names_the_phase(monkeypatch, capsys):
 
 
 def run(phases, clock=None, title="work"):
-    """Events of phases of so many seconds a unit each."""
+    """Events of phases whose units take these numbers of seconds."""
     clock = clock or Clock()
     with ProgressLine(title, clock=clock) as progress:
         named = Phases(progress, list(phases))

@@ -51,7 +51,7 @@ def test_keys_that_no_metric_can_have(key):
 def test_a_plugin_s_metric_is_measured_beside_the_built_ins(register):
     register("mine", MINE)
     register("other", replace(MINE, name="other"), owner="quantkit-other")
-    assert [(one.metric.name, one.owner) for one in registered_metrics()] == [
+    assert [(registered.metric.name, registered.owner) for registered in registered_metrics()] == [
         ("perplexity", "quantkit"), ("kl_mean", "quantkit"), ("top1", "quantkit"),
         ("agreement", "quantkit-mine"), ("other", "quantkit-other")]
 
@@ -65,7 +65,7 @@ def test_a_plugin_s_metric_is_measured_beside_the_built_ins(register):
 def test_what_can_t_be_measured_costs_itself_only(register, metric, reason):
     register("mine", metric)
     with pytest.warns(UserWarning, match=f"mine.*{reason}") as caught:
-        names = [one.metric.name for one in registered_metrics()]
+        names = [registered.metric.name for registered in registered_metrics()]
     assert names == ["perplexity", "kl_mean", "top1"] and len(caught) == 1
     assert "quantkit-mine" in str(caught[0].message)
 
@@ -74,7 +74,7 @@ def test_a_key_that_another_plugin_has(register):
     register("mine", MINE)
     register("other", MINE, owner="quantkit-other")
     with pytest.warns(UserWarning, match="'other' of quantkit-other .* metric of quantkit-mine"):
-        assert [one.owner for one in registered_metrics()][3:] == ["quantkit-mine"]
+        assert [registered.owner for registered in registered_metrics()][3:] == ["quantkit-mine"]
 
 
 def test_tasks_are_described():

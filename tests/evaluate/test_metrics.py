@@ -77,8 +77,8 @@ def test_more_windows_narrow_it():
 
 
 def test_one_window_has_no_spread_and_none_has_no_value():
-    found = KL.summarize([0.25])
-    assert (found.low, found.value, found.high) == (0.25, 0.25, 0.25)
+    interval = KL.summarize([0.25])
+    assert (interval.low, interval.value, interval.high) == (0.25, 0.25, 0.25)
     with pytest.raises(ValueError, match="no windows"):
         KL.summarize([])
 
@@ -96,26 +96,26 @@ def test_statistics_of_a_run_are_resampled_before_their_function():
     """A ratio of means: neither the mean of windows' ratios, nor a ratio of percentiles."""
     ratio = Metric("ratio", lambda *_: None, lambda mean: mean[..., 0] / mean[..., 1], per="run")
     windows = np.array([[1.0, 2.0], [30.0, 4.0], [2.0, 8.0], [5.0, 5.0]])
-    found = ratio.summarize(windows)
-    assert found.value == pytest.approx(38 / 19)
+    interval = ratio.summarize(windows)
+    assert interval.value == pytest.approx(38 / 19)
     picks = np.random.default_rng(0).integers(0, 4, (2000, 4))
     low, high = np.percentile([windows[pick][:, 0].sum() / windows[pick][:, 1].sum() for pick in picks],
                               [2.5, 97.5])
-    assert (found.low, found.high) == pytest.approx((low, high))
+    assert (interval.low, interval.high) == pytest.approx((low, high))
     assert ratio.summarize(windows[:1]) == Interval(0.5, 0.5, 0.5)
 
 
 def test_what_is_missing_in_a_resample_is_left_out_of_the_interval():
     share = Metric("share", lambda *_: None, lambda mean: mean[..., 0] / mean[..., 1], per="run")
-    found = share.summarize(np.array([[0.0, 0.0], [1.0, 2.0]]))
-    assert found == Interval(0.5, 0.5, 0.5)
+    interval = share.summarize(np.array([[0.0, 0.0], [1.0, 2.0]]))
+    assert interval == Interval(0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="not a number"):
         share.summarize(np.array([[0.0, 0.0]]))
 
 
 def test_infinite_windows_make_infinite_ends():
-    found = KL.summarize([1.0, 2.0, 3.0, math.inf])
-    assert found.value == found.high == math.inf and 1 <= found.low < math.inf
+    interval = KL.summarize([1.0, 2.0, 3.0, math.inf])
+    assert interval.value == interval.high == math.inf and 1 <= interval.low < math.inf
 
 
 @pytest.mark.parametrize(("of_mean", "words"), [

@@ -152,13 +152,14 @@ def test_of_two_plugins_equal_files_neither_is_written(make_result, tmp_path, re
     with pytest.warns(UserWarning) as caught:
         assert "x.txt" not in written(make_result(), tmp_path)
     assert len(caught) == 2
-    assert all("quantkit-one" in str(one.message) and "quantkit-two" in str(one.message) for one in caught)
+    assert all("quantkit-one" in str(warning.message) and "quantkit-two" in str(warning.message)
+               for warning in caught)
 
 
 def test_what_is_no_reporter_is_left_out(registered):
     registered("mine", lambda result: "text")
     with pytest.warns(UserWarning, match="mine"):
-        assert [one.name for one in reporters()] == ["json", "markdown", "svg"]
+        assert [registered.name for registered in reporters()] == ["json", "markdown", "svg"]
     with pytest.raises(PluginError):
         reporters(["mine"])
 

@@ -29,7 +29,7 @@ class Unread(MethodOptions):
 
 
 class BadDefault(MethodOptions):
-    width: Literal["narrow", "wide"] = "broad"  # type: ignore[assignment]
+    width: Literal["narrow", "wide"] = "broad"
 
 
 class Required(MethodOptions):

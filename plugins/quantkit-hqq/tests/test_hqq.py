@@ -1,7 +1,5 @@
 """The hqq method itself: better than rounding, never worse, whole zeros, whatever the weight."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,27 +93,3 @@ def test_refusals() -> None:
     for wrong in ({"lp_norm": 0}, {"lp_norm": 2}, {"kappa": 0.5}, {"iterations": 0}, {"lpnorm": 1}):
         with pytest.raises(ValidationError):
             HqqOptions(**wrong)
-
-
-def test_the_hooks_import_nothing_heavy() -> None:
-    code = ("import sys, quantkit_hqq; assert quantkit_hqq.recipe_dirs()[0].is_dir(); "
-            "sys.exit('torch' in sys.modules or 'quantkit_hqq.method' in sys.modules)")
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": f"{SOURCE}:{root}"})
-
-
-def test_through_the_plugin_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Added as an entry point would be: method and recipe appear, and the recipe asks for the method."""
-    import quantkit_hqq
-    from quantkit import plugins
-    from quantkit.recipe import load_recipe
-
-    manager = plugins.PluginManager(only=[])
-    manager.add(quantkit_hqq, "quantkit-hqq", name="hqq", version="0")
-    monkeypatch.setattr("quantkit.recipe.current", lambda: manager)
-    assert manager.registries["methods"].get("hqq") is METHOD
-    assert manager.registries["methods"].entry("hqq").owner == "quantkit-hqq"
-    recipe = load_recipe("int4-hqq")
-    (rule,) = [r for r in recipe.rules if r.method]
-    assert rule.method == "hqq" and rule.spec is not None and METHOD.refuses(rule.spec) is None
-    HqqOptions(**rule.options)

@@ -1,7 +1,5 @@
 """The imatrix method: a weighted error below plain rounding's at every width, whatever the weight."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -135,26 +133,3 @@ def test_refusals() -> None:
         with pytest.raises(ValidationError):
             ImatrixOptions(**wrong)
     ImatrixOptions(**METHOD.quick)
-
-
-def test_the_hooks_import_nothing_heavy() -> None:
-    code = ("import sys, quantkit_imatrix; assert quantkit_imatrix.recipe_dirs()[0].is_dir(); "
-            "sys.exit('torch' in sys.modules or 'quantkit_imatrix.method' in sys.modules)")
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": f"{SOURCE}:{root}"})
-
-
-def test_through_the_plugin_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Added as an entry point would be: method and recipe appear, and the recipe asks for the method."""
-    import quantkit_imatrix
-    from quantkit import plugins
-    from quantkit.recipe import load_recipe
-
-    manager = plugins.PluginManager(only=[])
-    manager.add(quantkit_imatrix, "quantkit-imatrix", name="imatrix", version="0")
-    monkeypatch.setattr("quantkit.recipe.current", lambda: manager)
-    assert manager.registries["methods"].get("imatrix") is METHOD
-    recipe = load_recipe("int4-imatrix")
-    (rule,) = [r for r in recipe.rules if r.method]
-    assert rule.method == "imatrix" and rule.spec is not None and METHOD.refuses(rule.spec) is None
-    assert recipe.calibration is not None
