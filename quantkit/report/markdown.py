@@ -22,31 +22,27 @@ from quantkit.report.base import (
 from quantkit.report.headline import headline
 
 _MARKUP = re.compile(r"[\\`*_\[\]|#~]")
-_LEADING, _BESIDE = 3, 3
-"""Metrics in the first table, and columns of each other: a phone shows no more beside a name."""
-_HEADS = 16
-"""Letters of the longest words of the first table's heads, together."""
+_COLUMNS, _LETTERS = 3, 20
+"""Columns of a table beside the names, and letters of their longest words together: a phone shows no more."""
 _WORD = 20
 
 
 def render(result: EvalResult) -> str:
     """Headline, command, tables, plot, kernels, answers and protocol. The plot is ``plot.svg`` beside it."""
     names = [_short(name) for name in short_names(result.rows)]
-    columns = list(columns_of(result).items())
-    leading = _leading([info for _, info in columns])
-    first = [_metric(result, key, info) for key, info in columns[:leading]]
+    columns = [_metric(result, key, info) for key, info in columns_of(result).items()]
+    leading = _fitting(columns)
     named = [f"{name}<br><sub>{megabytes(row.file_bytes)} · {_short(row.method)}</sub>"
              for name, row in zip(names, result.rows)]
     lines = ["# What each variant costs and saves", "", *_headline(result), *_reproduce(result),
-             *_table("variant", named, first),
+             *_table("variant", named, columns[:leading]),
              "The first variant is the reference. Below a variant's name are its file's size and its method, "
              "below a value its interval: a 95% bootstrap over windows for quality, the range of the timed "
              "runs for speed.", ""]
     if any(key in row.metrics for key in result.plotted for row in result.rows):
         lines += ["![Quality and speed against bytes](plot.svg)", ""]
-    rest = [_metric(result, key, info) for key, info in columns[leading:]]
-    if rest:
-        lines += ["## Other measurements", "", *_tables(names, rest)]
+    if columns[leading:]:
+        lines += ["## Other measurements", "", *_tables(names, columns[leading:])]
     lines += ["## Size", "", *_tables(names, _sizes(result.rows)),
               "Bits per weight counts the Linear layers; the file also holds embeddings and norms.", ""]
     if any(row.kv is not None for row in result.rows):
@@ -69,16 +65,6 @@ def render(result: EvalResult) -> str:
             lines += [f"**{name}** ({plain(row.method)})", "", quoted, ""]
     lines += ["## Protocol", "", *(f"- {plain(text)}" for text in result.protocol.lines()), ""]
     return "\n".join(lines)
-
-
-def _leading(infos: list[MetricInfo]) -> int:
-    """How many metrics stand in the first table: as many as a phone shows."""
-    letters = 0
-    for count, info in enumerate(infos[:_LEADING]):
-        letters += max(map(len, " ".join(head(info)).split()), default=0)
-        if count and letters > _HEADS:
-            return count
-    return min(_LEADING, len(infos))
 
 
 def _headline(result: EvalResult) -> list[str]:
@@ -120,8 +106,23 @@ def _sizes(rows: list[ModelResult]) -> list[tuple[str, list[str]]]:
 
 def _tables(names: list[str], columns: list[tuple[str, list[str]]]) -> list[str]:
     """As many tables as it takes for none to be wide."""
-    return [line for begin in range(0, len(columns), _BESIDE)
-            for line in _table("variant", names, columns[begin:begin + _BESIDE])]
+    lines = []
+    while columns:
+        count = _fitting(columns)
+        lines += _table("variant", names, columns[:count])
+        columns = columns[count:]
+    return lines
+
+
+def _fitting(columns: list[tuple[str, list[str]]]) -> int:
+    """How many of the first columns stand beside each other: one at least."""
+    letters = 0
+    for count, (title, cells) in enumerate(columns[:_COLUMNS]):
+        texts = (text.partition("<br>")[0] for text in (title, *cells))
+        letters += max(len(word) for text in texts for word in text.split() or [""])
+        if count and letters > _LETTERS:
+            return count
+    return min(_COLUMNS, len(columns))
 
 
 def _table(title: str, names: list[str], columns: list[tuple[str, list[str]]],

@@ -67,6 +67,22 @@ def test_there_are_no_empty_columns(make_result, make_row):
     assert "peak memory" in render(make_result())
 
 
+def test_no_table_is_wider_than_a_phone(make_result):
+    from quantkit.evaluate.metric_table import MetricInfo
+
+    result = make_result()
+    for key in ("calibration", "agreement", "surprise"):
+        result.metrics[key] = MetricInfo(key, "", "lower", "run", "quantkit-mine")
+        for row in result.rows:
+            row.metrics[key] = Interval(0.5, 0.25, 0.75)
+    heads = [line for line in render(result).splitlines() if line.startswith("| variant |")]
+    shown = [[cell.partition("<br>")[0].strip() for cell in head.strip("| ").split(" | ")[1:]] for head in heads]
+    assert {key for head in shown for key in head} >= {"calibration", "agreement", "surprise", "perplexity"}
+    for head in shown:
+        assert len(head) <= 3 and (len(head) == 1 or sum(
+            max(map(len, cell.split())) for cell in head) <= 20), head
+
+
 def test_a_plugin_s_metric_has_a_column(make_result):
     from quantkit.evaluate.metric_table import MetricInfo
 
@@ -74,6 +90,7 @@ def test_a_plugin_s_metric_has_a_column(make_result):
     result.metrics["mine"] = MetricInfo("a | b", "%", "higher", "run", "quantkit-mine")
     result.rows[1].metrics["mine"] = Interval(0.5, 0.25, 0.75)
     text = render(result)
-    head, _, *rows = text[text.index("## Other measurements"):].split("\n\n")[1].splitlines()
-    assert head.endswith(r"| a \| b |")
+    section = text[text.index("## Other measurements"):text.index("## Size")].split("\n\n")
+    (table,) = [part for part in section if part.partition("\n")[0].endswith(r"| a \| b |")]
+    rows = table.splitlines()[2:]
     assert [row.split(" | ")[-1] for row in rows] == ["– |", "50.0%<br><sub>25.0–75.0</sub> |", "– |", "– |"]
