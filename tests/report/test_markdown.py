@@ -76,7 +76,8 @@ def test_no_table_is_wider_than_a_phone(make_result):
         for row in result.rows:
             row.metrics[key] = Interval(0.5, 0.25, 0.75)
     heads = [line for line in render(result).splitlines() if line.startswith("| variant |")]
-    shown = [[cell.partition("<br>")[0].strip() for cell in head.strip("| ").split(" | ")[1:]] for head in heads]
+    shown = [[cell.partition("<br>")[0].strip() for cell in head.strip("| ").split(" | ")[1:]]
+             for head in heads]
     assert {key for head in shown for key in head} >= {"calibration", "agreement", "surprise", "perplexity"}
     for head in shown:
         assert len(head) <= 3 and (len(head) == 1 or sum(
