@@ -53,4 +53,5 @@ def test_of_this_python() -> None:
 
 def test_shares_no_paragraph_with_the_evaluation_text() -> None:
     evaluation = " ".join(" ".join(topics.topics.values()).split())
-    assert not [p for p in prose(120_000).split("\n\n") if p in evaluation]
+    *paragraphs, _ = prose(120_000).split("\n\n")  # the last is cut, in some Pythons after four letters
+    assert len(paragraphs) > 100 and not [paragraph for paragraph in paragraphs if paragraph in evaluation]

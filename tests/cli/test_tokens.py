@@ -29,7 +29,7 @@ def test_every_option_that_counts_tokens_takes_suffixes(path):
     options = {option: parameter for parameter in command_of(path).params for option in parameter.opts}
     for option in OPTIONS[path]:
         kind = options[option].type
-        assert isinstance(kind, TokenCount), option
+        assert isinstance(kind, TokenCount | TokenCounts), option
         several = isinstance(kind, TokenCounts)
         value = kind.convert("8k,8K,12" if several else "8k", options[option], None)
         assert value == ((8000, 8192, 12) if several else 8000)
