@@ -114,7 +114,7 @@ def _rows(checkpoint: AnyCheckpoint, form: Format, to: str) -> list[LayerRow]:
                 raise SpecError(reason)
             if row.name == EMBEDDING and not hasattr(form, "rows"):
                 raise SpecError(f"format {to} can't give single rows of an embedding")
-            layout = form.layout(spec, row.shape, FLOATS[row.dtype])
+            layout = contract.layout(form, spec, row.shape, FLOATS[row.dtype])
         except QuantkitError as error:
             refused.append(f"{row.name}: {error.why or error.what}")
             continue
@@ -231,7 +231,7 @@ def _suffixes(row: LayerRow) -> Sequence[str]:
     """The suffixes of the stored tensors that form a layer's weight."""
     if row.format is None or row.spec is None:
         return ("weight",)
-    return tuple(registry("formats").get(row.format).layout(row.spec, row.shape, FLOATS[row.dtype]))
+    return tuple(contract.layout(registry("formats").get(row.format), row.spec, row.shape, FLOATS[row.dtype]))
 
 
 def _tensors(checkpoint: AnyCheckpoint, form: Format, rows: Sequence[LayerRow]) -> dict[str, torch.Tensor]:

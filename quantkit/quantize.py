@@ -48,7 +48,7 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
-from quantkit.transforms.apply import resolve
+from quantkit.transforms.apply import apply_to_layer, resolve
 from quantkit.transforms.base import LayerTensors
 
 LAYERS = "model.layers."
@@ -315,8 +315,7 @@ class _Run:
             prefetch(self.source, [name for name in self.source.tensors() if name.startswith(following)])
         layer = self._tensors(planned, stats)
         for transform, options in self.transforms if stats else ():
-            if transform.layer is not None:
-                transform.layer(self.config, index, layer, options)
+            apply_to_layer(transform, options, self.config, index, layer)
         packed = self._store(writer, unit, planned, other, layer, elsewhere)
         return packed, {name: layer.stored(name) for name in self._may_change(index, layer.changed)}
 

@@ -13,6 +13,7 @@ import torch
 from quantkit.checkpoint.manifest import MANIFEST, MAX_BYTES, LayerRow, Manifest
 from quantkit.checkpoint.unfinished import is_unfinished, refuse_unfinished, unfinished
 from quantkit.errors import CheckpointError, QuantkitError, SpecError
+from quantkit.formats import contract
 from quantkit.formats.base import Format, QuantizedTensor
 from quantkit.formats.dtypes import FLOATS
 from quantkit.plugins import BUILTIN, registry
@@ -164,7 +165,7 @@ class Checkpoint:
                                   why=f"known: {', '.join(FLOATS)}", next=AGAIN)
         form: Format = registry("formats").get(row.format)
         try:
-            layout = form.layout(row.spec, row.shape, FLOATS[row.dtype])
+            layout = contract.layout(form, row.spec, row.shape, FLOATS[row.dtype])
         except SpecError as error:
             raise CheckpointError(f"layer {row.name} of {self.path} can't be what {MANIFEST} says",
                                   why=error.why or error.what, next=AGAIN) from error

@@ -13,6 +13,26 @@ from quantkit.errors import PluginError
 from quantkit.formats.base import Codes, Format, QuantizedTensor
 from quantkit.formats.dtypes import plain_name
 from quantkit.plugins import whose
+from quantkit.spec import QuantSpec
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def layout(form: Format, spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> Layout:
+    """:meth:`~quantkit.formats.base.Format.layout`: dtype and shape by suffix.
+
+    Raises:
+        PluginError: it isn't that.
+        QuantkitError: the format refuses the weight.
+    """
+    stored: object = form.layout(spec, shape, dtype)
+    if not isinstance(stored, dict) or not all(
+            isinstance(suffix, str) and isinstance(about, tuple) and len(about) == 2
+            and isinstance(about[0], torch.dtype) and isinstance(about[1], tuple)
+            for suffix, about in stored.items()):
+        raise _broken(form, f"layout returned {str(stored)[:80]}, not a dictionary of suffixes to dtype and "
+                            "shape")
+    return stored
 
 
 def pack(form: Format, codes: Codes, dtype: torch.dtype) -> QuantizedTensor:
@@ -52,11 +72,11 @@ def packed_fault(form: Format, packed: object, codes: Codes, dtype: torch.dtype)
     for name, value in wanted.items():
         if (returned := getattr(packed, name)) != value:
             return f"pack returned a QuantizedTensor whose {name} is {returned!r}, not {value!r}"
-    layout = form.layout(packed.spec, packed.shape, dtype)
-    if packed.tensors.keys() != layout.keys():
+    claimed_layout = layout(form, packed.spec, packed.shape, dtype)
+    if packed.tensors.keys() != claimed_layout.keys():
         return (f"pack stores {', '.join(sorted(packed.tensors)) or 'nothing'}, but layout says "
-                f"{', '.join(sorted(layout)) or 'nothing'}")
-    for suffix, (stored_dtype, stored_shape) in layout.items():
+                f"{', '.join(sorted(claimed_layout)) or 'nothing'}")
+    for suffix, (stored_dtype, stored_shape) in claimed_layout.items():
         tensor = packed.tensors[suffix]
         if not isinstance(tensor, torch.Tensor):
             return f"pack stores {suffix} as a {type(tensor).__name__}, not as a tensor"

@@ -229,6 +229,16 @@ def _listed(parts: Any) -> str:
     return ", ".join(f"{name} {text}" for name, text in sorted(described.items())).replace("torch.", "")
 
 
+def checked_budget(policy: KVPolicy, budget: Any) -> int:
+    """What ``layer_budget`` of a :class:`~quantkit.kv.policies.score_policy.ScorePolicy` returned. Raises
+    PluginError if it isn't a number of slots."""
+    if type(budget) is int and budget > 0:
+        return budget
+    raise PluginError(f"{whose('kv_policies', policy.name)}: layer_budget() returned {budget!r:.60}",
+                      why="it is how many slots stay in each head, an int from 1 on",
+                      next=_remedy("kv_policies", policy.name))
+
+
 def checked_scores(policy: KVPolicy, scores: Any, lengths: Sequence[int]) -> torch.Tensor:
     """What :meth:`~quantkit.kv.policies.score_policy.ScorePolicy.score` returned, with −∞ beyond a head's
     length.

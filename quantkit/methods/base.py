@@ -102,7 +102,14 @@ class Method:
     def run(self, weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
             options: MethodOptions) -> Codes:
         """:attr:`quantize` with its contract checked. Raises PluginError if the method breaks it."""
-        return self._checked(self.quantize(weight, stats, spec, options), weight, spec)
+        try:
+            codes = self.quantize(weight, stats, spec, options)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # of its own code
+            raise self._broken(f"can't be called: {error}",
+                               "quantize takes (weight, stats, spec, options)") from error
+        return self._checked(codes, weight, spec)
 
     def run_together(self, weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None],
                      spec: QuantSpec, options: MethodOptions) -> list[Codes]:
@@ -125,3 +132,12 @@ class Method:
     def _broken(self, what: str, why: str) -> PluginError:
         return PluginError(f"{whose('methods', self.name)} {what}", why=why,
                            next="correct the method: quantkit.testing.check_method finds such errors")
+
+
+def options_type(method: Method) -> type[MethodOptions]:
+    """:attr:`Method.options`. Raises PluginError if that is no model of options."""
+    if isinstance(method.options, type) and issubclass(method.options, MethodOptions):
+        return method.options
+    raise PluginError(f"{whose('methods', method.name)} has options of {method.options!r:.60}",
+                      why="they are a subclass of MethodOptions",
+                      next="correct the method: quantkit.testing.check_method finds such errors")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import UnsupportedModelError, did_you_mean
+from quantkit.errors import PluginError, UnsupportedModelError, did_you_mean
 from quantkit.models.config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -53,7 +53,8 @@ def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         UnsupportedModelError: unknown family, another head than a language model's, or a key that
             changes the maths and is not implemented.
     """
-    from quantkit.plugins import registry
+    from quantkit.plugins import registry, whose
+    from quantkit.registry import a_type
 
     table = registry("architectures")
     model_type = hf_config.get("model_type")
@@ -70,7 +71,12 @@ def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(f"config.json: 'architectures' is {str(classes)[:200]}",
                                     why=f"{model_type} is implemented as {', '.join(architecture.classes)}",
                                     next="use the causal language model of this family")
-    return architecture.parse(hf_config)
+    config = architecture.parse(hf_config)
+    if not isinstance(config, ModelConfig):
+        raise PluginError(f"{whose('architectures', model_type)}: parse returned {a_type(config)}",
+                          why="it must be a quantkit.models.config.ModelConfig",
+                          next="correct it: quantkit.testing.check_architecture finds such errors")
+    return config
 
 
 def linear_slots(config: ModelConfig) -> tuple[LinearSlot, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from quantkit.errors import QuantkitError, SourceError
+from quantkit.formats import contract
 from quantkit.formats.dtypes import FLOATS
 from quantkit.models.architecture import HEAD, all_slots, parse_config, tensor_shapes
 from quantkit.models.config import ModelConfig
@@ -123,4 +124,4 @@ def _faults(config: ModelConfig, infos: Mapping[str, TensorInfo],
 
 def _suffixes(row: LayerRecord) -> Sequence[str]:
     assert row.spec is not None and row.format is not None
-    return tuple(registry("formats").get(row.format).layout(row.spec, row.shape, FLOATS[row.dtype]))
+    return tuple(contract.layout(registry("formats").get(row.format), row.spec, row.shape, FLOATS[row.dtype]))

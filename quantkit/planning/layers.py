@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from quantkit.errors import QuantkitError, RecipeError, UsageError, did_you_mean, nearest
+from quantkit.errors import PluginError, QuantkitError, RecipeError, UsageError, did_you_mean, nearest
+from quantkit.formats import contract
 from quantkit.formats.base import Format
 from quantkit.formats.dtypes import FLOATS, dtype_name, resolve
-from quantkit.methods.base import Method
+from quantkit.methods.base import Method, options_type
 from quantkit.models.architecture import EMBEDDING, HEAD, LinearSlot
 from quantkit.plugins import registry
 from quantkit.recipe import Recipe, Rule
@@ -163,7 +164,9 @@ class RowResolver:
         if (why := method.refuses(spec)) is not None:
             raise LayerRefusal(why)
         try:
-            layout = form.layout(spec, shape, known.dtype)
+            layout = contract.layout(form, spec, shape, known.dtype)
+        except PluginError:
+            raise
         except QuantkitError as error:
             raise LayerRefusal("; ".join(filter(None, (error.why or error.what, error.next)))) from None
         after = sum(TensorInfo(n, size, dtype).nbytes for n, (dtype, size) in layout.items())
@@ -195,7 +198,7 @@ class RowResolver:
     def _checked_options(self, index: int, rule: Rule, method: Method) -> Mapping[str, Any]:
         if index not in self._options:
             try:
-                filled = method.options.model_validate(rule.options)
+                filled = options_type(method).model_validate(rule.options)
                 self._options[index] = filled.model_dump(mode="json")
             except ValidationError as error:
                 self._options[index] = LayerRefusal(_options_fault(method, error))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit.errors import PluginError, SourceError
+from quantkit.errors import SourceError
 from quantkit.sources.base import ModelSource, SourceKind
+from quantkit.sources.checked import CheckedSource
 from quantkit.sources.text_part import text_part
 
 
@@ -15,16 +16,13 @@ def open_source(uri: str, revision: str | None = None) -> ModelSource:
         PluginError: a plugin's kind opened something that isn't a source.
     """
     from quantkit.plugins import registry
-    from quantkit.registry import a_type
+    from quantkit.registry import BUILTIN
 
     if (name := kind_of(uri)) is not None:
         kind: SourceKind = registry("sources").get(name)
         source = kind.open(uri, revision)
-        lacking = [method for method in ("config", "tensors", "tensor", "side_files", "identity", "close")
-                   if not callable(getattr(source, method, None))]
-        if lacking:
-            raise PluginError(f"source {name!r} of {registry('sources').entry(name).by} can't open {uri!r}",
-                              why=f"it gave {a_type(source)}, which has no {', '.join(lacking)}")
+        if (entry := registry("sources").entry(name)).owner != BUILTIN:
+            source = CheckedSource(source, f"source {name!r} of {entry.by}")
         try:
             return text_part(source)
         except SourceError:

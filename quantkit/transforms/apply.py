@@ -9,10 +9,12 @@ from pydantic import ValidationError
 from quantkit.errors import PluginError, RecipeError, did_you_mean
 from quantkit.methods.base import MethodOptions
 from quantkit.models.architecture import parse_config
-from quantkit.plugins import registry, whose
+from quantkit.models.config import ModelConfig
+from quantkit.plugins import is_builtin, registry, whose
 from quantkit.sources.base import ModelSource
+from quantkit.sources.checked import CheckedSource
 from quantkit.spec import TransformSpec
-from quantkit.transforms.base import Transform
+from quantkit.transforms.base import LayerTensors, Transform
 
 
 def resolve(specs: Iterable[TransformSpec]) -> list[tuple[Transform, MethodOptions]]:
@@ -49,4 +51,19 @@ def transformed(specs: Iterable[TransformSpec], source: ModelSource) -> ModelSou
             raise RecipeError(f"transform {transform.name} can't be used on {source.uri}", why=why,
                               next="leave it out of the recipe")
         source = transform.source(source, config, options)
+        if not is_builtin("transforms", transform.name):
+            source = CheckedSource(source, whose("transforms", transform.name))
     return source
+
+
+def apply_to_layer(transform: Transform, options: MethodOptions, config: ModelConfig, index: int,
+                   tensors: LayerTensors) -> None:
+    """Let a transform change a layer, if it changes layers. Raises PluginError if a plugin's leaves something
+    else than tensors of the model's names and shapes."""
+    if transform.layer is None:
+        return
+    transform.layer(config, index, tensors, options)
+    if not is_builtin("transforms", transform.name) and (fault := tensors.fault()) is not None:
+        raise PluginError(f"{whose('transforms', transform.name)}: in layer {index} {fault}",
+                          why="LayerTensors.changed holds new tensors of the model by their full names",
+                          next="correct it: quantkit.testing.check_transform finds such errors")

@@ -52,6 +52,17 @@ class LayerTensors:
         original = self._read(name)
         return self.changed[name].to(original.dtype) if name in self.changed else original
 
+    def fault(self) -> str | None:
+        """What is wrong with :attr:`changed`; ``None``: nothing."""
+        for name, tensor in self.changed.items():
+            if not isinstance(name, str) or not self._has(name):
+                return f"it changes {name!r}, which the model doesn't have"
+            if not isinstance(tensor, torch.Tensor):
+                return f"{name} became a {type(tensor).__name__}"
+            if tensor.shape != (shape := self._read(name).shape):
+                return f"{name} became {list(tensor.shape)}; it is {list(shape)}"
+        return None
+
     def scale(self, seam: ScaleGroup, by: torch.Tensor) -> None:
         """Divide what writes a seam's channels, multiply what reads them, tell the statistics.
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from quantkit.kv.base import MAX_TOKENS, KVPolicy, PolicyView
-from quantkit.kv.checked import checked_scores
+from quantkit.kv.checked import checked_budget, checked_scores, checked_slots
 
 
 class ScorePolicy(KVPolicy):
@@ -41,12 +41,12 @@ class ScorePolicy(KVPolicy):
         return top_slots(scores, counts)
 
     def keep(self, view: PolicyView) -> Sequence[torch.Tensor] | None:
-        budget = self.layer_budget(view)
+        budget = checked_budget(self, self.layer_budget(view))
         counts = [min(budget, length) for length in view.lengths]
         if counts == list(view.lengths):
             return None
         scores = checked_scores(self, self.score(view), view.lengths)
-        return self.select(scores, counts)
+        return checked_slots(self, self.select(scores, counts), view.lengths)
 
 
 class SharedBudget(ScorePolicy):

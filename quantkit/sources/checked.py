@@ -1,0 +1,80 @@
+"""A plugin's source, or a plugin's transform of one: what it returns is checked when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantkit.errors import PluginError
+from quantkit.registry import a_type
+from quantkit.sources.base import ModelSource, SourceIdentity, TensorInfo
+from quantkit.sources.wrapper import SourceWrapper
+
+METHODS = ("config", "tensors", "tensor", "side_files", "identity", "close")
+"""What every source has."""
+
+
+class CheckedSource(SourceWrapper):
+    """The same model. Every method raises PluginError if what the source returned isn't what
+    :class:`~quantkit.sources.base.ModelSource` says.
+
+    Args:
+        source: a plugin's.
+        maker: who made it, for messages: ``source 'zip' of quantkit-zip``.
+    """
+
+    def __init__(self, source: ModelSource, maker: str) -> None:
+        if lacking := [method for method in METHODS if not callable(getattr(source, method, None))]:
+            raise PluginError(f"{maker} gave {a_type(source)}, which isn't a source",
+                              why=f"it has no {', '.join(lacking)}")
+        super().__init__(source)
+        self._maker = maker
+        self._infos: Mapping[str, TensorInfo] | None = None
+
+    def config(self) -> dict[str, Any]:
+        """The source's."""
+        config = self._source.config()
+        self._must(isinstance(config, dict), "config()", config, "a dictionary")
+        return config
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The source's, asked for once."""
+        if self._infos is None:
+            infos = self._source.tensors()
+            self._must(isinstance(infos, Mapping), "tensors()", infos, "a mapping of names to TensorInfo")
+            for name, info in infos.items():
+                self._must(isinstance(name, str) and isinstance(info, TensorInfo), f"tensors()[{name!r}]",
+                           info, "a TensorInfo by the name of its tensor")
+            self._infos = infos
+        return self._infos
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The source's."""
+        tensor, info = self._source.tensor(name), self.tensors().get(name)
+        self._must(isinstance(tensor, torch.Tensor), f"tensor({name!r})", tensor, "a tensor")
+        if info is not None and (tensor.dtype, tuple(tensor.shape)) != (info.dtype, tuple(info.shape)):
+            raise PluginError(f"{self._maker}: tensor({name!r}) is {tensor.dtype} {list(tensor.shape)}",
+                              why=f"tensors() announces {info.dtype} {list(info.shape)}")
+        return tensor
+
+    def side_files(self) -> Mapping[str, bytes]:
+        """The source's."""
+        files = self._source.side_files()
+        self._must(isinstance(files, Mapping) and all(
+            isinstance(name, str) and isinstance(content, bytes) for name, content in files.items()),
+            "side_files()", files, "a mapping of file names to bytes")
+        return files
+
+    def identity(self) -> SourceIdentity:
+        """The source's."""
+        identity = self._source.identity()
+        self._must(isinstance(identity, SourceIdentity), "identity()", identity, "a SourceIdentity")
+        return identity
+
+    def _must(self, holds: bool, call: str, returned: object, wanted: str) -> None:
+        if not holds:
+            raise PluginError(f"{self._maker}: {call} returned {a_type(returned)}",
+                              why=f"it must be {wanted}",
+                              next="correct it: quantkit.sources.base.ModelSource says what a source gives")
