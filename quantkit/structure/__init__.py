@@ -1,0 +1,1 @@
+"""Structured output: which tokens may follow, and what a turn's text means."""
