@@ -121,6 +121,7 @@ def show_phases(model: str, options: list[str]) -> None:
     """Run the command in this process and print what its parts took."""
     seconds: dict[str, float] = {}
     begin = time.perf_counter()
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command does before torch is imported
 
     def wrap(label: str, place: str) -> None:
         module, _, path = place.partition(":")

@@ -74,7 +74,8 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
     key = _key(api_key_file)
     called = _called(model, name)
     from quantkit.kvspec import parse_kv
-    from quantkit.serve.server import Server, bind, is_loopback, url
+    from quantkit.serve.address import bind, is_loopback, url
+    from quantkit.text import rendering
 
     spec = None if kv is None else parse_kv(kv)
     memory = None if kv_memory is None else bytes_of(kv_memory)
@@ -82,20 +83,27 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
+        rendering.start()
+        from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import PREFILL_CHUNK, Engine
         from quantkit.runtime.loader import load
-        from quantkit.serve.app import create_app
 
+        start = ServingStart()
         note(f"loading {model}")
         with ProgressLine(f"verifying {model}", quiet=not verify) as progress:
             loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                          progress=progress)
+                          progress=progress, on_tokenizer=start.take_tokenizer)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)
+        start.take_engine(engine)
         note(_about(loaded, engine))
         if engine.max_itl is None:
             note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
                  "model's results depend on how a prompt is cut")
+        start.wait()
+        from quantkit.serve.app import create_app
+        from quantkit.serve.server import Server
+
         loopback = is_loopback(bound)
         application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
                                  key=key, parse_special=parse_special, on_error=_failed)

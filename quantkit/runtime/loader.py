@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.cpu_machine import pool, unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
 from quantkit.progress import Listener, silent
@@ -40,6 +41,10 @@ from quantkit.text.tokenizer import Tokenizer
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
+
+THREADS_FROM = 1 << 22
+"""Numbers in a model's largest Linear from which torch packs with all its threads. Packing a smaller one takes a
+millisecond, in which threads cost more than they help; with other work on the cores, many times more."""
 
 
 class TensorFiles(Protocol):
@@ -94,7 +99,8 @@ class LoadedModel:
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-         verify: bool = False, progress: Listener = silent) -> LoadedModel:
+         verify: bool = False, progress: Listener = silent,
+         on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """Load a model.
 
     Plain weights with the right dtype are mapped from their file, not copied. Weights that a CPU multiplies
@@ -109,6 +115,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
         device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
         verify: check all bytes against their hashes before anything is loaded.
         progress: told of what is verified.
+        on_tokenizer: called with the tokenizer, which is there before a weight is read.
 
     Raises:
         UsageError: an argument is off, or nothing is recorded that ``verify`` could compare with.
@@ -123,15 +130,25 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
             if verify:
                 check_files(source, progress)
             else:
-                check_sample(source)
+                return _beside_check(source, lambda: _checkpoint(source, uri, dtype, place, on_tokenizer))
         elif verify:
             raise UsageError(f"{uri} can't be verified", next="leave out --verify",
                              why="only checkpoints of quantkit record the hashes of their files")
         if isinstance(source, Checkpoint | ForeignCheckpoint):
-            return _checkpoint(source, uri, dtype, place)
-        return _source(source, uri, dtype, place)
+            return _checkpoint(source, uri, dtype, place, on_tokenizer)
+        return _source(source, uri, dtype, place, on_tokenizer)
     finally:
         source.close()
+
+
+def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> LoadedModel:
+    """What ``build`` returns, while a thread looks for damage. Damage is raised rather than what came of it."""
+    with ThreadPoolExecutor(1) as threads:
+        check = threads.submit(check_sample, checkpoint)
+        try:
+            return build()
+        finally:
+            check.result()
 
 
 def label_of(rows: Sequence[LayerRow]) -> str:
@@ -140,10 +157,12 @@ def label_of(rows: Sequence[LayerRow]) -> str:
     return ", ".join(kinds) or "unquantized"
 
 
-def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+def _source(source: ModelSource, uri: str, dtype: str, device: torch.device,
+            on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
     infos = source.tensors()
     checked = check_loadable(uri, source.config(), infos, source.side_files(), dtype=dtype)
     config, kind = checked.config, checked.dtype
+    on_tokenizer(checked.tokenizer)
     model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
@@ -154,10 +173,12 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
                        kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)
 
 
-def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device,
+                on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
     checked = check_loadable(uri, checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
                              checkpoint.layers, dtype=dtype, error=CheckpointError)
     config, kind = checked.config, checked.dtype
+    on_tokenizer(checked.tokenizer)
     packed: dict[str, QuantizedTensor] = {}
     for slot in all_slots(config):
         if (weight := checkpoint.quantized(slot.name)) is not None:
@@ -214,7 +235,14 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
             trim_heap()
         return packed
 
-    model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
+    # the threads that kernels get are as many as torch has now
+    threads, _ = torch.get_num_threads(), pool()
+    if max(slot.in_features * slot.out_features for slot in linear_slots(config)) < THREADS_FROM:
+        torch.set_num_threads(1)
+    try:
+        model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
+    finally:
+        torch.set_num_threads(threads)
     release()
     trim_heap()
     return (CpuModel(model), None) if choice.runtime == "cpu" else (model, choice.reason)
