@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
-from quantkit.cli.progress import ProgressLine
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -86,13 +86,11 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         rendering.start()
         from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import PREFILL_CHUNK, Engine
-        from quantkit.runtime.loader import load
 
         start = ServingStart()
         note(f"loading {model}")
-        with ProgressLine(f"verifying {model}", quiet=not verify) as progress:
-            loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                          progress=progress, on_tokenizer=start.take_tokenizer)
+        loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                            on_tokenizer=start.take_tokenizer)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)
         start.take_engine(engine)
