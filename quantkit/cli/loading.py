@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from quantkit.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
+    import torch
+
+    from quantkit.checkpoint.open import AnyCheckpoint
     from quantkit.runtime.loader import LoadedModel
+    from quantkit.sources.base import ModelSource
     from quantkit.text.tokenizer import Tokenizer
 
 MOMENT = 2.0
@@ -22,6 +26,8 @@ def loading_line(model: str, quiet: bool = False) -> ProgressLine:
 
 def load_model(model: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
                verify: bool = False, quiet: bool = False,
+               on_open: Callable[[ModelSource | AnyCheckpoint, torch.device], object] = lambda source, device:
+               None,
                on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """:func:`quantkit.runtime.loader.load` with progress on stderr, unless ``quiet``."""
     from quantkit.runtime.loader import load
@@ -29,4 +35,4 @@ def load_model(model: str, *, revision: str | None = None, dtype: str = "auto", 
     with ProgressLine(f"verifying {model}", quiet or not verify) as verified, \
             loading_line(model, quiet) as loaded:
         return load(model, revision=revision, dtype=dtype, device=device, verify=verify, progress=verified,
-                    loading=loaded, on_tokenizer=on_tokenizer)
+                    loading=loaded, on_open=on_open, on_tokenizer=on_tokenizer)

@@ -12,6 +12,7 @@ import rich_click as click
 
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
+from quantkit.cli.serving_plan import overcommit_option, show_plan
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -41,6 +42,7 @@ MAX_NAME = 200
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache reserves at the start, 8GB or 500MiB; requests wait for free "
                    "pages. By default it grows; on a GPU it takes what is left.")
+@overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Largest number of sequences that are decoded together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -63,8 +65,8 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
-            max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
+            name: str | None, kv: str | None, kv_memory: str | None, overcommit: bool, max_batch: int,
+            max_queue: int, max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
             device: str, verify: bool, as_json: bool) -> None:
     """Serve a model on this machine with OpenAI's API and a chat page.
 
@@ -90,6 +92,9 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         start = ServingStart()
         note(f"loading {model}")
         loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                            on_open=lambda source, place: show_plan(
+                                model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
+                                kv_memory=memory, overcommit=overcommit),
                             on_tokenizer=start.take_tokenizer)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)

@@ -44,8 +44,9 @@ TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
 
 THREADS_FROM = 1 << 22
-"""Numbers in a model's largest Linear from which torch packs with all its threads. Packing a smaller one takes
-a millisecond, in which threads cost more than they help; with other work on the cores, many times more."""
+"""Numbers in a model's largest Linear from which torch packs with all its threads. Packing a smaller one
+takes a millisecond, in which threads cost more than they help; with other work on the cores, many times more.
+"""
 
 
 class TensorFiles(Protocol):
@@ -101,6 +102,7 @@ class LoadedModel:
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
          verify: bool = False, progress: Listener = silent, loading: Listener = silent,
+         on_open: Callable[[ModelSource | AnyCheckpoint, torch.device], object] = lambda source, device: None,
          on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """Load a model.
 
@@ -117,6 +119,8 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
         verify: check all bytes against their hashes before anything is loaded.
         progress: told of what is verified.
         loading: told of the weights that are there, in MiB as they are stored.
+        on_open: called with what is going to be loaded, and where, before more than headers is read; what it
+            raises ends loading.
         on_tokenizer: called with the tokenizer, which is there before a weight is read.
 
     Raises:
@@ -128,6 +132,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
     place = find_device(device)
     source = open_model(uri, revision)
     try:
+        on_open(source, place)
         if isinstance(source, Checkpoint):
             if verify:
                 check_files(source, progress)
@@ -145,7 +150,7 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
 
 
 def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> LoadedModel:
-    """What ``build`` returns, while a thread looks for damage, which is raised rather than what came of it."""
+    """What ``build`` returns, while a thread looks for damage; that is raised rather than what came of it."""
     with ThreadPoolExecutor(1) as threads:
         check = threads.submit(check_sample, checkpoint)
         try:
