@@ -1,10 +1,10 @@
 """Seconds from a command to its first token: ``python evals/start_time.py MODEL [MODEL …]``.
 
 For each model it starts ``quantkit serve-local MODEL --port 0 --json``, waits for the line on stdout that
-says where it listens, and sends one streamed chat request. It prints when the process listened, when the first
-token came, and the processor time that the server had taken by then, which says more than the clock where
-other programs use the cores. The first run warms the page cache and the cache of compiled kernels, and isn't
-counted. Models without a chat template are asked to complete a text.
+says where it listens, and sends one streamed chat request. It prints when the process listened, when the
+first token came, and the processor time that the server had taken by then, which says more than the clock
+where other programs use the cores. The first run warms the page cache and the cache of compiled kernels, and
+isn't counted. Models without a chat template are asked to complete a text.
 
 ``--phases`` prints how long imports take, then runs the same inside of this script and prints how long each
 other part took.

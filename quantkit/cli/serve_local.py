@@ -66,8 +66,8 @@ MAX_NAME = 200
               help="Print one JSON object when the server listens: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             name: str | None, kv: str | None, kv_memory: str | None, overcommit: bool, max_batch: int,
-            max_queue: int, max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
-            device: str, verify: bool, as_json: bool) -> None:
+            max_queue: int, max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None,
+            dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve a model on this machine with OpenAI's API and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are

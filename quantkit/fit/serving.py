@@ -100,13 +100,15 @@ def serving_plan(source: ModelSource | AnyCheckpoint, device: torch.device, *, k
     Raises:
         UsageError: the KV setting doesn't fit the model.
     """
-    checkpoint = isinstance(source, Checkpoint | ForeignCheckpoint)
+    manifest = None
     try:
-        weights = of_checkpoint(source, dtype) if checkpoint else kept(source, dtype)
+        if isinstance(source, Checkpoint | ForeignCheckpoint):
+            weights, manifest = of_checkpoint(source, dtype), source.manifest
+        else:
+            weights = kept(source, dtype)
     except QuantkitError:
         return None
     if kv is None:
-        manifest = source.manifest if checkpoint else None
         kv = KVSpec() if manifest is None else manifest.kv
     gpu = device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
@@ -125,8 +127,8 @@ def serving_plan(source: ModelSource | AnyCheckpoint, device: torch.device, *, k
         if available is not None:
             left = available - sum(part.bytes for part in also)
             fitting = chosen.at(memory=left).most_sequences()
-    return ServingPlan((*fixed, part), available, context, chosen.footprint.sequence_bytes, sequences, fitting,
-                       device)
+    return ServingPlan((*fixed, part), available, context, chosen.footprint.sequence_bytes, sequences,
+                       fitting, device)
 
 
 def _cpu_parts(chosen: Combination) -> list[MemoryPart]:

@@ -52,7 +52,7 @@ def test_too_much_in_all_is_a_warning(said):
 
 
 def test_weights_that_do_not_fit_are_refused(said, tiny, checkpoint):
-    with pytest.raises(QuantkitError, match="the weights of .* don't fit into the memory") as refused:
+    with pytest.raises(QuantkitError, match=r"the weights of .* don't fit into the memory") as refused:
         said(10_000)
     assert "10 kB are available" in refused.value.why
     assert f"quantkit plan {tiny}" in refused.value.next and "--overcommit" in refused.value.next

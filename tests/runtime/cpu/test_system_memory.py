@@ -32,7 +32,8 @@ def test_the_systems_own(root):
     ("0::/a/b", "sys/fs/cgroup/a/b", memory._V2),
     ("0::/a/b", "sys/fs/cgroup/a", memory._V2),
     ("0::/elsewhere", "sys/fs/cgroup", memory._V2),
-    ("4:memory:/x", "sys/fs/cgroup/memory/x", memory._V1), ("4:memory:/x", "sys/fs/cgroup/memory", memory._V1)])
+    ("4:memory:/x", "sys/fs/cgroup/memory/x", memory._V1),
+    ("4:memory:/x", "sys/fs/cgroup/memory", memory._V1)])
 def test_a_groups_limit_counts(root, line, path, names):
     (root / "proc/self/cgroup").write_text(f"1:cpu:/y\n{line}\n")
     group(root, path, names, 10**9, 6 * 10**8, 10**8)
