@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.imports import import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, print_json, show_warning, verify_option
 from quantkit.cli.tokens import TokenCount
@@ -74,6 +75,11 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     if parse_special and not chat:
         raise UsageError("--parse-special-tokens is given without --chat", next="leave it out, or add --chat",
                          why="in a prompt that is continued as it stands, control tokens always are")
+    if chat:
+        from quantkit.text import rendering
+
+        rendering.start()
+    import_large("quantkit.runtime.generate")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
     from quantkit.kvspec import parse_kv

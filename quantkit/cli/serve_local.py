@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.imports import import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
 from quantkit.cli.serving_plan import overcommit_option, show_plan
@@ -85,12 +86,13 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
+        note(f"loading {model}")
         rendering.start()
+        import_large("quantkit.runtime.loader")
         from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import PREFILL_CHUNK, Engine
 
         start = ServingStart()
-        note(f"loading {model}")
         loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
                             on_open=lambda source, place: show_plan(
                                 model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
+
+from quantkit.cli.imports import import_large
 
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
@@ -17,7 +18,8 @@ class ServingStart:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, "start")
-        self._imports = self._threads.submit(importlib.import_module, "quantkit.serve.app")
+        # what goes wrong is raised by whoever imports it next
+        self._threads.submit(import_large, "quantkit.serve.app")
         self._work: list[Future[None]] = []
 
     def take_tokenizer(self, tokenizer: Tokenizer) -> None:
