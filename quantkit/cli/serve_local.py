@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.imports import import_large
+from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
-from quantkit.cli.progress import ProgressLine
+from quantkit.cli.serving_plan import overcommit_option, show_plan
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -41,6 +43,7 @@ MAX_NAME = 200
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache reserves at the start, 8GB or 500MiB; requests wait for free "
                    "pages. By default it grows; on a GPU it takes what is left.")
+@overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Largest number of sequences that are decoded together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -63,9 +66,9 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, pid.")
 def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            name: str | None, kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
-            max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
-            device: str, verify: bool, as_json: bool) -> None:
+            name: str | None, kv: str | None, kv_memory: str | None, overcommit: bool, max_batch: int,
+            max_queue: int, max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None,
+            dtype: str, device: str, verify: bool, as_json: bool) -> None:
     """Serve a model on this machine with OpenAI's API and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -74,7 +77,8 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
     key = _key(api_key_file)
     called = _called(model, name)
     from quantkit.kvspec import parse_kv
-    from quantkit.serve.server import Server, bind, is_loopback, url
+    from quantkit.serve.address import bind, is_loopback, url
+    from quantkit.text import rendering
 
     spec = None if kv is None else parse_kv(kv)
     memory = None if kv_memory is None else bytes_of(kv_memory)
@@ -82,20 +86,29 @@ def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_fi
         raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
-        from quantkit.runtime.engine import PREFILL_CHUNK, Engine
-        from quantkit.runtime.loader import load
-        from quantkit.serve.app import create_app
-
         note(f"loading {model}")
-        with ProgressLine(f"verifying {model}", quiet=not verify) as progress:
-            loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                          progress=progress)
+        rendering.start()
+        import_large("quantkit.runtime.loader")
+        from quantkit.cli.serving_start import ServingStart
+        from quantkit.runtime.engine import PREFILL_CHUNK, Engine
+
+        start = ServingStart()
+        loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                            on_open=lambda source, place: show_plan(
+                                model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
+                                kv_memory=memory, overcommit=overcommit),
+                            on_tokenizer=start.take_tokenizer)
         engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                         max_itl=max_itl / 1000)
+        start.take_engine(engine)
         note(_about(loaded, engine))
         if engine.max_itl is None:
             note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
                  "model's results depend on how a prompt is cut")
+        start.wait()
+        from quantkit.serve.app import create_app
+        from quantkit.serve.server import Server
+
         loopback = is_loopback(bound)
         application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
                                  key=key, parse_special=parse_special, on_error=_failed)

@@ -18,8 +18,9 @@ import torch
 
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.serve.address import bind, url
 from quantkit.serve.app import Application, create_app
-from quantkit.serve.server import Server, bind, url
+from quantkit.serve.server import Server
 from quantkit.testing import tiny_model
 
 CONTEXT = 2**16
