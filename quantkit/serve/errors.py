@@ -1,4 +1,7 @@
-"""Every answer that isn't a success has one shape: ``{"error": {message, type, param, code}}``."""
+"""Every answer that isn't a success has one shape: ``{"error": {message, type, param, code}}``.
+
+Under ``/v1/messages`` it is that of Anthropic's API instead.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ from quantkit.text.chat import TemplateError
 
 RETRY_AFTER = {"Retry-After": "1"}
 """Seconds; a place in the queue is free as soon as any request ends."""
+ANTHROPIC = "/v1/messages"
+"""The path of Anthropic's API, whose errors have their own shape."""
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -43,9 +50,15 @@ class ApiError(HTTPException):
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's API says it: ``{"type": "error", "error": {type, message}}``."""
+        kind = ANTHROPIC_TYPES.get(self.status_code, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The whole answer to a request for ``path``."""
+        anthropic = path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+        return JSONResponse(self.anthropic_body() if anthropic else self.body(), self.status_code, self.headers)
 
 
 class RefusedValue(ValueError):
@@ -93,20 +106,21 @@ def install(app: FastAPI) -> None:
     """Make an app answer in this shape wherever it or its framework refuses something."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     async def framework(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # too deep or too long a number: all that it refuses by itself
-            return ApiError(400, "the body can't be read as JSON", code="invalid_json").response()
+            return ApiError(400, "the body can't be read as JSON", code="invalid_json").response(
+                request.url.path)
         phrase = HTTPStatus(error.status_code).phrase
         message = f"{phrase}: {request.method} {request.url.path[:200]}"
         return ApiError(error.status_code, message, code=_CODES.get(error.status_code),
-                        headers=error.headers).response()
+                        headers=error.headers).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(request, error).response()
+        return _invalid(request, error).response(request.url.path)
 
     for kind in (ApiError, QuantkitError, Exception):
         app.add_exception_handler(kind, ours)
@@ -130,6 +144,8 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
     place, first = max(problems, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
     kind, cause = first["type"], first.get("ctx", {}).get("error")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # the place is the object, what is wrong a key of it
+        place = [*place, first["ctx"]["discriminator"].strip("'")]
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if isinstance(cause, RefusedValue):
@@ -142,14 +158,16 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     else:
         message = _explained(first)
     return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param or None,
-                    code="missing_parameter" if kind == "missing" else "invalid_value")
+                    code="missing_parameter" if kind in ("missing", "union_tag_not_found") else "invalid_value")
 
 
 def _explained(error: Mapping[str, Any]) -> str:
     """What is wrong with a value of the right type."""
     kind, limits = error["type"], error.get("ctx", {})
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return "it is missing"
+    if kind == "union_tag_invalid":
+        return f"it is {limits['tag'][:80]!r}; it must be one of {limits['expected_tags']}"
     if kind == "too_long":
         return f"{limits['actual_length']} items are given; at most {limits['max_length']} are accepted"
     if kind == "string_too_long":
