@@ -24,6 +24,7 @@ from quantkit.runtime.sampler import PendingTokens, Sampling, sample_async, samp
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
+from quantkit.structure.base import TokenConstraint
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
@@ -97,7 +98,9 @@ class Engine:
         self._generated = 0
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
-               echo: bool = False, on_token: Callable[[TokenInfo], None] | None = None,
+               echo: bool = False, constraint: TokenConstraint | None = None,
+               keep_special: frozenset[int] = frozenset(),
+               on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
         """Queue a request.
@@ -107,6 +110,8 @@ class Engine:
             sampling: how the prompt is continued.
             logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
             echo: also score the prompt's own tokens.
+            constraint: which tokens the answer may have, and when it is complete; this request's own.
+            keep_special: special tokens whose text belongs to the answer's.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 
@@ -118,7 +123,7 @@ class Engine:
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
-                          on_done, on_error)
+                          on_done, on_error, constraint, keep_special)
         if self.reservation is not None:
             self.reservation.check(request.max_length)
         self._scheduler.submit(request)
