@@ -73,6 +73,7 @@ class Completion:
         finish_reason: ``stop`` (the model ended the sequence, or its constraint is complete),
             ``stop_string``, ``length`` (``max_tokens`` were generated), or ``cancelled``.
         prompt_logprobs: of each prompt token, if requested; their text is empty.
+        stop_string: the one that ended it.
     """
 
     prompt_tokens: int
@@ -80,6 +81,7 @@ class Completion:
     text: str = ""
     finish_reason: FinishReason = "length"
     prompt_logprobs: list[TokenInfo] | None = None
+    stop_string: str | None = None
 
 
 class Request:
@@ -201,7 +203,7 @@ class Request:
         if ended:
             text += self._stops.push(self._stream.finish())
         if self._stops.found is not None:
-            ended, result.finish_reason = True, "stop_string"
+            ended, result.finish_reason, result.stop_string = True, "stop_string", self._stops.found
         elif ended:
             text += self._stops.finish()
         result.text += text

@@ -58,7 +58,8 @@ class ApiError(HTTPException):
     def response(self, path: str = "") -> JSONResponse:
         """The whole answer to a request for ``path``."""
         anthropic = path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
-        return JSONResponse(self.anthropic_body() if anthropic else self.body(), self.status_code, self.headers)
+        body = self.anthropic_body() if anthropic else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 class RefusedValue(ValueError):
@@ -140,11 +141,11 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
-    problems = [(_place(problem["loc"]), problem) for problem in error.errors()]
+    problems = [(_place(problem["loc"], error.body), problem) for problem in error.errors()]
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
     place, first = max(problems, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
     kind, cause = first["type"], first.get("ctx", {}).get("error")
-    if kind in ("union_tag_invalid", "union_tag_not_found"):  # the place is the object, what is wrong a key of it
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # what is wrong is a key of the place
         place = [*place, first["ctx"]["discriminator"].strip("'")]
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
@@ -157,8 +158,9 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         message = f"it must be {' or '.join(dict.fromkeys(types))}"
     else:
         message = _explained(first)
+    code = "missing_parameter" if kind in ("missing", "union_tag_not_found") else "invalid_value"
     return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param or None,
-                    code="missing_parameter" if kind in ("missing", "union_tag_not_found") else "invalid_value")
+                    code=code)
 
 
 def _explained(error: Mapping[str, Any]) -> str:
@@ -178,10 +180,21 @@ def _explained(error: Mapping[str, Any]) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _place(location: Sequence[Any]) -> list[Any]:
-    """Where in the body; names of a union's branches are left out."""
-    return [part for part in location[1:]
-            if isinstance(part, int) or (part not in _BRANCHES and "[" not in part)]
+def _place(location: Sequence[Any], body: Any) -> list[Any]:
+    """Where in the body; names of a union's branches, which it doesn't have, are left out."""
+    place: list[Any] = []
+    path = location[1:]
+    for number, part in enumerate(path):
+        if isinstance(part, int):
+            body = body[part] if isinstance(body, list) and part < len(body) else None
+        elif part in _BRANCHES or "[" in part or not isinstance(body, dict):
+            continue
+        elif part not in body and number < len(path) - 1:
+            continue
+        else:
+            body = body.get(part)
+        place.append(part)
+    return place
 
 
 def _dotted(place: Sequence[Any]) -> str:

@@ -12,7 +12,7 @@ from quantkit.kvspec import parse_kv
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
-from quantkit.serve.openai.logprobs import TokenTexts
+from quantkit.serve.token_texts import TokenTexts
 from quantkit.spec import KVSpec
 from quantkit.structure.grammar import Compiler
 from quantkit.structure.turns import TurnFormat, turn_format
@@ -58,6 +58,10 @@ class ServedEngine:
     def compiler(self) -> Compiler:
         """Makes constraints of what an answer must look like. UsageError if llguidance isn't installed."""
         return Compiler(self.loaded.tokenizer, self.format, self.loaded.config.vocab_size)
+
+    def prepare(self) -> None:
+        """Work out now what the first conversation would otherwise wait for."""
+        self.loaded.tokenizer.prepare()
 
     def kv(self, text: str | None) -> KVSpec | None:
         """A request's KV setting.

@@ -21,7 +21,6 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from quantkit.errors import did_you_mean
-from quantkit.runtime.sampler import MAX_STOP_LENGTH
 from quantkit.serve.errors import RefusedValue
 
 MAX_KEYS = 64
@@ -69,7 +68,6 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
 
 Unicode = AfterValidator(_unicode)
 String = Annotated[str, Unicode]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True), BeforeValidator(_integers)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 Inputs = (String | Annotated[list[String], Field(min_length=1, fail_fast=True)] | Ids

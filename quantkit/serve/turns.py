@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from quantkit.runtime.request import Completion, TokenInfo
 from quantkit.serve.conversation import Conversation, choice_sampling
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
-from quantkit.serve.openai.tools import tools_for_template
 from quantkit.serve.prompt import PromptReader
+from quantkit.serve.tools import tools_for_template
 from quantkit.serve.work import ChoiceJob, RequestWork, cached_tokens, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, TokenConstraint, ToolCallDelta, TurnDelta
 from quantkit.structure.turns import parser
@@ -243,6 +243,7 @@ def render(model: ServedEngine, conversation: Conversation) -> list[int]:
         raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
                        param=conversation.param, code="no_chat_template")
     reader = PromptReader(tokenizer, model.context, conversation.max_tokens or 1, conversation.param)
+    given: dict[str, Any] = {"tools": tools_for_template(conversation.tools),
+                             "options": conversation.template_options}
     return tokenizer.chat(conversation.messages, reader.check, parse_special=model.parse_special,
-                          tools=tools_for_template(conversation.tools),
-                          options=conversation.template_options)
+                          **{name: value for name, value in given.items() if value})

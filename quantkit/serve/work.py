@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quantkit.runtime.engine import Engine, EngineClosed
 from quantkit.runtime.loader import LoadedModel
@@ -117,10 +117,11 @@ class RequestWork:
             clock.done(ticket)
             self._tell(TokenEvent(number, done=ticket.result))
 
+        options: dict[str, Any] = {"kv": job.kv, "priority": job.priority, "pooling": job.pooling}
         return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score,
-                             constraint=job.constraint, keep_special=job.keep_special, kv=job.kv,
-                             priority=job.priority, pooling=job.pooling, on_token=on_token, on_done=on_done,
-                             on_error=self._tell)
+                             constraint=job.constraint, keep_special=job.keep_special, on_token=on_token,
+                             on_done=on_done, on_error=self._tell,
+                             **{name: value for name, value in options.items() if value})
 
     def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
@@ -129,7 +130,7 @@ class RequestWork:
 
 def cached_tokens(done: Completion) -> int:
     """Prompt tokens that the prefix cache had."""
-    return done.cached_tokens
+    return int(getattr(done, "cached_tokens", 0))
 
 
 def check_size(jobs: int, limit: int) -> None:
@@ -140,12 +141,8 @@ def check_size(jobs: int, limit: int) -> None:
 
 
 def check_fits(loaded: LoadedModel, jobs: Sequence[ChoiceJob]) -> None:
-    """Raises ContextLengthError if a prompt and its answer don't fit, or UsageError if a bias is of no token:
-    here, where nobody waits, rather than when they are queued."""
-    context, vocabulary = loaded.config.max_position_embeddings, loaded.config.vocab_size
+    """Raises ContextLengthError if a prompt and its answer don't fit, before anything is queued."""
+    context = loaded.config.max_position_embeddings
     for job in jobs:
         if len(job.prompt) + job.sampling.max_tokens > context:
             raise ContextLengthError(len(job.prompt), job.sampling.max_tokens, context)
-        if any(token >= vocabulary for token, _ in job.sampling.logit_bias):
-            raise ApiError(400, f"logit_bias names a token that the model doesn't know; ids go from 0 to "
-                           f"{vocabulary - 1}", param="logit_bias", code="invalid_value")

@@ -19,7 +19,9 @@ import torch
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.serve.app import Application, create_app
+from quantkit.serve.models import ServedEngine
 from quantkit.serve.server import Server, bind, url
+from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.testing import tiny_model
 
 CONTEXT = 2**16
@@ -75,10 +77,11 @@ def loaded(folder) -> LoadedModel:
 def running(loaded: LoadedModel, *, name: str = "tiny", host: str = "127.0.0.1", max_batch: int = 8,
             max_queue: int = 64, **options: Any) -> Iterator[Live]:
     engine, errors = Engine(loaded, max_batch=max_batch, max_queue=max_queue), []
-    application = create_app(engine, loaded, name=name, on_error=errors.append, **options)
+    served = ServedEngine(engine, loaded, name, options.pop("parse_special", False))
+    application = create_app([served], on_error=errors.append, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
     with bind(host, 0, has_key="key" in options) as bound:
-        server = Server(application, engine, drain_timeout=DEADLINE, on_drain=lambda active: None,
+        server = Server(application, drain_timeout=DEADLINE, on_drain=lambda active: None,
                         on_ready=lambda: loops.put(asyncio.get_running_loop()))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         engine.start()
@@ -117,3 +120,46 @@ def eventually() -> Callable[[Callable[[], Any]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+class ScriptedTurn:
+    """A parser that finds in any text what its script says: one delta, or several, for each piece of text."""
+
+    def __init__(self, script: list[list[TurnDelta]]) -> None:
+        self._left = list(script)
+
+    def push(self, text: str) -> list[TurnDelta]:
+        return self._left.pop(0) if self._left else []
+
+    def finish(self) -> list[TurnDelta]:
+        return [delta for deltas in self._left for delta in deltas]
+
+
+SCRIPT: list[list[TurnDelta]] = [
+    [ReasoningDelta("I need ")], [ReasoningDelta("a tool.")], [TextDelta("Let me ")], [TextDelta("look.")],
+    [ToolCallDelta(0, id="call_a", name="look")], [ToolCallDelta(0, '{"place": ')], [ToolCallDelta(0, '"here"}')],
+    [ToolCallDelta(1, "{}", id="call_b", name="wait")]]
+"""A turn with everything that a turn may have."""
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> Callable[..., None]:
+    """``scripted(script)``: every turn is read as this, whatever the model writes."""
+
+    def script(deltas: list[list[TurnDelta]] = SCRIPT) -> None:
+        monkeypatch.setattr("quantkit.serve.turns.parser", lambda *_: ScriptedTurn(deltas))
+
+    return script
+
+
+def lookup(name: str = "look", **more: Any) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    return {"type": "function", "function": {"name": name, "description": "Look.", "parameters": parameters,
+                                             **more}}
+
+
+@pytest.fixture
+def tools() -> list[dict[str, Any]]:
+    """Two tools."""
+    return [lookup(), lookup("wait", parameters={"type": "object", "properties": {}})]

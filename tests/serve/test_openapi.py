@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from quantkit.serve.answers import ChatChunk, TextChunk
+from quantkit.serve.openai.answers import ChatChunk, TextChunk
 from quantkit.testing import tiny_model
 
 CONTEXT = 8192

@@ -1,34 +1,26 @@
-"""Response models, as ``/openapi.json`` describes them."""
+"""Answers of OpenAI's older routes and of vLLM's, as ``/openapi.json`` describes them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Count = Annotated[int, Field(ge=0)]
-Finish = Literal["stop", "length"]
+from quantkit.serve.answers import Count, ResponsePart
 
-
-class ResponsePart(BaseModel):
-    """Base of all parts of an answer: these keys and no others."""
-
-    model_config = ConfigDict(extra="forbid")
+Finish = Literal["stop", "length", "tool_calls"]
 
 
-class ErrorDetail(ResponsePart):
-    """What went wrong."""
+class PromptDetails(ResponsePart):
+    """Of the prompt's tokens."""
 
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str | None
+    cached_tokens: Count
 
 
-class ErrorResponse(ResponsePart):
-    """The body of every answer that isn't a success."""
+class AnswerDetails(ResponsePart):
+    """Of the answer's tokens."""
 
-    error: ErrorDetail
+    reasoning_tokens: Count
 
 
 class Usage(ResponsePart):
@@ -37,6 +29,8 @@ class Usage(ResponsePart):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: AnswerDetails
 
 
 class ScoredToken(ResponsePart):
@@ -60,12 +54,29 @@ class ChatLogprobs(ResponsePart):
     refusal: None
 
 
+class CalledFunction(ResponsePart):
+    """What is called; the arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponsePart):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(ResponsePart):
     """The assistant's turn."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(ResponsePart):
@@ -88,12 +99,30 @@ class ChatCompletion(ResponsePart):
     usage: Usage
 
 
+class FunctionDelta(ResponsePart):
+    """What is new of a call."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(ResponsePart):
+    """The same, with the call's number; its first has the id and the name."""
+
+    index: Count
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class MessageDelta(ResponsePart):
     """What is new of a turn."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatDelta(ResponsePart):
@@ -165,40 +194,41 @@ class TextChunk(ResponsePart):
     usage: Usage | None = None
 
 
-class ServedModel(ResponsePart):
-    """The model."""
+class Embedding(ResponsePart):
+    """A text's vector, as numbers or as little-endian float32 in base64."""
 
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: Literal["quantkit"]
-    max_model_len: Count
-    chat: bool
-    method: str
-    dtype: str
-    kv: str
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
 
 
-class ModelList(ResponsePart):
-    """The list of models, which has one entry."""
+class EmbeddingUsage(ResponsePart):
+    """Tokens of all texts."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+
+
+class EmbeddingList(ResponsePart):
+    """The texts' vectors, each of length 1."""
 
     object: Literal["list"]
-    data: list[ServedModel]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
 
 
-class HealthResponse(ResponsePart):
-    """The process lives."""
+class Tokenized(ResponsePart):
+    """Tokens of a text."""
 
-    status: Literal["ok"]
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
 
 
-class ReadyResponse(ResponsePart):
-    """Requests are taken; how many run and wait, and what they take."""
+class Detokenized(ResponsePart):
+    """The text of tokens."""
 
-    status: Literal["ready"]
-    running: Count
-    waiting: Count
-    max_batch: Count
-    max_queue: Count
-    kv_allocated_bytes: Count
-    tokens_generated: Count
+    prompt: str

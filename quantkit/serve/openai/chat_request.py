@@ -11,19 +11,14 @@ from quantkit.runtime.sampler import MAX_TOKENS
 from quantkit.serve.conversation import MAX_MESSAGES, Conversation, called
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.openai.generation import MAX_LOGPROBS, GenerationRequest
-from quantkit.serve.openai.tools import CallId, FunctionChoice, ToolCall, ToolChoice, Tools, choose_tools, read_arguments
+from quantkit.serve.openai.tools import FunctionChoice, ToolCall, ToolChoice, Tools
 from quantkit.serve.schema import RequestPart, String, Unicode, printable
+from quantkit.serve.template_options import TemplateOptions, check_options
+from quantkit.serve.tools import CallId, choose_tools, read_arguments
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
-MAX_CALLS, MAX_OPTIONS = 128, 16
-OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-OptionText = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9 _.,:/+-]*$")]
-"""A text that can't hold a control token of any model."""
-TemplateOptions = Annotated[dict[OptionName, OptionText | bool | int | float], Field(max_length=MAX_OPTIONS)]
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token",
-                      "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "chat_template"})
-"""Names of a chat template's values that a request may not set."""
+MAX_CALLS = 128
 
 
 class ContentText(RequestPart):
@@ -129,10 +124,11 @@ class ChatRequest(GenerationRequest):
             UsageError: a value that only the sampler refuses.
         """
         tools, structure = self._choose()
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return Conversation(
             plain_messages(self.messages), self.sampling(), self.max_completion_tokens or self.max_tokens,
-            self.n, tools, self.parallel_tool_calls, structure, (self.top_logprobs or 0) if self.logprobs else None,
-            self.chat_template_kwargs, self.kv, self.priority)
+            self.n, tools, self.parallel_tool_calls, structure, logprobs, self.chat_template_kwargs, self.kv,
+            self.priority)
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice = self.tool_choice
@@ -145,9 +141,3 @@ class ChatRequest(GenerationRequest):
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as a chat template expects them."""
     return [message.plain() for message in messages]
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Raises RefusedValue: an option that is the server's business."""
-    if taken := sorted(options.keys() & RESERVED):
-        raise RefusedValue("chat_template_kwargs", f"{taken[0]} can't be set by a request")

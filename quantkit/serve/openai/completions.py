@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quantkit.runtime.request import Completion, TokenInfo, check_ids
+from quantkit.serve.conversation import choice_sampling
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.openai.completion_request import CompletionRequest
 from quantkit.serve.openai.logprobs import TextOffsets, text_logprobs
 from quantkit.serve.openai.usage import completion_usage
-from quantkit.serve.conversation import choice_sampling
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Reply
 from quantkit.serve.turns import TurnUsage

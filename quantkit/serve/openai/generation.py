@@ -1,7 +1,7 @@
 """What bodies of ``/v1/chat/completions`` and ``/v1/completions`` share.
 
-The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``) and
-one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
+The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``)
+and one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from quantkit.kvspec import MAX_LENGTH as MAX_KV
-from quantkit.runtime.sampler import MAX_TOKENS, MIN_TEMPERATURE, Sampling
+from quantkit.runtime.sampler import MAX_BIASES, MAX_TOKENS, Sampling
 from quantkit.serve.openai.structured import StructuredFields
-from quantkit.serve.schema import INT64, RequestPart, Stop, String, Unicode
+from quantkit.serve.schema import INT64, RequestPart, String
+from quantkit.serve.settings import KV, Priority, Stop, Stops, sampling
 
-MAX_N, MAX_STOPS, MAX_LOGPROBS, MAX_BIASES = 16, 16, 20, 1024
-MIN_TOP_P = 1e-9
-KV = Annotated[str, Field(min_length=1, max_length=MAX_KV), Unicode]
+MAX_N, MAX_LOGPROBS = 16, 20
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
@@ -45,8 +43,7 @@ class GenerationRequest(StructuredFields):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
-        default_factory=list)
+    stop: Stop | Stops = Field(default_factory=list)
     seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -58,9 +55,8 @@ class GenerationRequest(StructuredFields):
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     ignore_eos: bool = False
-    priority: int = Field(default=0, ge=-2**31, lt=2**31, description="Lower ones come first.")
-    kv: KV | None = Field(
-        default=None, description='How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')
+    priority: Priority = 0
+    kv: KV | None = None
 
     def sampling(self) -> Sampling:
         """Settings of the first choice, without its number of tokens.
@@ -74,21 +70,3 @@ class GenerationRequest(StructuredFields):
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias)
-
-
-def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0, ignore_eos: bool = False,
-             repetition_penalty: float = 1.0, seed: int | None = None, stop: list[str] | tuple[str, ...] = (),
-             presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-             logit_bias: dict[str, float] | None = None) -> Sampling:
-    """Settings as the sampler takes them, from values as JSON has them.
-
-    Raises:
-        UsageError: a value that only the sampler refuses.
-    """
-    return Sampling(
-        # what is greedy in all but name is asked for in both of these ways
-        temperature=float(temperature) if temperature >= MIN_TEMPERATURE else 0.0,
-        top_p=max(float(top_p), MIN_TOP_P), top_k=top_k, min_p=float(min_p), ignore_eos=ignore_eos,
-        repetition_penalty=float(repetition_penalty), seed=None if seed is None else seed % INT64,
-        stop=tuple(stop), presence_penalty=float(presence_penalty), frequency_penalty=float(frequency_penalty),
-        logit_bias=tuple((int(token), float(bias)) for token, bias in (logit_bias or {}).items()))

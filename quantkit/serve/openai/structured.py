@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from quantkit.errors import SourceError
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import MAX_JSON_BYTES, JsonObject, RequestPart, Unicode, check_json
+from quantkit.serve.tools import make_structure
 from quantkit.strict_json import parse_object
 from quantkit.structure.grammar import Structure
 
@@ -123,17 +124,10 @@ def structures(*, schema: dict[str, Any] | str | None = None, json_object: bool 
     return found
 
 
-def make_structure(**given: Any) -> Structure:
-    """A structure of which only one thing is said."""
-    nothing: dict[str, Any] = {"json_schema": None, "json_object": False, "regex": None, "choice": None,
-                               "grammar": None}
-    return Structure(**nothing | given)
-
-
 def _read_schema(schema: dict[str, Any] | str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
         return check_json(parse_object(schema.encode(), "the JSON schema", next="send it as an object"))
     except (SourceError, ValueError) as error:
-        raise RefusedValue("guided_json", f"the JSON schema can't be read: {error}", "invalid_value") from None
+        raise RefusedValue("guided_json", f"the schema can't be read: {error}", "invalid_value") from None
