@@ -69,13 +69,6 @@ def choose_tools(tools: list[Tool], choice: str | None, required: bool, structur
     return tuple(tools), Structure(None, False, None, None, None, tuple(tools), choice or "required")
 
 
-def tools_for_template(tools: tuple[Tool, ...]) -> list[dict[str, Any]] | None:
-    """Tools as chat templates read them; ``None`` if there are none."""
-    return [{"type": "function", "function": {
-        "name": tool.name, "description": tool.description, "parameters": tool.parameters}}
-        for tool in tools] or None
-
-
 def make_structure(**given: Any) -> Structure:
     """A structure of which only one thing is said."""
     nothing: dict[str, Any] = {"json_schema": None, "json_object": False, "regex": None, "choice": None,

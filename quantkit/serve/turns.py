@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit.runtime.request import Completion, TokenInfo
 from quantkit.serve.conversation import Conversation, choice_sampling
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
-from quantkit.serve.tools import tools_for_template
 from quantkit.serve.work import ChoiceJob, RequestWork, cached_tokens, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, TokenConstraint, ToolCallDelta, TurnDelta
-from quantkit.structure.turns import parser
+from quantkit.structure.conversation import conversation as prepare
+from quantkit.structure.turns import opens_reasoning, parser
 
 TurnReason = Literal["stop", "stop_string", "length", "tool_calls"]
 _TAIL = 32
@@ -149,9 +149,8 @@ class Turns:
                                conversation.logprobs, constraint=constraint(), keep_special=special, kv=kv,
                                priority=conversation.priority) for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
-        opened = model.format.reasoning
-        self._in_reasoning = opened is not None and model.loaded.tokenizer.decode(
-            self.prompt[-_TAIL:], skip_special=False).rstrip().endswith(opened[0])
+        tail = model.loaded.tokenizer.decode(self.prompt[-_TAIL:], skip_special=False)
+        self._in_reasoning = opens_reasoning(model.format, tail)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
         """What becomes known of all choices, as it does; each choice's end is its last event.
@@ -231,7 +230,7 @@ class _Choice:
         return kept
 
 
-def render(model: ServedEngine, conversation: Conversation) -> list[int]:
+def render(model: ServedEngine, asked: Conversation) -> list[int]:
     """Token ids of a conversation, ready for its next turn.
 
     Raises:
@@ -241,9 +240,8 @@ def render(model: ServedEngine, conversation: Conversation) -> list[int]:
     tokenizer = model.loaded.tokenizer
     if not tokenizer.has_chat:
         raise ApiError(400, f"{model.name} has no chat template, so it can't chat; use /v1/completions",
-                       param=conversation.param, code="no_chat_template")
-    reader = PromptReader(tokenizer, model.context, conversation.max_tokens or 1, conversation.param)
-    given: dict[str, Any] = {"tools": tools_for_template(conversation.tools),
-                             "options": conversation.template_options}
-    return tokenizer.chat(conversation.messages, reader.check, parse_special=model.parse_special,
-                          **{name: value for name, value in given.items() if value})
+                       param=asked.param, code="no_chat_template")
+    reader = PromptReader(tokenizer, model.context, asked.max_tokens or 1, asked.param)
+    messages, tools = prepare(model.format, asked.messages, asked.tools)
+    return tokenizer.chat(messages, reader.check, parse_special=model.parse_special, tools=tools,
+                          options=asked.template_options)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from quantkit.serve.models import ServedEngine
 from quantkit.serve.server import Server, bind, url
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.testing import tiny_model
+from quantkit.text.tokenizer import Tokenizer
 
 CONTEXT = 2**16
 DEADLINE = 60.0
@@ -163,3 +165,22 @@ def lookup(name: str = "look", **more: Any) -> dict[str, Any]:
 def tools() -> list[dict[str, Any]]:
     """Two tools."""
     return [lookup(), lookup("wait", parameters={"type": "object", "properties": {}})]
+
+
+@pytest.fixture
+def prepared(monkeypatch) -> list[tuple[Any, ...]]:
+    """Conversations that were made ready for a template: messages, tools, and the template's options."""
+    seen: list[tuple[Any, ...]] = []
+    chat = Tokenizer.chat
+
+    def prepare(format, messages, tools):
+        seen.append((messages, tools))
+        return [{"role": "user", "content": "the cat"}], None
+
+    def noted(self, *args, options=MappingProxyType({}), **rest):
+        seen[-1] += (dict(options),)
+        return chat(self, *args, **rest)
+
+    monkeypatch.setattr("quantkit.serve.turns.prepare", prepare)
+    monkeypatch.setattr(Tokenizer, "chat", noted)
+    return seen

@@ -62,6 +62,7 @@ class InputDetails(ResponsePart):
     """Of the input's tokens."""
 
     cached_tokens: Count
+    cache_write_tokens: Count
 
 
 class OutputDetails(ResponsePart):

@@ -19,5 +19,5 @@ def response_usage(usage: TurnUsage) -> dict[str, Any]:
     """``usage`` of the responses."""
     return {"input_tokens": usage.prompt, "output_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
-            "input_tokens_details": {"cached_tokens": usage.cached},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": usage.reasoning}}

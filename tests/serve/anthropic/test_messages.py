@@ -11,6 +11,8 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.sampler import Sampling
 
 PATH = "/v1/messages"
+GREEDY = {"temperature": 0}
+"""The newest client has no parameter for it."""
 USER = [{"role": "user", "content": "the cat"}]
 TOOL = {"name": "look", "description": "Look.",
         "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}}}
@@ -41,7 +43,7 @@ def events(answer):
 def test_a_text(client, loaded):
     ids = loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, *USER])
     wanted = generate(loaded, [ids], Sampling(max_tokens=9))[0]
-    answer = client.messages.create(model="tiny", system="Be brief.", messages=USER, max_tokens=9, temperature=0)
+    answer = client.messages.create(model="tiny", system="Be brief.", messages=USER, max_tokens=9, extra_body=GREEDY)
     Message.model_validate(answer.model_dump())
     assert answer.content[0].text == wanted.text and answer.role == "assistant"
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(ids)
@@ -50,9 +52,9 @@ def test_a_text(client, loaded):
 
 
 def test_a_stop_sequence_is_named(client):
-    whole = client.messages.create(model="tiny", messages=USER, max_tokens=9, temperature=0).content[0].text
+    whole = client.messages.create(model="tiny", messages=USER, max_tokens=9, extra_body=GREEDY).content[0].text
     stop = whole[3:5]
-    answer = client.messages.create(model="tiny", messages=USER, max_tokens=9, temperature=0,
+    answer = client.messages.create(model="tiny", messages=USER, max_tokens=9, extra_body=GREEDY,
                                     stop_sequences=["never there", stop])
     assert answer.stop_reason == "stop_sequence" and answer.stop_sequence == stop
     assert answer.content[0].text == whole[:whole.index(stop)]
@@ -101,13 +103,9 @@ def test_one_call_alone_ends_the_turn_with_tool_use(client, scripted):
     assert answer.stop_reason == "tool_use" and [block.type for block in answer.content].count("tool_use") == 1
 
 
-def test_content_can_be_sent_back_with_a_result(shared, client, scripted, monkeypatch):
+def test_content_can_be_sent_back_with_a_result(client, scripted, prepared):
     scripted()
     answer = client.messages.create(model="tiny", messages=USER, max_tokens=30, tools=[TOOL])
-    seen = []
-    chat = type(shared.loaded.tokenizer).chat
-    monkeypatch.setattr(type(shared.loaded.tokenizer), "chat", lambda self, messages, check=None, **options: (
-        seen.append((messages, options)) or chat(self, USER, check)))
     client.messages.create(
         model="tiny", max_tokens=1, tools=[TOOL], thinking={"type": "disabled"},
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
@@ -115,14 +113,13 @@ def test_content_can_be_sent_back_with_a_result(shared, client, scripted, monkey
             {"type": "tool_result", "tool_use_id": "call_a", "content": [{"type": "text", "text": "a hat"}]},
             {"type": "tool_result", "tool_use_id": "call_b", "content": "no", "is_error": True},
             {"type": "text", "text": "go on"}]}])
-    (messages, options), = seen
+    messages, given, options = prepared[-1]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool", "user"]
     assert messages[2]["content"] == "Let me look." and messages[2]["reasoning_content"] == "I need a tool."
     assert messages[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"place": "here"}}
     assert messages[3] == {"role": "tool", "tool_call_id": "call_a", "content": "a hat"}
     assert messages[4]["content"] == "Error: no"
-    assert options["options"] == {"enable_thinking": False}
-    assert options["tools"][0]["function"]["name"] == "look"
+    assert options == {"enable_thinking": False} and [tool.name for tool in given] == ["look"]
 
 
 def test_tokens_are_counted(client, shared):

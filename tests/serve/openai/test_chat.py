@@ -67,36 +67,24 @@ def test_a_turn_of_calls_alone_has_no_text(shared, scripted, tools):
     assert message["content"] is None and "reasoning_content" not in message
 
 
-def test_calls_and_their_results_reach_the_template(shared, monkeypatch, tools):
-    seen = []
-    chat = type(shared.loaded.tokenizer).chat
-
-    def noted(self, messages, check=None, **options):
-        seen.append((messages, options))
-        return chat(self, [{"role": "user", "content": "a"}], check)
-
-    monkeypatch.setattr(type(shared.loaded.tokenizer), "chat", noted)
+def test_calls_and_their_results_reach_the_template(shared, prepared, tools):
     earlier = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."}
     result = {"role": "tool", "tool_call_id": "call_a", "content": [{"type": "text", "text": "a hat"}]}
     body = {"messages": [USER, earlier, result], "max_tokens": 1, "tools": tools,
             "chat_template_kwargs": {"enable_thinking": False, "date": "2026-11-25"}}
     assert shared.post(PATH, body).status_code == 200
-    (messages, options), = seen
+    (messages, given, options), = prepared
     assert messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{
         "id": "call_a", "type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}]}
     assert messages[2] == {"role": "tool", "content": "a hat", "tool_call_id": "call_a"}
-    assert [tool["function"]["name"] for tool in options["tools"]] == ["look", "wait"]
-    assert options["options"] == {"enable_thinking": False, "date": "2026-11-25"}
+    assert [tool.name for tool in given] == ["look", "wait"] and given[0].parameters["required"] == ["place"]
+    assert options == {"enable_thinking": False, "date": "2026-11-25"}
 
 
-def test_no_choice_means_no_tools(shared, monkeypatch, tools):
-    seen = []
-    chat = type(shared.loaded.tokenizer).chat
-    monkeypatch.setattr(type(shared.loaded.tokenizer), "chat", lambda self, messages, check=None, **options: (
-        seen.append(options.get("tools")) or chat(self, messages, check)))
+def test_no_choice_means_no_tools(shared, prepared, tools):
     assert shared.post(PATH, {"messages": [USER], "max_tokens": 1, "tools": tools,
                               "tool_choice": "none"}).status_code == 200
-    assert seen == [None]
+    assert prepared[0][1] == ()
 
 
 def refused(answer, param, said):
@@ -120,7 +108,7 @@ def refused(answer, param, said):
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name",
      "missing"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "structured_outputs", "more than one"),
-    ({"guided_json": "{"}, "guided_json", "can't be read"), ({"guided_choice": []}, "guided_choice", "empty"),
+    ({"guided_json": "{]"}, "guided_json", "can't be read"), ({"guided_choice": []}, "guided_choice", "empty"),
     ({"guided_regex": "x" * 9000}, "guided_regex", "at most 8192"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "messages"),

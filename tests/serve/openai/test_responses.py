@@ -92,23 +92,20 @@ def test_the_official_client_streams(shared, scripted):
     assert final.output_text == "Let me look."
 
 
-def test_output_can_be_sent_back_with_a_result(shared, scripted, monkeypatch):
+def test_output_can_be_sent_back_with_a_result(shared, scripted, prepared):
     scripted()
     client = shared.openai()
     answer = client.responses.create(model="tiny", input="the cat", max_output_tokens=30, tools=[TOOL])
-    seen = []
-    chat = type(shared.loaded.tokenizer).chat
-    monkeypatch.setattr(type(shared.loaded.tokenizer), "chat", lambda self, messages, check=None, **options: (
-        seen.append(messages) or chat(self, [{"role": "user", "content": "a"}], check)))
     items = [{"role": "user", "content": "the cat"}, *(item.model_dump() for item in answer.output),
              {"type": "function_call_output", "call_id": "call_a", "output": "a hat"},
              {"role": "developer", "content": [{"type": "input_text", "text": "go on"}]}]
     client.responses.create(model="tiny", input=items, max_output_tokens=1, tools=[TOOL])
-    assert [message["role"] for message in seen[0]] == ["user", "assistant", "tool", "system"]
-    turn = seen[0][1]
+    messages = prepared[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "system"]
+    turn = messages[1]
     assert turn["content"] == "Let me look." and turn["reasoning_content"] == "I need a tool."
     assert [call["function"]["name"] for call in turn["tool_calls"]] == ["look", "wait"]
-    assert seen[0][2]["tool_call_id"] == "call_a"
+    assert messages[2]["tool_call_id"] == "call_a"
 
 
 @pytest.mark.parametrize(("change", "param", "said"), [
