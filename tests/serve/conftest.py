@@ -76,22 +76,27 @@ def loaded(folder) -> LoadedModel:
 
 
 @contextmanager
-def running(loaded: LoadedModel, *, name: str = "tiny", host: str = "127.0.0.1", max_batch: int = 8,
-            max_queue: int = 64, **options: Any) -> Iterator[Live]:
-    engine, errors = Engine(loaded, max_batch=max_batch, max_queue=max_queue), []
-    served = ServedEngine(engine, loaded, name, options.pop("parse_special", False))
-    application = create_app([served], on_error=errors.append, **options)
+def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None, name: str = "tiny",
+            host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
+            **options: Any) -> Iterator[Live]:
+    """A server; of several ``models`` the first is the one that :class:`Live` shows."""
+    errors: list[BaseException] = []
+    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue), model, called, parse_special)
+              for called, model in (models or {name: loaded}).items()]
+    application = create_app(served, on_error=errors.append, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
     with bind(host, 0, has_key="key" in options) as bound:
         server = Server(application, drain_timeout=DEADLINE, on_drain=lambda active: None,
                         on_ready=lambda: loops.put(asyncio.get_running_loop()))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        engine.start()
+        for model in served:
+            model.engine.start()
         thread.start()
         try:
-            yield Live(url(bound), engine, application, loaded, server, errors, loops.get(timeout=DEADLINE))
+            yield Live(url(bound), served[0].engine, application, served[0].loaded, server, errors,
+                       loops.get(timeout=DEADLINE))
         finally:
-            engine.close()
+            application.close()
             server.should_exit = True
             thread.join(DEADLINE)
     assert not thread.is_alive()

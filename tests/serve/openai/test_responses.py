@@ -85,7 +85,8 @@ def test_events_come_in_their_order(shared, scripted):
 
 def test_the_official_client_streams(shared, scripted):
     scripted()
-    with shared.openai().responses.stream(model="tiny", input="a", max_output_tokens=30, tools=[TOOL]) as stream:
+    with shared.openai().responses.stream(model="tiny", input="a", max_output_tokens=2000, tools=[TOOL],
+                                           parallel_tool_calls=False) as stream:
         for _ in stream:
             pass
         final = stream.get_final_response()
