@@ -1,15 +1,30 @@
-"""For schemathesis: rules between fields that a JSON schema does not say, kept in what is otherwise valid."""
+"""For schemathesis: rules between fields that a JSON schema does not say, kept in what is otherwise valid.
+
+Only values that their own schema allows are changed, so that what is wrong by itself stays wrong.
+"""
+
+from __future__ import annotations
 
 from typing import Any
 
 import schemathesis
 
-MOST, CONTEXT, QUEUE = 3, 8192, 64
-"""Tokens of an answer, few so that it is short, and of the model's context; requests that may wait."""
+MOST, CONTEXT, QUEUE, VOCABULARY = 3, 8192, 64, 300
+"""Tokens of an answer, few so that it is short, and of the model's context; requests that may wait; token ids."""
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def _whole(value: Any, low: int, high: int) -> bool:
     return type(value) in (int, float) and low <= value <= high and value == int(value)
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 64
+
+
+def _asks(value: Any) -> bool:
+    return value not in (None, False, {}, []) and value != {"type": "text"}
 
 
 @schemathesis.hook
@@ -17,18 +32,131 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Keep the rules; what is wrong by itself stays wrong."""
     if not isinstance(case.body, dict):
         return
-    body = case.body = dict(case.body)
+    body = case.body = _valid_texts(case.body)
+    _lengths(body)
+    for message in body["messages"] if isinstance(body.get("messages"), list) else []:
+        if isinstance(message, dict):
+            _message(message)
+    if "/messages" in case.path:
+        last = body["messages"][-1] if isinstance(body.get("messages"), list) and body["messages"] else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            last["role"] = "user"
+    if case.path == "/tokenize":
+        _tokenize(body)
+    else:
+        _structure(body)
+        _tools(body)
+
+
+def _valid_texts(value: Any, key: str = "") -> Any:
+    """A copy in which texts and objects that mean something beyond their schema mean something simple."""
+    if isinstance(value, dict):
+        if key in ("parameters", "input_schema", "schema", "json", "guided_json"):
+            return SCHEMA
+        if key == "logit_bias" and all(name.isdigit() for name in value):
+            return {str(int(name) % VOCABULARY): bias for name, bias in value.items()}
+        return {name: _valid_texts(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_valid_texts(item) for item in value]
+    if isinstance(value, str) and value:
+        simple = {"kv": "int8", "regex": "[a-z]+", "guided_regex": "[a-z]+", "grammar": 'start: "a"',
+                  "guided_grammar": 'start: "a"', "arguments": "{}", "json": "{}", "guided_json": "{}"}
+        return simple.get(key, value) if len(value) < 256 else value
+    return value
+
+
+def _lengths(body: dict[str, Any]) -> None:
     prompt = body.get("prompt")
     lists = [prompt, *prompt] if isinstance(prompt, list) else []
     most = max(min([MOST, *(CONTEXT - len(one) for one in lists if isinstance(one, list))]), 1)
-    for name in ("max_tokens", "max_completion_tokens"):  # which must be equal
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    for name in names:  # of which the first two must be equal
         if _whole(body.get(name), 1, CONTEXT - 1):
             body[name] = most
-    if all(body.get(name) is None for name in ("max_tokens", "max_completion_tokens")):
-        body["max_tokens"] = most
+    if all(body.get(name) is None for name in names):
+        if "input" in body and "encoding_format" not in body:
+            body["max_output_tokens"] = most
+        elif "input" not in body and "tokens" not in body:
+            body["max_tokens"] = most
     if _whole(body.get("top_logprobs"), 0, 20) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
     if isinstance(prompt, list) and _whole(body.get("n"), 1, 16) and len(prompt) * body["n"] > QUEUE:
         body["n"] = 1
     if _whole(body.get("best_of"), 1, 16):
         body["best_of"] = body.get("n") or 1
+
+
+def _message(message: dict[str, Any]) -> None:
+    """What only one role's messages may have."""
+    if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+        return
+    if any(message.get(name) not in (None, [], "") for name in ("tool_calls", "reasoning_content")):
+        message["role"] = "assistant"
+        if isinstance(message.get("tool_call_id"), str):
+            del message["tool_call_id"]
+    elif message.get("tool_call_id") is not None:
+        message["role"] = "tool"
+    elif message["role"] == "tool":
+        message["role"] = "user"
+    if message.get("content") is None and not message.get("tool_calls"):
+        message["content"] = "a"
+
+
+def _tokenize(body: dict[str, Any]) -> None:
+    body.pop("max_tokens", None)
+    if body.get("messages") is not None and isinstance(body.get("prompt"), str):
+        del body["prompt"]
+    if body.get("messages") is None and body.get("prompt") is None:
+        body["prompt"] = "a"
+    if body.get("messages") is None and any(body.get(name) for name in ("tools", "chat_template_kwargs")):
+        body["messages"] = [{"role": "user", "content": "a"}]
+        if isinstance(body.get("prompt"), str):
+            del body["prompt"]
+    if body.get("messages") is not None and body.get("add_special_tokens") is True:
+        body["add_special_tokens"] = False
+    _tools(body)
+
+
+def _structure(body: dict[str, Any]) -> None:
+    """One structure at most; of ``structured_outputs`` one part."""
+    several = body.get("structured_outputs")
+    if isinstance(several, dict):
+        kinds = [name for name in ("json", "json_object", "regex", "choice", "grammar") if _asks(several.get(name))]
+        for name in kinds[1:]:
+            if isinstance(several[name], str | bool) or several[name] == SCHEMA:
+                del several[name]
+    for name in ("response_format", "structured_outputs"):
+        if _asks(body.get(name)):
+            for guided in GUIDED:
+                if isinstance(body.get(guided), str) or body.get(guided) == SCHEMA:
+                    del body[guided]
+    kinds = [name for name in GUIDED if _asks(body.get(name))]
+    for name in kinds[1:]:
+        if isinstance(body[name], str) or body[name] == SCHEMA:
+            del body[name]
+
+
+def _tools(body: dict[str, Any]) -> None:
+    """Different names, and a choice that fits."""
+    tools, names = body.get("tools"), []
+    for number, tool in enumerate(tools if isinstance(tools, list) else []):
+        holder = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(holder, dict) and _named(holder.get("name")):
+            if holder["name"] in names:
+                holder["name"] = f"tool{number}"
+            names.append(holder["name"])
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    text = body.get("text") if isinstance(body.get("text"), dict) else {}
+    output = body.get("output_config") if isinstance(body.get("output_config"), dict) else {}
+    structured = any(map(_asks, (body.get("response_format"), body.get("structured_outputs"), text.get("format"),
+                                 output.get("format"), *(body.get(name) for name in GUIDED))))
+    known = ("none", "auto", "required", "function", "any", "tool")
+    if (structured and tools) or (not names and kind in ("required", "function", "any", "tool")):
+        if kind is None or kind in known:
+            anthropic = "input_schema" in str(tools) or isinstance(choice, dict) and kind != "function" or output
+            body["tool_choice"] = {"type": "none"} if anthropic else "none"
+    elif names and isinstance(choice, dict) and kind in ("function", "tool"):
+        holder = choice.get("function", choice)
+        if isinstance(holder, dict) and _named(holder.get("name")):
+            holder["name"] = names[0]
