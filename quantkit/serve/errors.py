@@ -18,6 +18,7 @@ from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.plugins import blame
 from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.runtime.request import ContextLengthError
+from quantkit.structure.base import ConstraintError
 from quantkit.text.chat import TemplateError
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -89,6 +90,8 @@ def api_error(error: BaseException) -> ApiError:
         wanted, limit = error.context
         return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {wanted}",
                         code="context_length_exceeded")
+    if isinstance(error, ConstraintError):  # of a grammar that is too much work, or that no token fits
+        return ApiError(400, _text(error), code="invalid_structure")
     if isinstance(error, UsageError):
         return ApiError(400, _text(error))
     if isinstance(error, TemplateError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from quantkit.errors import SourceError, UsageError
@@ -14,7 +14,8 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.token_texts import TokenTexts
 from quantkit.spec import KVSpec
-from quantkit.structure.grammar import Compiler
+from quantkit.structure.base import TokenConstraint
+from quantkit.structure.grammar import Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 
 MAX_LISTED = 10
@@ -62,6 +63,18 @@ class ServedEngine:
     def prepare(self) -> None:
         """Work out now what the first conversation would otherwise wait for."""
         self.loaded.tokenizer.prepare()
+
+    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+        """What makes a constraint for each choice.
+
+        Raises:
+            ApiError: the structure can't be compiled.
+        """
+        try:
+            return self.compiler.compile(structure)
+        except UsageError as error:
+            raise ApiError(400, "; ".join(filter(None, (error.what, error.why))),
+                           code="invalid_structure") from None
 
     def kv(self, text: str | None) -> KVSpec | None:
         """A request's KV setting.

@@ -108,6 +108,7 @@ def _refine(schema: dict[str, Any], models: ServedModels, key: bool) -> None:
                 content = operation["requestBody"]["content"]["application/json"]
                 content["example"] = {"model": models.names[0], **EXAMPLES[path]}
     _limit(parts, models)
+    _name_keys(parts)
     operation_id = schema["paths"]["/v1/models/{name}"]["get"]["operationId"]
     schema["paths"]["/v1/models"]["get"]["responses"]["200"]["links"] = {
         "model": {"operationId": operation_id, "parameters": {"name": "$response.body#/data/0/id"}}}
@@ -145,6 +146,16 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
     parts["DetokenizeRequest"]["properties"]["tokens"]["items"] |= {"minimum": 0, "maximum": vocabulary - 1}
     width = max(model.loaded.config.hidden_size for model in models)
     _integers(parts["EmbeddingRequest"]["properties"]["dimensions"])["maximum"] = width
+
+
+def _name_keys(schema: Any) -> None:
+    """Say of objects with patterns for their keys that they have no others."""
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _name_keys(part)
+    if isinstance(schema, dict) and isinstance(patterns := schema.get("patternProperties"), dict):
+        ((pattern, value),) = patterns.items()
+        del schema["patternProperties"]
+        schema |= {"propertyNames": {"pattern": pattern}, "additionalProperties": value}
 
 
 def _texts(schema: dict[str, Any]) -> dict[str, Any]:

@@ -64,13 +64,7 @@ def choose_tools(tools: list[Tool], choice: str | None, required: bool, structur
     if structure is not None:
         raise RefusedValue(param, "a structured answer and tools in one request are not supported; send "
                            f"{param}: none with the structure, or no structure")
-    if not required:
-        return tuple(tools), None
-    return tuple(tools), Structure(None, False, None, None, None, tuple(tools), choice or "required")
-
-
-def make_structure(**given: Any) -> Structure:
-    """A structure of which only one thing is said."""
-    nothing: dict[str, Any] = {"json_schema": None, "json_object": False, "regex": None, "choice": None,
-                               "grammar": None}
-    return Structure(**nothing | given)
+    if required:
+        return tuple(tools), Structure(tools=tuple(tools), tool_choice=choice or "required")
+    strict = any(tool.strict for tool in tools)
+    return tuple(tools), Structure(tools=tuple(tools), tool_choice="auto") if strict else None

@@ -7,7 +7,7 @@ compiles the structure, and parses each choice's tokens into deltas: text, reaso
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantkit.runtime.request import Completion, TokenInfo
@@ -141,6 +141,8 @@ class Turns:
         self._model, self._asked = model, conversation
         check_size(conversation.n, model.max_queue)
         self.prompt = render(model, conversation)
+        tail = model.loaded.tokenizer.decode(self.prompt[-_TAIL:], skip_special=False)
+        self._in_reasoning = opens_reasoning(model.format, tail)
         constraint = self._constraint()
         # a prompt that leaves no room asks for one token, and is refused with the numbers
         limit = conversation.max_tokens or max(model.context - len(self.prompt), 1)
@@ -149,8 +151,6 @@ class Turns:
                                conversation.logprobs, constraint=constraint(), keep_special=special, kv=kv,
                                priority=conversation.priority) for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
-        tail = model.loaded.tokenizer.decode(self.prompt[-_TAIL:], skip_special=False)
-        self._in_reasoning = opens_reasoning(model.format, tail)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
         """What becomes known of all choices, as it does; each choice's end is its last event.
@@ -182,9 +182,12 @@ class Turns:
                          sum(end.reasoning_tokens for end in known))
 
     def _constraint(self) -> Callable[[], TokenConstraint | None]:
-        if self._asked.structure is None:
+        asked = self._asked
+        if asked.structure is None:
             return lambda: None
-        return self._model.compiler.compile(self._asked.structure)
+        return self._model.compile(replace(
+            asked.structure, parallel_tool_calls=asked.parallel_calls, reasoning=True,
+            prompt_opens_reasoning=self._in_reasoning))
 
 
 class _Choice:

@@ -33,7 +33,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     if not isinstance(case.body, dict):
         return
     body = case.body = _valid_texts(case.body)
-    _lengths(body)
+    _lengths(body, case.path)
     for message in body["messages"] if isinstance(body.get("messages"), list) else []:
         if isinstance(message, dict):
             _message(message)
@@ -65,7 +65,7 @@ def _valid_texts(value: Any, key: str = "") -> Any:
     return value
 
 
-def _lengths(body: dict[str, Any]) -> None:
+def _lengths(body: dict[str, Any], path: str) -> None:
     prompt = body.get("prompt")
     lists = [prompt, *prompt] if isinstance(prompt, list) else []
     most = max(min([MOST, *(CONTEXT - len(one) for one in lists if isinstance(one, list))]), 1)
@@ -74,10 +74,10 @@ def _lengths(body: dict[str, Any]) -> None:
         if _whole(body.get(name), 1, CONTEXT - 1):
             body[name] = most
     if all(body.get(name) is None for name in names):
-        if "input" in body and "encoding_format" not in body:
-            body["max_output_tokens"] = most
-        elif "input" not in body and "tokens" not in body:
-            body["max_tokens"] = most
+        field = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
+                 "/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens"}.get(path)
+        if field is not None:
+            body[field] = most
     if _whole(body.get("top_logprobs"), 0, 20) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
     if isinstance(prompt, list) and _whole(body.get("n"), 1, 16) and len(prompt) * body["n"] > QUEUE:
@@ -103,7 +103,6 @@ def _message(message: dict[str, Any]) -> None:
 
 
 def _tokenize(body: dict[str, Any]) -> None:
-    body.pop("max_tokens", None)
     if body.get("messages") is not None and isinstance(body.get("prompt"), str):
         del body["prompt"]
     if body.get("messages") is None and body.get("prompt") is None:
@@ -121,10 +120,14 @@ def _structure(body: dict[str, Any]) -> None:
     """One structure at most; of ``structured_outputs`` one part."""
     several = body.get("structured_outputs")
     if isinstance(several, dict):
-        kinds = [name for name in ("json", "json_object", "regex", "choice", "grammar") if _asks(several.get(name))]
+        kinds = [name for name in ("choice", "json", "json_object", "regex", "grammar")
+                 if _asks(several.get(name))]
         for name in kinds[1:]:
             if isinstance(several[name], str | bool) or several[name] == SCHEMA:
                 del several[name]
+    wanted = body.get("response_format")
+    if _asks(several) and isinstance(wanted, dict) and wanted.get("type") in ("json_object", "json_schema"):
+        body["response_format"] = {"type": "text"}
     for name in ("response_format", "structured_outputs"):
         if _asks(body.get(name)):
             for guided in GUIDED:

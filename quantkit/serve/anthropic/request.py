@@ -16,7 +16,7 @@ from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import JsonObject, RequestPart, String
 from quantkit.serve.settings import KV, Priority, Stops, sampling
 from quantkit.serve.template_options import TemplateOptions, check_options
-from quantkit.serve.tools import Description, ToolName, choose_tools, make_structure
+from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
@@ -137,7 +137,7 @@ class CountRequest(RequestPart):
 
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice, wanted = self.tool_choice, self.output_config.format
-        structure = None if wanted is None else make_structure(json_schema=wanted.schema_)
+        structure = None if wanted is None else Structure(json_schema=wanted.schema_)
         name = choice.name if isinstance(choice, NamedChoice) else None
         required = name is not None or (choice is not None and choice.type == "any")
         return choose_tools([tool.tool() for tool in self.tools],

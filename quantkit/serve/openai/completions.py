@@ -44,7 +44,7 @@ class CompletionReply(Reply):
         self._offsets = [TextOffsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
                          for _ in range(body.n if body.logprobs is not None else 0)]
         sampling, kv = body.sampling(), model.kv(body.kv)
-        compiled = None if body.structure is None else model.compiler.compile(body.structure)
+        compiled = None if body.structure is None else model.compile(body.structure)
         self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, body.max_tokens or 1, i), body.logprobs,
                                body.echo and body.logprobs is not None, kv=kv, priority=body.priority,
                                constraint=None if compiled is None else compiled())

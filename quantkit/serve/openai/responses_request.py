@@ -18,7 +18,7 @@ from quantkit.serve.openai.tools import FunctionName
 from quantkit.serve.schema import INT64, JsonObject, RequestPart, String, Unicode
 from quantkit.serve.settings import KV, Priority, sampling
 from quantkit.serve.template_options import TemplateOptions, check_options
-from quantkit.serve.tools import Description, ToolName, choose_tools, make_structure
+from quantkit.serve.tools import Description, ToolName, choose_tools
 from quantkit.structure.grammar import Structure
 from quantkit.structure.turns import Tool
 
@@ -147,9 +147,9 @@ class ResponsesRequest(RequestPart):
     def _choose(self) -> tuple[tuple[Tool, ...], Structure | None]:
         choice, wanted, structure = self.tool_choice, self.text.format, None
         if isinstance(wanted, JsonObjectFormat):
-            structure = make_structure(json_object=True)
+            structure = Structure(json_object=True)
         elif isinstance(wanted, ResponseSchemaFormat):
-            structure = make_structure(json_schema=wanted.schema_)
+            structure = Structure(json_schema=wanted.schema_)
         named = choice.name if isinstance(choice, ResponseFunctionChoice) else None
         required = named is not None or choice == "required"
         return choose_tools([tool.tool() for tool in self.tools],

@@ -9,11 +9,9 @@ from pydantic import Field, model_validator
 from quantkit.errors import SourceError
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import MAX_JSON_BYTES, JsonObject, RequestPart, Unicode, check_json
-from quantkit.serve.tools import make_structure
 from quantkit.strict_json import parse_object
-from quantkit.structure.grammar import Structure
+from quantkit.structure.grammar import MAX_CHOICE, MAX_CHOICES, MAX_GRAMMAR, MAX_REGEX, Structure
 
-MAX_CHOICES, MAX_CHOICE, MAX_REGEX, MAX_GRAMMAR = 1024, 1024, 2**13, 2**16
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX), Unicode]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), Unicode]
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE), Unicode]
@@ -112,15 +110,15 @@ def structures(*, schema: dict[str, Any] | str | None = None, json_object: bool 
     """One for each that is given. Raises RefusedValue: a schema as text that is no JSON object."""
     found = []
     if schema is not None:
-        found.append(make_structure(json_schema=_read_schema(schema)))
+        found.append(Structure(json_schema=_read_schema(schema)))
     if json_object:
-        found.append(make_structure(json_object=True))
+        found.append(Structure(json_object=True))
     if regex is not None:
-        found.append(make_structure(regex=regex))
+        found.append(Structure(regex=regex))
     if choice is not None:
-        found.append(make_structure(choice=tuple(choice)))
+        found.append(Structure(choice=tuple(choice)))
     if grammar is not None:
-        found.append(make_structure(grammar=grammar))
+        found.append(Structure(grammar=grammar))
     return found
 
 
