@@ -44,6 +44,10 @@ MAX_NAME = 200
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests wait "
                    "for free pages. By default it grows; on a GPU it takes what is left.")
+@click.option("--prefix-cache", metavar="SIZE",
+              help="Memory for keys and values of texts that later prompts may begin with, 2GB or 500MiB; 0 "
+                   "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
+                   "that are free where --kv-memory is given.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Largest number of sequences that are decoded together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -66,7 +70,7 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            names: tuple[str, ...], kv: str | None, kv_memory: str | None, max_batch: int, max_queue: int,
+            names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None, max_batch: int, max_queue: int,
             max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
             device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
@@ -83,9 +87,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     from quantkit.serve.server import Server, bind, is_loopback, url
 
     spec = None if kv is None else parse_kv(kv)
-    memory = None if kv_memory is None else bytes_of(kv_memory)
-    if kv_memory is not None and memory is None:
-        raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
+    memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
         from quantkit.runtime.engine import Engine
@@ -101,7 +103,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                 loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
                               progress=progress)
             engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
-                            max_itl=max_itl / 1000, **({} if turn is None else {"turn": turn}))
+                            max_itl=max_itl / 1000, prefix_cache=prefixes, turn=turn)
             _tell(loaded, engine)
             served.append(ServedEngine(engine, loaded, name, parse_special))
         loopback = is_loopback(bound)
@@ -146,6 +148,15 @@ def _key(file: Path | None) -> str | None:
                          why="it is empty" if not key else "only letters, digits and signs can be sent",
                          next='python -c "import secrets; print(secrets.token_urlsafe())" makes one')
     return key
+
+
+def _bytes(option: str, size: str | None) -> int | None:
+    """What an option's size is. Raises UsageError: it is none."""
+    if size is None or size == "0":
+        return None if size is None else 0
+    if (value := bytes_of(size)) is None:
+        raise UsageError(f"{option} is {size!r}", why="it must be a number and a unit: 8GB, 500MiB")
+    return value
 
 
 def _names(models: tuple[str, ...], names: tuple[str, ...]) -> list[str]:

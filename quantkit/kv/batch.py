@@ -29,29 +29,31 @@ class Batch:
     Args:
         cache: holds the sequences.
         numbers: the rows' sequences in this order, each once.
-        phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`. Policies may act
-            after it.
+        phase: which part of a request the step is, see :data:`~quantkit.kv.base.Phase`; of each row where
+            they differ. Policies may act after it.
         token_budget: leave what policies do after the step to the caller, who finds it in :attr:`deferred`;
             where that takes tokens through the model, at most ``token_budget()`` at once. By default policies
             act before the model returns.
 
     Attributes:
+        phases: of the rows.
         deferred: with a ``token_budget``, what policies have left to do after the step, if anything. Each
             item that is taken from it does a part of the work and is the number of tokens that went through
             the model for it.
     """
 
-    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase = "prefill",
+    def __init__(self, cache: KVCache, numbers: Sequence[int], phase: Phase | Sequence[Phase] = "prefill",
                  token_budget: Callable[[], int] | None = None) -> None:
-        self.cache, self.phase, self.numbers = cache, phase, numbers
+        self.cache, self.numbers = cache, numbers
+        self.phases: list[Phase] = [phase] * len(numbers) if isinstance(phase, str) else list(phase)
         self.deferred: Generator[int, None, None] | None = None
         self._token_budget, self._to_drop = token_budget, list[tuple[int, LayerState]]()
         self.sequences = [cache.sequence(number) for number in numbers]
         self._counts: list[int] | None = None
         self._starts = [sequence.layers[-1].seen for sequence in self.sequences]
         self._step_cache: dict[object, object] = {}
-        for sequence in self.sequences:
-            cache.track_queries(sequence, cache.policy.tracks_queries(phase))
+        for sequence, kind in zip(self.sequences, self.phases, strict=True):
+            cache.track_queries(sequence, cache.policy.tracks_queries(kind))
 
     @property
     def block(self) -> int | None:
@@ -60,7 +62,8 @@ class Batch:
         of a block: more queries aren't kept until they are accumulated, and those of a block are accumulated
         together, however the prompt was cut."""
         policy = self.cache.policy
-        return policy.query_window if policy.tracks and policy.tracks_queries(self.phase) else None
+        tracks = policy.tracks and any(map(policy.tracks_queries, set(self.phases)))
+        return policy.query_window if tracks else None
 
     @property
     def starts(self) -> Sequence[int]:
@@ -100,15 +103,16 @@ class Batch:
         out = layer_cache.attend(states, counts, q, positions, window, self._step_cache)
         if codecs.values.hadamard:
             out = undo_hadamard(out)
-        for row, (state, count) in enumerate(zip(states, counts)):
+        for row, (state, count, phase) in enumerate(zip(states, counts, self.phases)):
             cache.settle_layer(layer, state)
-            self.end_layer(layer, state, q[row, :, :count], count)
+            self.end_layer(layer, state, q[row, :, :count], count, phase)
         return out
 
-    def end_layer(self, layer: int, state: LayerState, queries: torch.Tensor | None, count: int) -> None:
+    def end_layer(self, layer: int, state: LayerState, queries: torch.Tensor | None, count: int,
+                  phase: Phase) -> None:
         """Note that a layer has had a step of ``count`` tokens, and let its policy act, now or later.
         Arguments as for :meth:`quantkit.kv.layer.LayerCache.end_step`."""
-        if self.cache.layers[layer].end_step(state, queries, count, self.phase):
+        if self.cache.layers[layer].end_step(state, queries, count, phase):
             if self._token_budget is None:
                 self.cache.drop(layer, state)
             else:
@@ -118,26 +122,34 @@ class Batch:
         """Let policies act on sequences that got ``counts`` tokens in all layers."""
         if self.cache.keeps_all:
             return
-        for sequence, count in zip(self.sequences, counts, strict=True):
+        for sequence, count, phase in zip(self.sequences, counts, self.phases, strict=True):
             for index, state in enumerate(sequence.layers):
-                self.end_layer(index, state, None, count)
+                self.end_layer(index, state, None, count, phase)
 
     def release_queries(self) -> None:
         """Forget queries, and what was accumulated over them, that no policy will ask for."""
         policy = self.cache.policy
-        if (self.phase == "prefill_end" and policy.tracks_queries("prefill")
-                and not policy.tracks_queries("decode")):
-            for sequence in self.sequences:
-                sequence.track(None)
+        if policy.tracks_queries("prefill") and not policy.tracks_queries("decode"):
+            for sequence, phase in zip(self.sequences, self.phases):
+                if phase == "prefill_end":
+                    sequence.track(None)
 
     def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
-        rereads = bool(self.cache.policy.reread_prompt)
-        if rereads and self.phase.startswith("prefill"):
+        tokens: list[list[int]] = [[] for _ in self.phases]
+        if self.cache.policy.reread_prompt and any(phase.startswith("prefill") for phase in self.phases):
             counts = [ids.shape[1]] * len(ids) if positions is None else (positions >= 0).sum(1).tolist()
-            for row, (sequence, count) in enumerate(zip(self.sequences, counts)):
-                sequence.tokens += ids[row, :count].tolist()
-        if self._token_budget is not None and (self._to_drop or (rereads and self.phase == "prefill_end")):
+            tokens = [ids[row, :count].tolist() for row, count in enumerate(counts)]
+        self.end_step(model, tokens)
+
+    def end_step(self, model: LanguageModel, tokens: Sequence[Sequence[int]]) -> None:
+        """The same with the step's tokens of each row, which only a policy that rereads prompts needs."""
+        rereads = bool(self.cache.policy.reread_prompt)
+        if rereads:
+            for sequence, ids, phase in zip(self.sequences, tokens, self.phases, strict=True):
+                if phase.startswith("prefill"):
+                    sequence.tokens += ids
+        if self._token_budget is not None and (self._to_drop or (rereads and "prefill_end" in self.phases)):
             self.deferred = self._remaining_work(model)
         else:
             for _ in self._remaining_work(model):
@@ -151,9 +163,11 @@ class Batch:
             cache.drop(index, state)
             yield 0
         self.release_queries()
-        if (size := cache.policy.reread_prompt) is None or self.phase != "prefill_end":
+        if (size := cache.policy.reread_prompt) is None:
             return
-        for number, sequence in zip(self.numbers, self.sequences):
+        for number, sequence, phase in zip(self.numbers, self.sequences, self.phases):
+            if phase != "prefill_end":
+                continue
             tokens, sequence.tokens = sequence.tokens, []
             yield from reread(cache, number, lambda fork: Batch(cache, [fork], "reread"), model, tokens, size,
                               self._token_budget or (lambda: CHUNK))

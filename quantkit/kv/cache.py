@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from quantkit.errors import PluginError, UsageError
+from quantkit.errors import PluginError
 from quantkit.kv.base import PAGE, KVPolicy, Layout
 from quantkit.kv.build import build_kv_codecs, build_policy, by_layer
 from quantkit.kv.checked import check_codecs, codec_fault
@@ -157,24 +157,43 @@ class KVCache:
         target.query_window = None if source.query_window is None else source.query_window.copy()
         return fork
 
-    def prefix(self, number: int) -> int:
-        """:meth:`fork` for another text that begins with all tokens of a sequence so far.
+    def reusable(self, number: int) -> bool:
+        """Whether another text that begins with all tokens of a sequence so far reads what it holds.
 
-        The new sequence reads what it would read had it been fed that beginning itself. What a window drops
-        is invisible to all that follows, whatever that is. What other policies keep depends on where the
-        prompt ended, so nothing can be shared after that.
+        What a window drops is invisible to all that follows, whatever that is. What other policies keep
+        depends on where the prompt ended, so nothing can be reused after that.
 
         Raises:
             KeyError: ``number`` is unknown.
-            UsageError: the prompt has ended, and the policy's choice depends on that.
         """
-        sequence = self._sequences[number]
         independent = all(layer.policy.keeps_all or layer.policy.visible is not None for layer in self.layers)
-        if not independent and any(state.prompt or state.steps for state in sequence.layers):
-            raise UsageError(f"another text can't begin with what {self.policy.name!r} left of one",
-                             why="what it keeps depends on where the first text's prompt ended",
-                             next="fork it before its prompt's end")
-        return self.fork(number)
+        return independent or not any(state.prompt or state.steps
+                                      for state in self._sequences[number].layers)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a sequence's first pages are what they were when no more tokens had come: nothing is
+        dropped, and nothing is encoded later than it is stored."""
+        return self.keeps_all and not self.has_residual
+
+    def fork_beginning(self, number: int, pages: int) -> int:
+        """:meth:`fork` of the first ``pages`` pages of a sequence, shared, in a :attr:`divisible` cache.
+
+        Raises:
+            KeyError: ``number`` is unknown.
+        """
+        source = self._sequences[number]
+        fork = self.add(source.max_length)
+        for layer, source_state, state in zip(self.layers, source.layers, self._sequences[fork].layers):
+            layer.store.fork_beginning(source_state, state, pages)
+        return fork
+
+    def truncate(self, number: int, pages: int) -> None:
+        """Drop all but the first ``pages`` pages of a sequence, in a :attr:`divisible` cache. Raises
+        KeyError."""
+        for index, (layer, state) in enumerate(zip(self.layers, self._sequences[number].layers)):
+            layer.store.truncate(state, pages)
+            self._shrink(index)
 
     def free(self, ids: Iterable[int]) -> None:
         """End sequences and give back their memory. Raises KeyError for an unknown one."""
@@ -266,7 +285,8 @@ class KVCache:
             self._shrink(index)
 
     def _shrink(self, index: int) -> None:
-        self.layers[index].store.shrink([sequence.layers[index] for sequence in self._sequences.values()])
+        self.layers[index].store.shrink(
+            lambda: (sequence.layers[index] for sequence in self._sequences.values()))
 
 
 __all__ = ["KVCache", "Layout"]

@@ -244,7 +244,7 @@ def _simulate(cache: KVCache, prompt: int, decoded: int, chunk: int,
             if not counted and policy.tracks_queries(phase):  # as if all others had been accumulated
                 queries = min(count, state.query_window.size)
                 state.accumulated = state.seen - queries
-            batch.end_layer(index, state, zeros.expand(-1, queries, -1), count)
+            batch.end_layer(index, state, zeros.expand(-1, queries, -1), count, phase)
         if (size := cache.policy.reread_prompt) and phase == "prefill_end":
             state.attention_received = torch.zeros(1, int(state.lengths[0])) if policy.reread_prompt else None
             during |= _reread_usage(cache, number, min(prompt, size + OVERLAP, context - prompt), chunk)

@@ -119,6 +119,10 @@ class PagePool:
             else:
                 self._more[page] -= 1
 
+    def owned(self, pages: Sequence[int]) -> int:
+        """How many of these pages have one holder."""
+        return sum(page not in self._more for page in pages) if self._more else len(pages)
+
     def own(self, pages: list[int], begin: int) -> bool:
         """Make a holder's pages from the ``begin``-th on its own, in place; whether any was shared."""
         if not self._more:

@@ -1,4 +1,5 @@
-"""A cache whose memory is fixed: its pages exist from the beginning, and are reserved for sequences."""
+"""A cache whose memory is fixed: its pages exist from the beginning, and sequences reserve those that they
+will take soon."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ LOOKAHEAD = 128
 class PageReservation:
     """Takes all of a cache's memory at once, and says which sequences it is enough for.
 
+    A sequence reserves the pages for a number of tokens. Pages that it holds are counted as they are, shared
+    ones once; what it may still take up to its reservation comes on top.
+
     Args:
         cache: without sequences.
         size: bytes for all pages and for what the policy tracks, at most.
         sequences: that run side by side, at most.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
+        forks: sequences beside those whose unencoded vectors and queries are kept.
 
     Attributes:
         tokens: the longest sequence that fits alone.
@@ -34,7 +39,8 @@ class PageReservation:
         UsageError: the memory isn't enough for a page of each head.
     """
 
-    def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int) -> None:
+    def __init__(self, cache: KVCache, size: int, sequences: int, context: int, chunk: int,
+                 forks: int = 0) -> None:
         self._cache = cache
         interval = cache.policy.decode_interval or 1
         longest = functools.reduce(_larger, (
@@ -44,39 +50,102 @@ class PageReservation:
             _with_lookahead(group, -(-context // PAGE)) for group in longest.groups))
         self._limits = [(group.peak.codes, group.decoding.codes) for group in longest.groups]
         self._groups = [self._group_of(longest, layer) for layer in range(len(cache.layers))]
-        self._available = _available_pages(longest, size, sequences)
+        self._available = _available_pages(longest, size, sequences, forks)
         for layer, group in zip(cache.layers, self._groups):
             store = layer.store
             store.pages.keep(self._available[group] * cache.heads)
             if store.residual is not None:
-                store.residual.keep(longest.groups[group].pages(sequences)[1] * cache.heads)
+                store.residual.keep(longest.groups[group].pages(sequences + forks)[1] * cache.heads)
         shared = longest.decoded_page_bytes * cache.heads * max(self._available)
         cache.decoded.bound(size - shared - sum(pool.allocated_bytes for pool in cache.pools))
-        self._reserved: dict[int, Sequence[int]] = {}
-        self._tokens: dict[int, int] = {}
+        self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer
         self.tokens = self._longest(context)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether there are pages for a sequence of this length, its prompt included."""
-        return all(sum(reserved[group] for reserved in self._reserved.values()) + needed <= available
-                   for group, (needed, available) in enumerate(zip(self._needed(tokens)[0], self._available)))
+    def fits(self, tokens: int, shared: int = 0, *, alone: bool = False) -> bool:
+        """Whether there are pages for a new sequence of this length, its prompt included.
+
+        Args:
+            tokens: of it.
+            shared: pages in each head that it begins with, which others hold already.
+            alone: not counting pages that only the prefix cache holds.
+        """
+        more = [(pages - shared) * self._cache.heads for pages in self._by_layer(self._needed(tokens)[0])]
+        return self._there_are(more, alone=alone)
 
     def reserve(self, number: int, tokens: int) -> None:
-        """Reserve a sequence's pages until :meth:`release`."""
-        self._reserved[number], self._tokens[number] = self._needed(tokens)[0], tokens
+        """Reserve a new sequence's pages until :meth:`release`."""
+        heads = self._cache.heads
+        self._reserved[number] = tokens, [
+            pages * heads for pages in self._by_layer(self._needed(tokens)[0])]
+
+    def reserved(self, number: int) -> int:
+        """Tokens for which a sequence has its pages."""
+        return self._reserved[number][0]
+
+    def extend(self, number: int, tokens: int, *, alone: bool = False) -> bool:
+        """Reserve pages for a sequence behind its prompt: for what it holds and the tokens that are missing
+        to ``tokens``.
+
+        Returns:
+            Whether there are enough; if not, its reservation stays as it was.
+        """
+        before = self._reserved.pop(number)
+        needed = self._to_answer(number, tokens)
+        held = self._held(number)
+        if self._there_are([max(0, pages - has) for pages, has in zip(needed, held)], alone=alone):
+            self._reserved[number] = tokens, needed
+            return True
+        self._reserved[number] = before
+        return False
 
     def shrink_to_answer(self, number: int) -> None:
         """A sequence's prompt has ended: reserve no more than what it kept and its answer take."""
-        sequence, tokens = self._cache.sequence(number), self._tokens[number]
-        ends = -(-(sequence.lengths + (tokens - int(sequence.seen[-1]))) // PAGE)  # [layers, heads]
-        needed = [0] * len(self._limits)
-        for group, pages in zip(self._groups, ends.sum(1).tolist()):
-            needed[group] = max(needed[group], -(-pages // self._cache.heads))
-        self._reserved[number] = [min(limit, pages) for limit, pages in zip(self._needed(tokens)[1], needed)]
+        tokens = self._reserved[number][0]
+        self._reserved[number] = tokens, self._to_answer(number, tokens)
+
+    def suffices(self) -> bool:
+        """Whether there are pages for all that is reserved: sharing pages that will be written to takes
+        some."""
+        return self._there_are([0] * len(self._groups), alone=False)
 
     def release(self, number: int) -> None:
         """A sequence has ended."""
-        del self._reserved[number], self._tokens[number]
+        del self._reserved[number]
+
+    def _to_answer(self, number: int, tokens: int) -> list[int]:
+        """Pages by layer of a sequence behind its prompt that is to have ``tokens`` tokens."""
+        sequence, heads = self._cache.sequence(number), self._cache.heads
+        ends = -(-(sequence.lengths + max(0, tokens - int(sequence.seen[-1]))) // PAGE)  # [layers, heads]
+        limits = self._by_layer(self._needed(tokens)[1])
+        return [min(limit * heads, pages) for limit, pages in zip(limits, ends.sum(1).tolist())]
+
+    def _there_are(self, more: Sequence[int], *, alone: bool) -> bool:
+        """Whether there are this many pages by layer beside all that is held and reserved."""
+        future = [0] * len(self._groups)
+        held: list[set[int]] = [set() for _ in self._groups]
+        for number, (_, needed) in self._reserved.items():
+            for layer, (pages, has) in enumerate(zip(needed, self._held(number))):
+                future[layer] += max(0, pages - has)
+            if alone:
+                for taken, state in zip(held, self._cache.sequence(number).layers):
+                    taken.update(*state.pages)
+        for layer, group in enumerate(self._groups):
+            used = len(held[layer]) if alone else self._cache.layers[layer].store.pages.used
+            if used + future[layer] + more[layer] > self._available[group] * self._cache.heads:
+                return False
+        return True
+
+    def _held(self, number: int) -> list[int]:
+        """Pages of a sequence by layer that it needn't take again: where it may have to copy shared pages
+        before it writes, only those of its own."""
+        cache = self._cache
+        layers = zip(cache.layers, cache.sequence(number).layers)
+        if cache.divisible:
+            return [sum(map(len, state.pages)) for _, state in layers]
+        return [sum(layer.store.pages.owned(pages) for pages in state.pages) for layer, state in layers]
+
+    def _by_layer(self, by_group: Sequence[int]) -> list[int]:
+        return [by_group[group] for group in self._groups]
 
     def check(self, tokens: int) -> None:
         """Raises UsageError: even alone such a sequence doesn't fit."""
@@ -136,14 +205,14 @@ def _larger(first: Footprint, second: Footprint) -> Footprint:
     return dataclasses.replace(first, groups=tuple(groups))
 
 
-def _available_pages(longest: Footprint, size: int, sequences: int) -> list[int]:
+def _available_pages(longest: Footprint, size: int, sequences: int, forks: int) -> list[int]:
     """Pages of codes for a head, by group of layers: all that ``sequences`` ever take, or as many as the
     memory has for those layers that grow with the text. What a policy tracks comes first."""
     def bytes_of(group: LayerGroup, pages: tuple[int, int]) -> int:
         return longest.heads * group.layers * sum(n * each for n, each in zip(pages, group.page_bytes))
 
-    wanted = [group.pages(sequences) for group in longest.groups]
-    fixed = longest.acting_bytes + longest.tracked_bytes(sequences)
+    wanted = [(group.pages(sequences)[0], group.pages(sequences + forks)[1]) for group in longest.groups]
+    fixed = longest.acting_bytes + longest.tracked_bytes(sequences + forks)
     fixed += sum(bytes_of(group, (codes if group.model_window else 0, residual))
                  for group, (codes, residual) in zip(longest.groups, wanted))
     growing = sum(bytes_of(group, (codes, 0))

@@ -120,12 +120,7 @@ class PageStore:
 
     def fork(self, state: LayerState, copy: LayerState, shared: bool) -> None:
         """Give the empty ``copy`` what ``state`` holds: the same pages if ``shared``, else copies of them."""
-        for pool, name in zip(self.all, ("pages", "residual")):
-            heads = [list(pages) for pages in getattr(state, name)]
-            pool.share(itertools.chain.from_iterable(heads))
-            for pages in () if shared else heads:
-                pool.own(pages, 0)
-            setattr(copy, name, heads)
+        self._copy_pages(state, copy, shared)
         copy.lengths[:], copy.starts[:] = state.lengths, state.starts
         copy.seen, copy.steps, copy.prompt = state.seen, state.steps, state.prompt
         copy.accumulated = state.accumulated
@@ -134,13 +129,37 @@ class PageStore:
         state.pages_changed()  # its next token is written to a page that is shared now
         copy.pages_changed()
 
-    def shrink(self, holders: Sequence[LayerState]) -> None:
+    def fork_beginning(self, state: LayerState, copy: LayerState, pages: int) -> None:
+        """Give the empty ``copy`` the first ``pages`` pages of each head, shared. Nothing was dropped from
+        ``state``, and it has no residual."""
+        copy.pages = [head[:pages] for head in state.pages]
+        self.pages.share(itertools.chain.from_iterable(copy.pages))
+        copy.lengths[:] = copy.seen = pages * PAGE
+        copy.pages_changed()
+
+    def truncate(self, state: LayerState, pages: int) -> None:
+        """Give back all but the first ``pages`` pages of each head; as :meth:`fork_beginning`."""
+        for head in state.pages:
+            self.pages.give(head[pages:])
+            del head[pages:]
+        state.lengths[:] = state.seen = pages * PAGE
+        state.pages_changed()
+
+    def _copy_pages(self, state: LayerState, copy: LayerState, shared: bool) -> None:
+        for pool, name in zip(self.all, ("pages", "residual")):
+            heads = [list(pages) for pages in getattr(state, name)]
+            pool.share(itertools.chain.from_iterable(heads))
+            for pages in () if shared else heads:
+                pool.own(pages, 0)
+            setattr(copy, name, heads)
+
+    def shrink(self, holders: Callable[[], Iterable[LayerState]]) -> None:
         """Give memory back if a quarter of it is free, and correct the page numbers of its holders."""
         for pool, name in zip(self.all, ("pages", "residual")):
             moved = pool.shrink()
             if moved is None:
                 continue
-            for state in holders:
+            for state in holders():
                 heads = getattr(state, name)
                 setattr(state, name, [[moved.get(page, page) for page in pages] for pages in heads])
                 state.pages_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.layers import MLP, Attention, RMSNorm, check_shape, embedded, linear
 from quantkit.models.linear import Linear, Weights
+from quantkit.models.padding import padded_rows
 from quantkit.ops.activation import softcapped
 from quantkit.ops.dispatch import DECODE_ROWS
 from quantkit.ops.linear_weight import LinearWeight
@@ -71,13 +73,13 @@ class CausalLM:
         device: where it computes.
         embedding: ``[vocab, hidden]``, plain, quantized, or packed as a Linear is: where it is also the head,
             the two are one.
-        decode_rows, runs_ahead: as :class:`~quantkit.models.interfaces.LanguageModel` says.
+        decode_rows, runs_ahead, mixes: as :class:`~quantkit.models.interfaces.LanguageModel` says.
 
     Raises:
         SourceError: a tensor is missing or of another shape than the config says.
     """
 
-    decode_rows, runs_ahead = DECODE_ROWS, False
+    decode_rows, runs_ahead, mixes = DECODE_ROWS, False, False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -91,6 +93,9 @@ class CausalLM:
 
     def check_cache(self, cache: Any) -> None:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operations run with every cache."""
+
+    def prepare(self, cache: Any) -> None:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: operations need nothing."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
         """It isn't: a library's product and attention round differently for another number of tokens."""
@@ -113,6 +118,15 @@ class CausalLM:
         if cache is not None:
             cache.done(self, ids, positions)
         return x
+
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[bool]) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        ids, positions, last = padded_rows(tokens, batch, self.device)
+        return self(ids, positions, batch, last)[torch.tensor(wanted, device=self.device)].float()
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        return self.norm(x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The last layer's ``[..., hidden]`` → ``[..., vocab]``: final norm and head."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ class LanguageModel(Protocol):
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
         runs_ahead: whether the next step can be launched before the host has read this one's tokens.
+        mixes: whether :meth:`forward` takes prompts and decoding sequences together, without an effect on
+            each other, with caches for which the model is :meth:`chunk_invariant`.
     """
 
     config: ModelConfig
@@ -27,9 +30,14 @@ class LanguageModel(Protocol):
     device: torch.device
     decode_rows: int
     runs_ahead: bool
+    mixes: bool
 
     def check_cache(self, cache: Any) -> None:
         """Raises UsageError: the model can't be run with such a KVCache."""
+
+    def prepare(self, cache: Any) -> None:
+        """Make ready what steps over such a KVCache need, if anything takes time. May be called while another
+        thread runs the model."""
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                  cache: KVCacheProtocol | None = None, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,6 +50,21 @@ class LanguageModel(Protocol):
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
         """See :meth:`~quantkit.models.decoder.CausalLM.hidden`."""
+
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Any, wanted: Sequence[bool]) -> torch.Tensor:
+        """Take some tokens of each sequence of a Batch through the model.
+
+        Args:
+            tokens: ids, one list a sequence; lengths may differ.
+            batch: the sequences.
+            wanted: of each sequence, whether the logits of its last token are needed.
+
+        Returns:
+            float32 ``[n, vocab]``, a row for each sequence that wants one.
+        """
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """What the last layer left ``[..., hidden]``, behind the final norm."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`~quantkit.models.decoder.CausalLM.logits`."""

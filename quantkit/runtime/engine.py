@@ -1,26 +1,25 @@
-"""Continuous batching: requests join and leave at any step, over one model and one KV cache."""
+"""Continuous batching: requests join and leave at any step, over one model and its KV caches."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.kv.batch import Batch
-from quantkit.kv.cache import KVCache
-from quantkit.kv.reservation import PageReservation
-from quantkit.ops import gpu
+from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
-from quantkit.runtime.gpu.memory import spare_bytes
+from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.prompt import Prefill
+from quantkit.runtime.pooling import Pooling
 from quantkit.runtime.request import Request, TokenInfo, check_request
-from quantkit.runtime.sampler import PendingTokens, Sampling, sample_async, sample_tokens
+from quantkit.runtime.runner import ModelRunner, StepOutput
+from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.timing import Timing
 from quantkit.spec import KVSpec
@@ -28,23 +27,17 @@ from quantkit.structure.base import TokenConstraint
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that was launched and whose tokens nobody has read yet."""
-
-    requests: list[Request]
-    tokens: PendingTokens
+RETRIES = 3
+"""Steps with others that may fail before a request that was in all of them fails."""
 
 
 class Engine:
     """Runs requests over one model.
 
-    Each step takes one chunk of one prompt through the model, then decodes one token of every request behind
-    its prompt; :class:`~quantkit.runtime.scheduler.Scheduler` says which. A request's tokens don't depend on
-    other
-    requests: prompts go alone, and decoding gives each row the bits that it gets alone.
+    Each step decodes one token of every request behind its prompt and takes chunks of prompts through the
+    model; :class:`~quantkit.runtime.scheduler.Scheduler` says which, and
+    :class:`~quantkit.runtime.runner.ModelRunner` runs them together where rows don't depend on each other. A
+    request's tokens don't depend on other requests.
 
     The caller either calls :meth:`step` itself, or :meth:`start`\\ s a thread that does. The model belongs to
     that thread. :meth:`submit` and ``Request.cancel`` may be called from any.
@@ -52,53 +45,70 @@ class Engine:
     Args:
         loaded: the model.
         kv: how keys and values are kept; by default as the model's checkpoint says.
-        max_batch: requests that decode side by side.
+        more_kv: further settings that requests may choose where the memory is fixed, which is divided evenly.
+            Where it isn't, they may choose any.
+        max_batch: requests that run side by side.
         max_queue: requests that may wait.
-        memory: bytes that the KV cache may take. All pages are taken at once, and a request waits until there
-            are enough for it. By default the cache grows and shrinks; on a GPU it takes what memory is left.
+        memory: bytes that the KV cache may take. All pages are taken at once; a request waits until there
+            are enough for its prompt, and where they run out the last one gives up its own and is computed
+            again later. By default the cache grows and shrinks; on a GPU it takes what memory is left.
         context: tokens of the longest request, by default the model's context. The cache never takes more
             than all requests of this length need.
         max_itl: seconds between two tokens of a request while another's prompt is read (inter-token latency);
             :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks for that. By default,
             and with a model whose results depend on how a prompt is cut, chunks have :data:`PREFILL_CHUNK`
             tokens.
+        prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.
+            ``None``: a part of the machine's memory, or the pages that nobody needs where the size is fixed.
+        turn: held during a step, so that several engines share a device.
         clock: tells seconds.
 
     Attributes:
         loaded: the model.
-        cache: the KV cache.
+        cache: the KV cache of the default setting.
         reservation: which request has how many of its pages, if its size is fixed.
         max_itl: as given, or ``None`` with a model whose results depend on how a prompt is cut.
         timing: of all steps so far.
     """
 
-    def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, max_batch: int = 8,
-                 max_queue: int = 64, memory: int | None = None, context: int | None = None,
-                 max_itl: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
+                 max_batch: int = 8, max_queue: int = 64, memory: int | None = None,
+                 context: int | None = None, max_itl: float | None = None, prefix_cache: int | None = 0,
+                 turn: threading.Lock | None = None,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
                 raise UsageError(f"{name} is {value}", why="it must be at least 1")
         self.loaded, self._max_batch, self._max_queue = loaded, max_batch, max_queue
-        self.cache = KVCache(loaded.config, kv or loaded.kv, loaded.dtype, loaded.model.device)
-        loaded.model.check_cache(self.cache)
-        self.reservation = None
-        size = spare_bytes(loaded.model, self.cache, max_batch, PREFILL_CHUNK) if memory is None else memory
-        if size is not None:
-            context = context or loaded.config.max_position_embeddings
-            self.reservation = PageReservation(self.cache, size, max_batch, context, PREFILL_CHUNK)
+        self._settings = KVSettings(loaded, kv or loaded.kv, more_kv, memory=memory, sequences=max_batch,
+                                    context=context or loaded.config.max_position_embeddings,
+                                    chunk=PREFILL_CHUNK, prefix_bytes=prefix_cache)
+        default = self._settings.default
+        self.cache, self.reservation = default.cache, default.reservation
         self.timing, self._clock = Timing(), clock
-        self.max_itl = max_itl if loaded.model.chunk_invariant(Batch(self.cache, [])) else None
+        self.max_itl = max_itl if default.invariant else None
         self._sizer = ChunkSizer(PREFILL_CHUNK, self.max_itl)
-        self._scheduler = Scheduler(self.cache, self.reservation, max_batch, max_queue)
-        self._prefill: Prefill | None = None  # of the scheduler's prefilling request
-        self._pending: _PendingStep | None = None
+        self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK)
+        self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock)
+        self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
+        self._turn = turn or contextlib.nullcontext()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._unheard: list[BaseException] = []  # errors that no request's listener took
-        self._generated = 0
+        self._generated = self._prompt_tokens = self._steps = 0
+
+    def prepare(self, kv: KVSpec) -> None:
+        """Make ready what requests with this KV setting need, so that no step waits for it. May be called
+        from any thread.
+
+        Raises:
+            UsageError: the setting doesn't fit the model, or the engine has no memory for it.
+        """
+        self._settings.prepare(kv)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
-               echo: bool = False, constraint: TokenConstraint | None = None,
+               echo: bool = False, kv: KVSpec | None = None, priority: int = 0,
+               pooling: Pooling | None = None, constraint: TokenConstraint | None = None,
                keep_special: frozenset[int] = frozenset(),
                on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
@@ -110,6 +120,9 @@ class Engine:
             sampling: how the prompt is continued.
             logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
             echo: also score the prompt's own tokens.
+            kv: how its keys and values are kept, if not in the engine's default way.
+            priority: requests with a lower one go first, and give up their pages last.
+            pooling: compute the prompt's embedding, and no token.
             constraint: which tokens the answer may have, and when it is complete; this request's own.
             keep_special: special tokens whose text belongs to the answer's.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
@@ -117,15 +130,15 @@ class Engine:
 
         Raises:
             UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError, or the KV
-                cache's memory).
+                cache's memory); the KV setting isn't there.
             EngineFull: too many requests wait.
             EngineClosed: the engine is draining or closed.
         """
         check_request(self.loaded, prompt, sampling)
-        request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, on_token,
-                          on_done, on_error, constraint, keep_special)
-        if self.reservation is not None:
-            self.reservation.check(request.max_length)
+        request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
+                          priority, on_token, on_done, on_error, constraint, keep_special)
+        request.kv = self._settings.of(kv)
+        request.kv.check(request.max_length)
         self._scheduler.submit(request)
         return request
 
@@ -140,10 +153,18 @@ class Engine:
         return worked
 
     def stats(self) -> dict[str, int]:
-        """What the engine is doing, for people and health checks."""
+        """What the engine is doing, for people and health checks. Bytes and tokens; ``prefix_queries`` and
+        ``prefix_hits`` are prompt tokens that were looked up and found in the prefix cache."""
+        managers = self._settings.managers
         return {"running": self._scheduler.running, "waiting": self._scheduler.waiting,
                 "max_batch": self._max_batch, "max_queue": self._max_queue,
-                "kv_allocated_bytes": self.cache.allocated_bytes, "tokens_generated": self._generated}
+                "kv_allocated_bytes": sum(kv.cache.allocated_bytes for kv in managers),
+                "kv_used_bytes": sum(kv.cache.used_bytes for kv in managers),
+                "tokens_generated": self._generated, "prompt_tokens": self._prompt_tokens,
+                "steps": self._steps, "preemptions": self._scheduler.preemptions,
+                "prefix_queries": sum(kv.prefix_queries for kv in managers),
+                "prefix_hits": sum(kv.prefix_hits for kv in managers),
+                "prefix_cache_bytes": sum(kv.prefixes.bytes for kv in managers if kv.prefixes is not None)}
 
     def start(self) -> None:
         """Step on a thread of its own until :meth:`close`."""
@@ -172,6 +193,7 @@ class Engine:
         for request in self._scheduler.requests:
             request.cancel()
         self._end_cancelled()
+        self._settings.clear()
         self._raise_unheard()
 
     def _loop(self) -> None:
@@ -180,7 +202,8 @@ class Engine:
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
         while not scheduler.closed:
             try:
-                self._step()
+                with self._turn:
+                    self._step()
             except Exception as error:  # not a request's: the engine itself is broken, so every request ends
                 for request in scheduler.requests:
                     request.cancel()
@@ -196,120 +219,85 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> bool:
         self._end_cancelled()
-        self._admit()
         scheduler = self._scheduler
-        begin, others_decode, launched = self._clock(), bool(scheduler.decoding), self._pending is not None
-        reads = self._prefill is not None and not (others_decode and self._sizer.blind)
-        prompt_tokens = self._read_prompt() if reads else 0
-        decoding = list(scheduler.decoding)
-        if decoding:
+        if scheduler.needs_pages():
+            self._end([request for request in self._ahead.flush() if request.done])
+            scheduler.preempt_for_pages()
+        scheduler.admit()
+        begin, launched = self._clock(), self._ahead.pending
+        decoding = bool(scheduler.decoding)
+        step = scheduler.plan(self._prompt_budget(decoding))
+        if not (step.decode or step.chunks or step.deferred):
+            return False
+        self._steps += 1
+        mixed = [request for request in step.decode if request.kv.mixes]
+        output = self._runner.run(step, mixed)
+        self._finish(output)
+        self._count(step.chunks or step.deferred, output.prompt_tokens, len(mixed), self._clock() - begin)
+        apart: dict[object, list[Request]] = {}
+        for request in step.decode:
+            if not request.kv.mixes and not request.done:
+                apart.setdefault(request.kv, []).append(request)
+        for requests in apart.values():
             # no more rows at once than are independent of each other
             limit = self.loaded.model.decode_rows
-            for start in range(0, len(decoding), limit):
-                self._decode(decoding[start:start + limit], len(decoding) <= limit)
-        self._end([request for request in scheduler.decoding if request.done])
-        if others_decode and (prompt_tokens or not reads):
-            self._sizer.observe(self._clock() - begin, prompt_tokens, ahead=launched)
+            for start in range(0, len(requests), limit):
+                before = self._clock()
+                self._ahead.decode(requests[start:start + limit], len(apart) == 1 and len(requests) <= limit)
+                self.timing.decode_s += self._clock() - before
+        self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
+        if decoding and not output.acted and (output.prompt_tokens or not (step.chunks or step.deferred)):
+            self._sizer.observe(self._clock() - begin, output.prompt_tokens, ahead=launched)
         else:
             self._sizer.skip()
-        return reads or bool(decoding)
+        return True
 
-    def _admit(self) -> None:
-        """Begin with the next prompt if there is room for it."""
-        if (request := self._scheduler.admit()) is not None:
-            self._prefill = Prefill(self.loaded, self.cache, request, PREFILL_CHUNK, self._sizer, self._clock)
+    def _prompt_budget(self, decoding: bool) -> int:
+        """Prompt tokens of this step."""
+        if not decoding:
+            return PREFILL_CHUNK
+        return 0 if self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
 
-    def _read_prompt(self) -> int:
-        """Go on with the prompt whose turn it is; returns what :meth:`Prefill.step` does."""
-        request, prefill, tokens = self._scheduler.prefilling, self._prefill, 0
-        if request is None or prefill is None:
-            return 0
-        begin, before = self._clock(), request.computed_tokens
-        try:
-            tokens = prefill.step(beside=bool(self._scheduler.decoding))
-            if prefill.logits is not None:
-                self._scheduler.start_decoding()
-                self._prefill = None
-                self._sample([request], prefill.logits)
-        except Exception as error:  # of one request; the others go on
+    def _finish(self, output: StepOutput) -> None:
+        """Give requests what came of a step."""
+        for request in output.advanced:
+            request.kv.after_chunk(request)
+        for request in output.ended:
+            request.kv.prompt_ended(request)
+        for request, error in output.failed:
             self._fail(request, error)
-        self.timing.prefill_tokens += request.computed_tokens - before
-        self.timing.prefill_s += self._clock() - begin
-        return tokens
-
-    def _decode(self, requests: list[Request], all_fit: bool) -> None:
-        """Decode one token of each of these requests.
-
-        A GPU that chooses tokens itself is given its next step before the host reads them, because what the
-        host does takes as long as a step of a small model. A request that turns out to have ended had a step
-        too many.
-
-        Args:
-            requests: that decode side by side.
-            all_fit: no other request decodes in this step.
-        """
-        begin = self._clock()
-        pending, self._pending = self._pending, None
-        failed = None
-        if (pending is not None and all_fit and pending.requests == requests
-                and not any(request.at_last_token for request in requests)):
-            try:
-                self._pending = self._launch(requests, pending.tokens.ids[:, None])
-            except Exception as error:  # the tokens before are good
-                failed = error
-        if pending is not None:
-            self._collect(pending)
-        requests = [request for request in requests if not request.done]
-        try:
-            if failed is not None:
-                raise failed
-            if requests and self._pending is None:
-                last = torch.tensor([[request.result.token_ids[-1]] for request in requests])
-                ids = gpu.sent(last, self.loaded.model.device)
-                if all_fit and self._can_run_ahead(requests):
-                    self._pending = self._launch(requests, ids)
+        for request in output.lost:
+            if request.preemptions >= RETRIES:
+                self._fail(request, QuantkitError("steps with this request failed again and again"))
+            else:
+                self._scheduler.preempt(request)
+        prompts = {id(request) for request in self._scheduler.prefilling}
+        for request in (*output.advanced, *output.ended):
+            if (id(request) in prompts and request.deferred is None
+                    and request.computed_tokens >= len(request.tokens)):
+                prompts.discard(id(request))
+                if request.pool is not None:
+                    request.result.embedding = request.pool.result()
+                    self._scheduler.start_decoding(request)
+                    self._heard(functools.partial(request.finish, "stop"))
                 else:
-                    self._sample(requests, self._logits(requests, ids))
-                    self.timing.decode_tokens += len(requests)
-        except Exception as error:
-            for request in requests:
-                self._fail(request, error)
-        self.timing.decode_s += self._clock() - begin
+                    self._scheduler.start_decoding(request)
+        if output.logits:
+            requests = [request for request, _ in output.logits]
+            self._sample(requests, torch.stack([logits for _, logits in output.logits]))
 
-    def _logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
-        batch = Batch(self.cache, [request.sequence for request in requests], "decode")
-        return self.loaded.model(ids, cache=batch)[:, -1]
-
-    def _can_run_ahead(self, requests: Sequence[Request]) -> bool:
-        """Whether the next step can be launched before the host reads this one's tokens."""
-        return self.loaded.model.runs_ahead and not any(
-            request.wants_logits or request.sampler.on_host for request in requests)
-
-    def _launch(self, requests: list[Request], ids: torch.Tensor) -> _PendingStep:
-        """Begin a step of tokens ``ids [n, 1]``, and the choice of the next ones."""
-        logits = self._logits(requests, ids)
-        return _PendingStep(requests, sample_async(logits, [request.sampler for request in requests]))
-
-    def _collect(self, pending: _PendingStep) -> None:
-        """Wait for a step's tokens and append them."""
-        try:
-            tokens = pending.tokens.tokens()
-        except Exception as error:  # of the step: a GPU reports it when it is waited for
-            self._pending = None
-            for request in pending.requests:
-                if not request.done:
-                    self._fail(request, error)
-            return
-        for request, token in zip(pending.requests, tokens):
-            if not request.done:
-                self._append_token(request, token, None)
-                self.timing.decode_tokens += 1
+    def _count(self, reads: object, prompt_tokens: int, decoded: int, seconds: float) -> None:
+        """Add a step to the times, shared out by tokens where it had both kinds."""
+        share = prompt_tokens / ((prompt_tokens + decoded) or 1) if decoded else float(bool(reads))
+        self.timing.prefill_tokens += prompt_tokens
+        self.timing.prefill_s += share * seconds
+        self.timing.decode_tokens += decoded
+        self.timing.decode_s += (1 - share) * seconds
+        self._prompt_tokens += prompt_tokens
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Choose and append the next token of each request, from ``logits [n, vocab]``."""
-        tokens = sample_tokens(logits, [request.sampler for request in requests],
-                               [request.history if request.sampler.on_host else [] for request in requests])
-        for request, token, row in zip(requests, tokens, logits, strict=True):
+        for request, token, row in zip(requests, next_tokens(requests, logits), logits, strict=True):
             self._append_token(request, token, row)
 
     def _append_token(self, request: Request, token: int | QuantkitError, logits: torch.Tensor
@@ -317,7 +305,7 @@ class Engine:
         """Give a request its token, or the reason why there is none."""
         try:
             if isinstance(token, QuantkitError):
-                raise self.cache.codec_fault(request.sequence) or token
+                raise request.kv.cache.codec_fault(request.sequence) or token
             request.append(token, logits)
             self._generated += 1
         except Exception as error:
@@ -327,31 +315,29 @@ class Engine:
         """End requests that were cancelled."""
         cancelled = self._scheduler.cancelled()
         for request in cancelled:
-            try:
-                request.finish("cancelled")
-            except Exception as error:  # its listener's
-                self._unheard.append(error)
+            self._heard(functools.partial(request.finish, "cancelled"))
         # a listener is told before drain() can see that its request is gone
         self._end([*cancelled, *(request for request in self._scheduler.decoding
                                  if request.done and request not in cancelled)])
 
+    def _heard(self, tell: Callable[[], None]) -> None:
+        """Tell a request's listener."""
+        try:
+            tell()
+        except Exception as error:  # its listener's
+            self._unheard.append(error)
+
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request because of an error and tell its listener."""
         self._end([request])
-        try:
-            request.fail(error)
-        except Exception as unheard:  # nobody listens, or the listener fails
-            self._unheard.append(unheard)
+        self._heard(functools.partial(request.fail, error))  # nobody listens, or the listener fails
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back what requests hold."""
         if requests:
-            if self._prefill is not None and self._scheduler.prefilling in requests:
-                self._prefill.close()
-                self._prefill = None
             self._scheduler.end(requests)
         if not self._scheduler.decoding:
-            self._pending = None
+            self._ahead.forget()
 
     def _raise_unheard(self) -> None:
         if self._unheard:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from quantkit.errors import UsageError
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.pooling import Pool, Pooling
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
 from quantkit.structure.base import TokenConstraint
+
+if TYPE_CHECKING:
+    from quantkit.runtime.kv_manager import KVCacheManager
 
 FinishReason = Literal["stop", "length", "stop_string", "cancelled"]
 LOGPROB_ROWS = 64
@@ -74,6 +79,8 @@ class Completion:
             ``stop_string``, ``length`` (``max_tokens`` were generated), or ``cancelled``.
         prompt_logprobs: of each prompt token, if requested; their text is empty.
         stop_string: the one that ended it.
+        cached_tokens: prompt tokens whose keys and values were there already.
+        embedding: the prompt's, float32 ``[hidden]``, if requested.
     """
 
     prompt_tokens: int
@@ -82,6 +89,8 @@ class Completion:
     finish_reason: FinishReason = "length"
     prompt_logprobs: list[TokenInfo] | None = None
     stop_string: str | None = None
+    cached_tokens: int = 0
+    embedding: torch.Tensor | None = None
 
 
 class Request:
@@ -94,6 +103,8 @@ class Request:
         sampling: how the prompt is continued.
         logprobs: how many alternatives' log-probabilities each token comes with; ``None``: not even its own.
         echo: also score the prompt's tokens.
+        pooling: compute the prompt's embedding by this pooling, and no token.
+        priority: requests with a lower one go first.
         on_token, on_done, on_error: called on the engine's thread.
         constraint: which tokens the answer may have, and when it is complete; this request's own.
         keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
@@ -103,14 +114,22 @@ class Request:
         result: grows while it runs.
         status: where it is on its way.
         cancelled: whether somebody asked for an early end.
-        computed_tokens: prompt tokens that went through the model.
+        computed_tokens: tokens of :attr:`tokens` whose keys and values are in the cache.
         sequence: its number in the KV cache; −1 until it is admitted.
         sampler: chooses its tokens.
+        kv: its cache's manager; set by the engine.
+        deferred: what its KV policy still has to do at the prompt's end; each item does a part of it.
+        last_logits: ``[1, vocab]`` of the prompt's last token, kept until that is done.
+        preemptions: how often it gave up its pages.
+        waited: whether it waits for another's prompt, which begins like its own.
+        isolated: its chunks go through the model by themselves, because a step that it was in failed.
+        block_names: of its text's blocks, see :func:`quantkit.kv.prefix_cache.block_names`.
+        arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
     """
 
     def __init__(self, number: int, loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling,
-                 logprobs: int | None = None, echo: bool = False,
-                 on_token: Callable[[TokenInfo], None] | None = None,
+                 logprobs: int | None = None, echo: bool = False, pooling: Pooling | None = None,
+                 priority: int = 0, on_token: Callable[[TokenInfo], None] | None = None,
                  on_done: Callable[[Request], None] | None = None,
                  on_error: Callable[[BaseException], None] | None = None,
                  constraint: TokenConstraint | None = None,
@@ -119,6 +138,14 @@ class Request:
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
         self.computed_tokens, self.sequence = 0, -1
+        self.pool = None if pooling is None else Pool(pooling)
+        self.priority, self.preemptions = priority, 0
+        self.isolated = self.waited = False
+        self.kv: KVCacheManager
+        self.deferred: Generator[int, None, None] | None = None
+        self.last_logits: torch.Tensor | None = None
+        self.block_names: list[bytes] = []
+        self.arrived_at, self.admitted_at = time.perf_counter(), 0.0
         self._logprobs = logprobs
         self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
         self.sampler = Sampler(sampling, len(self.prompt), constraint)
@@ -136,6 +163,22 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens that must be in the cache before the next one can be chosen, but for the one that is fed
+        for it."""
+        return self.prompt + self.result.token_ids[:-1]
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether it may begin with keys and values that are there: nothing else of its prompt is needed."""
+        return self.pool is None and not self.wants_prompt_logprobs
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Requests go in this order."""
+        return self.priority, self.id
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt)
@@ -145,17 +188,32 @@ class Request:
         """Whether logits of every prompt position are needed."""
         return self.result.prompt_logprobs is not None
 
+    def restart(self) -> None:
+        """It gave up its pages: all that was computed of its text is computed again."""
+        self.computed_tokens, self.status, self.last_logits = 0, Status.WAITING, None
+        self.preemptions += 1
+        if self.pool is not None:
+            self.pool.clear()
+        if self.scores_prompt:
+            self.result.prompt_logprobs = []
+
     def cancel(self) -> None:
         """Ask for an early end. It takes effect at the engine's next step."""
         self.cancelled = True
 
-    def score_prompt(self, logits: torch.Tensor) -> None:
-        """Score prompt tokens by ``logits [T, vocab]`` of the chunk that ends at ``computed_tokens``."""
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt tokens are still to be scored."""
+        scored = self.result.prompt_logprobs
+        return scored is not None and len(scored) < len(self.prompt)
+
+    def score_prompt(self, logits: torch.Tensor, end: int) -> None:
+        """Score prompt tokens by ``logits [T, vocab]`` of the chunk that ends before token ``end``."""
         scored = self.result.prompt_logprobs
         assert scored is not None
         if not scored:
             scored.append(TokenInfo(self.prompt[0], ""))
-        first = self.computed_tokens - logits.shape[0]
+        first = end - logits.shape[0]
         for start in range(0, logits.shape[0], LOGPROB_ROWS):
             rows = logits[start:start + LOGPROB_ROWS].float().log_softmax(-1)
             for offset, row in enumerate(rows):

@@ -1,18 +1,20 @@
-"""Decides what runs in a step: which request's prompt is read, and which requests decode.
+"""Decides what runs in a step: which requests get their next token, and which prompts go on by how much.
 
-Requests wait in the order in which they came. One prompt is read at a time, while all requests behind their
-prompts decode side by side. This file is the only one that admits requests and the only one that ends them.
+Requests wait by priority, then in the order in which they came. A step decodes a token of every request
+behind its prompt, and reads prompts in the same order within a budget of tokens. Where pages run out, the
+last request gives up its own and waits again; what it had is computed anew. This file is the only one that
+admits requests and the only one that ends them.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
-from collections import deque
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError
-from quantkit.kv.cache import KVCache
-from quantkit.kv.reservation import PageReservation
 from quantkit.runtime.request import Request, Status
 
 
@@ -24,6 +26,21 @@ class EngineClosed(QuantkitError):
     """The engine takes no more requests."""
 
 
+@dataclass
+class StepPlan:
+    """What runs in a step.
+
+    Attributes:
+        decode: requests that get a token.
+        chunks: requests whose text goes on, and where their chunks end in it.
+        deferred: a request whose KV policy goes on with what it does at the prompt's end.
+    """
+
+    decode: list[Request] = field(default_factory=list)
+    chunks: list[tuple[Request, int]] = field(default_factory=list)
+    deferred: Request | None = None
+
+
 class Scheduler:
     """The requests of an engine, by their status.
 
@@ -31,25 +48,26 @@ class Scheduler:
     else belongs to the engine's.
 
     Args:
-        cache: holds the requests' sequences.
-        reservation: hands out the cache's pages if its memory is fixed; else ``None``.
-        max_batch: requests that decode side by side.
+        max_batch: requests that run side by side.
         max_queue: requests that may wait.
+        chunk: prompt tokens of a step, at most.
 
     Attributes:
-        prefilling: the request whose prompt is read.
+        prefilling: requests whose prompt is read, in their order.
         decoding: requests that decode, in the order in which their prompts ended.
+        preemptions: how often a request gave up its pages.
         changed: notified when requests come or end, and when the engine is closed.
         closed: whether the engine is closed.
     """
 
-    def __init__(self, cache: KVCache, reservation: PageReservation | None, max_batch: int,
-                 max_queue: int) -> None:
-        self._cache, self._reservation = cache, reservation
-        self._max_batch, self._max_queue = max_batch, max_queue
-        self._waiting: deque[Request] = deque()
-        self.prefilling: Request | None = None
+    def __init__(self, max_batch: int, max_queue: int, chunk: int) -> None:
+        self._max_batch, self._max_queue, self._chunk = max_batch, max_queue, chunk
+        self._waiting: list[Request] = []
+        self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self.preemptions = 0
+        self._version = 0  # of what is free; a request that found no room looks again when it changed
+        self._no_room: tuple[int, int] | None = None
         self.changed = threading.Condition()
         self.closed = self._refuses = False
 
@@ -61,12 +79,12 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Number of requests whose prompt is read or that decode."""
-        return len(self.decoding) + (self.prefilling is not None)
+        return len(self.decoding) + len(self.prefilling)
 
     @property
     def requests(self) -> list[Request]:
         """All requests that haven't ended."""
-        return [*self._waiting, *([self.prefilling] if self.prefilling else []), *self.decoding]
+        return [*self._waiting, *self.prefilling, *self.decoding]
 
     @property
     def busy(self) -> bool:
@@ -86,7 +104,7 @@ class Scheduler:
             if len(self._waiting) >= self._max_queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")
-            self._waiting.append(request)
+            self._queue(request)
             self.changed.notify_all()
 
     def refuse_more(self) -> None:
@@ -110,46 +128,112 @@ class Scheduler:
         with self.changed:
             return [request for request in self.requests if request.cancelled]
 
-    def admit(self) -> Request | None:
-        """Begin with the first waiting request if there is room for it.
+    def admit(self) -> None:
+        """Begin with waiting requests, in their order, as long as there is room for the first."""
+        while self.running < self._max_batch:
+            with self.changed:
+                request = self._waiting[0] if self._waiting else None
+            if request is None or not self._begin(request):
+                return
 
-        Returns:
-            That request: its status is ``PREFILL`` now.
-        """
+    def needs_pages(self) -> bool:
+        """Whether a request can't get its next token because pages have run out."""
+        return any(not request.kv.extend(request) for request in self.decoding)
+
+    def preempt_for_pages(self) -> None:
+        """Until all that decode have a page for their next token, let the last one wait again."""
+        for request in sorted(self.decoding, key=lambda request: request.order):
+            while request in self.decoding and not request.kv.extend(request):
+                self.preempt(max((other for other in (*self.prefilling, *self.decoding)
+                                  if other.kv is request.kv), key=lambda other: other.order))
+
+    def preempt(self, request: Request) -> None:
+        """Let a running request give up its pages and wait again, before all that came after it."""
+        self._forget(request)
+        request.kv.free(request)
+        request.restart()
+        self.preemptions += 1
+        self._version += 1
         with self.changed:
-            if not self._waiting or self.prefilling is not None or len(self.decoding) >= self._max_batch:
-                return None
-            request = self._waiting[0]  # it still waits if anything fails here
-            if self._reservation is not None and not self._reservation.fits(request.max_length):
-                return None
-            request.sequence = self._cache.add(request.max_length)
-            if self._reservation is not None:
-                self._reservation.reserve(request.sequence, request.max_length)
-            self.prefilling = self._waiting.popleft()
-            request.status = Status.PREFILL
-            return request
+            self._queue(request)
 
-    def start_decoding(self) -> None:
-        """The prompt has been read: its request decodes from now on."""
-        request = self.prefilling
-        assert request is not None
-        if self._reservation is not None:
-            self._reservation.shrink_to_answer(request.sequence)
-        request.status = Status.DECODE
+    def plan(self, budget: int) -> StepPlan:
+        """What runs now.
+
+        Args:
+            budget: prompt tokens, at most; a model that keeps chunks of a fixed size may take more.
+        """
+        step = StepPlan(decode=list(self.decoding))
+        if budget <= 0:
+            return step
+        step.deferred = next((request for request in self.prefilling if request.deferred is not None), None)
+        if step.deferred is not None:
+            return step
+        budget = max(1, min(budget, self._chunk - len(step.decode)))
+        for index, request in enumerate(self.prefilling):
+            others = [other for other in self.prefilling[:index] if other.kv is request.kv]
+            if any(request.kv.waits_for(request, other) for other in others):
+                request.waited = True
+                continue
+            if request.waited:
+                request.waited = False
+                request.kv.restart(request)
+            end = request.kv.chunk_end(request, budget)
+            alone = request.isolated or not request.kv.mixes
+            if step.chunks and alone:
+                break
+            budget -= end - request.computed_tokens
+            step.chunks.append((request, end))
+            if budget <= 0 or alone:
+                break
+        return step
+
+    def start_decoding(self, request: Request) -> None:
+        """A request's text has been computed: it decodes from now on."""
+        self.prefilling.remove(request)
+        request.status, request.isolated = Status.DECODE, False
         self.decoding.append(request)
-        self.prefilling = None
+        self._version += 1
 
     def end(self, requests: Sequence[Request]) -> None:
         """Forget requests and give back their memory."""
         ended = set(map(id, requests))
         with self.changed:
-            for request in [request for request in self._waiting if id(request) in ended]:
-                self._waiting.remove(request)
-        if self.prefilling is not None and id(self.prefilling) in ended:
-            self.prefilling = None
-        self.decoding = [request for request in self.decoding if id(request) not in ended]
-        admitted = [request.sequence for request in requests if request.sequence >= 0]
-        self._cache.free(admitted)
-        if self._reservation is not None:
-            for sequence in admitted:
-                self._reservation.release(sequence)
+            self._waiting = [request for request in self._waiting if id(request) not in ended]
+        for request in requests:
+            self._forget(request)
+            request.kv.free(request)
+        self._version += 1
+
+    def _begin(self, request: Request) -> bool:
+        """Begin with the first waiting request if there is room for it."""
+        kv = request.kv
+        if self._no_room == (request.id, self._version) or (
+                kv.one_prompt and any(other.kv is kv for other in self.prefilling)):
+            return False
+        while not kv.begin(request):
+            running = [other for other in (*self.prefilling, *self.decoding) if other.kv is kv]
+            last = max(running, key=lambda other: other.order, default=None)
+            if last is None or last.priority <= request.priority:
+                self._no_room = request.id, self._version
+                return False
+            self.preempt(last)
+        with self.changed:
+            self._waiting.remove(request)
+            request.status = Status.PREFILL
+            bisect.insort(self.prefilling, request, key=lambda other: other.order)
+        if not request.admitted_at:
+            request.admitted_at = time.perf_counter()
+        return True
+
+    def _queue(self, request: Request) -> None:
+        bisect.insort(self._waiting, request, key=lambda other: other.order)
+
+    def _forget(self, request: Request) -> None:
+        """Let go of a running request's place and of what its policy had left to do."""
+        if request.deferred is not None:
+            request.deferred.close()
+            request.deferred = None
+        for requests in (self.prefilling, self.decoding):
+            if request in requests:
+                requests.remove(request)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -116,7 +115,7 @@ class RequestClock:
         if request.result.finish_reason == "cancelled":
             return
         first = now if self._first is None else self._first
-        admitted = getattr(request, "admitted_at", self._arrived)
+        admitted = request.admitted_at
         for name, value in (("whole", now - self._arrived), ("queue", admitted - self._arrived),
                             ("prefill", first - admitted), ("decode", self._last - first),
                             ("prompt", request.prompt_tokens), ("answer", len(request.result.token_ids))):
@@ -131,13 +130,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All of it, as it is now."""
-        stats: list[tuple[tuple[str, str], dict[str, Any]]] = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
+        stats: list[tuple[tuple[str, str], dict[str, int]]] = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
         for key, name, about in (
                 ("running", "num_requests_running", "Requests that are read or decoded."),
                 ("waiting", "num_requests_waiting", "Requests that wait.")):
             gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS)
             for labels, values in stats:
-                gauge.add_metric(labels, values.get(key) or 0)
+                gauge.add_metric(labels, values[key])
             yield gauge
         for key, name, about in (
                 ("prefix_queries", "prefix_cache_queries", "Prompt tokens that were looked up in the prefix "
@@ -148,30 +147,30 @@ class _EngineCollector(Collector):
                 ("tokens_generated", "generation_tokens", "Tokens that were generated.")):
             counter = CounterMetricFamily(f"vllm:{name}", about, labels=LABELS)
             for labels, values in stats:
-                counter.add_metric(labels, values.get(key) or 0)
+                counter.add_metric(labels, values[key])
             yield counter
         yield from self._memory(stats)
         yield self._steps(stats)
 
-    def _memory(self, stats: list[tuple[tuple[str, str], dict[str, Any]]]) -> Iterator[Metric]:
+    def _memory(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Iterator[Metric]:
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the KV cache's memory the part that is in "
                                   "use, from 0 to 1; 0 where the cache grows.", labels=LABELS)
         config = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is kept; always 1.",
                                    labels=(*LABELS, "cache_dtype", "kv_total_bytes", "prefix_cache_bytes"))
         for (labels, values), (_, engine) in zip(stats, self._engines, strict=True):
-            total = values.get("kv_total_bytes")
-            usage.add_metric(labels, (values.get("kv_used_bytes") or 0) / total if total else 0)
+            total = values["kv_allocated_bytes"] if engine.reservation is not None else 0
+            usage.add_metric(labels, (values["kv_used_bytes"]) / total if total else 0)
             config.add_metric((*labels, str(engine.cache.spec), str(total or "grows"),
-                               str(values.get("prefix_cache_bytes") or 0)), 1)
+                               str(values["prefix_cache_bytes"])), 1)
         yield usage
         yield config
 
-    def _steps(self, stats: list[tuple[tuple[str, str], dict[str, Any]]]) -> Metric:
+    def _steps(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Metric:
         # how many tokens each step had isn't kept: sum and count give the mean
         family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step; sum and count only.",
                                        labels=LABELS)
         for labels, values in stats:
-            steps = values.get("steps") or 0
-            tokens = (values.get("prompt_tokens") or 0) + (values.get("tokens_generated") or 0)
+            steps = values["steps"]
+            tokens = (values["prompt_tokens"]) + (values["tokens_generated"])
             family.add_metric(labels, [("+Inf", steps)], sum_value=tokens)
         return family

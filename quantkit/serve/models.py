@@ -77,15 +77,17 @@ class ServedEngine:
                            code="invalid_structure") from None
 
     def kv(self, text: str | None) -> KVSpec | None:
-        """A request's KV setting.
+        """A request's KV setting, ready for its use.
 
         Raises:
-            ApiError: it can't be read.
+            ApiError: it can't be read or used.
         """
         if text is None:
             return None
         try:
-            return parse_kv(text)
+            spec = parse_kv(text)
+            self.engine.prepare(spec)
+            return spec
         except UsageError as error:
             raise ApiError(400, f"kv: {error.what}: {error.why}", param="kv", code="invalid_value") from None
 

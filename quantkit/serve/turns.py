@@ -15,7 +15,7 @@ from quantkit.serve.conversation import Conversation, choice_sampling
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
-from quantkit.serve.work import ChoiceJob, RequestWork, cached_tokens, check_fits, check_size
+from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
 from quantkit.structure.base import ReasoningDelta, TextDelta, TokenConstraint, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
 from quantkit.structure.turns import opens_reasoning, parser
@@ -216,7 +216,7 @@ class _Choice:
         if self._called and reason == "stop":
             reason = "tool_calls"
         return TurnEnd(reason, done.stop_string if reason == "stop_string" else None, len(done.token_ids),
-                       self._reasoning, cached_tokens(done))
+                       self._reasoning, done.cached_tokens)
 
     def _kept(self, deltas: list[TurnDelta]) -> list[TurnDelta]:
         kept: list[TurnDelta] = []

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from quantkit.runtime.engine import Engine, EngineClosed
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.pooling import Pooling
 from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
@@ -38,7 +38,7 @@ class ChoiceJob:
     keep_special: frozenset[int] = frozenset()
     kv: KVSpec | None = None
     priority: int = 0
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,14 @@ class RequestWork:
             clock.done(ticket)
             self._tell(TokenEvent(number, done=ticket.result))
 
-        options: dict[str, Any] = {"kv": job.kv, "priority": job.priority, "pooling": job.pooling}
-        return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score,
-                             constraint=job.constraint, keep_special=job.keep_special, on_token=on_token,
-                             on_done=on_done, on_error=self._tell,
-                             **{name: value for name, value in options.items() if value})
+        return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
+                             priority=job.priority, pooling=job.pooling, constraint=job.constraint,
+                             keep_special=job.keep_special, on_token=on_token, on_done=on_done,
+                             on_error=self._tell)
 
     def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-
-def cached_tokens(done: Completion) -> int:
-    """Prompt tokens that the prefix cache had."""
-    return int(getattr(done, "cached_tokens", 0))
 
 
 def check_size(jobs: int, limit: int) -> None:

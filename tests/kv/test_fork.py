@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
@@ -131,22 +130,20 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
     cache = KVCache(model.config, parse_kv(kv), torch.float32)
     row = cache.add()
     feed(model, cache, row, first, "prefill")
-    early = cache.prefix(row)
+    early = cache.fork(row)
+    assert cache.reusable(row)
     feed(model, cache, row, rest, "prefill_end")
     rows = [early]
     if cache.policy.keeps_all or cache.policy.visible:
-        rows.append(cache.prefix(row))
+        assert cache.reusable(row)
+        rows.append(cache.fork(row))
     else:
-        with pytest.raises(UsageError, match="another text can't begin"):
-            cache.prefix(row)
-        with pytest.raises(UsageError, match="another text can't begin"):
-            cache.prefix(cache.fork(row))
+        assert not cache.reusable(row) and not cache.reusable(cache.fork(row))
         large = KVCache(model.config, parse_kv(LARGE.sub(r"\1(500", kv)), torch.float32)
         own = large.add()
         feed(model, large, own, first, "prefill_end")
         assert large.slots(own) == [(140,) * large.heads] * 2, "nothing is dropped"
-        with pytest.raises(UsageError, match="another text can't begin"):
-            large.prefix(own)
+        assert not large.reusable(own)
     for start, number in zip((first, torch.cat((first, rest))), rows):
         alone = KVCache(model.config, parse_kv(kv), torch.float32)
         own = alone.add()

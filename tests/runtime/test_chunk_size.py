@@ -156,19 +156,26 @@ class Timed(CpuModel):
         made.machine, made.now, made.chunks = machine, 0.0, []
         return made
 
-    def _take(self, ids, cache):
-        tokens = ids.shape[1] if cache.phase != "decode" else 0
+    def _take(self, counts, batch):
+        read = [(count, start) for count, start, phase in zip(counts, batch.starts, batch.phases)
+                if phase != "decode"]
+        tokens = sum(count for count, _ in read)
         if tokens:
             self.chunks.append(tokens)
-            self.now -= self.machine.decode  # it is the next call's
-        self.now += self.machine.step(tokens, cache.starts[0])
+        if len(read) == len(counts):
+            self.now -= self.machine.decode  # there is none
+        self.now += self.machine.step(tokens, max((start for _, start in read), default=0))
+
+    def forward(self, tokens, batch, wanted):
+        self._take([*map(len, tokens)], batch)
+        return super().forward(tokens, batch, wanted)
 
     def __call__(self, ids, positions=None, cache=None, last=None):
-        self._take(ids, cache)
+        self._take([ids.shape[1]], cache)
         return super().__call__(ids, positions, cache, last)
 
     def hidden(self, ids, positions=None, cache=None):
-        self._take(ids, cache)
+        self._take([ids.shape[1]], cache)
         return super().hidden(ids, positions, cache)
 
 

@@ -26,9 +26,8 @@ def test_cancel_while_waiting_prefilling_and_running(small, submit):
     prefilling, second_end = submit(engine, 60)
     waiting, third_end = submit(engine, 5)
     engine.step()
-    assert engine.stats() | {"kv_allocated_bytes": 0} == {
-        "running": 2, "waiting": 1, "max_batch": 2, "max_queue": 64, "kv_allocated_bytes": 0,
-        "tokens_generated": 3}
+    stats = engine.stats()
+    assert (stats["running"], stats["waiting"], stats["tokens_generated"]) == (2, 1, 2)
     before = engine.cache.used_bytes
     waiting.cancel()
     assert not waiting.done
@@ -48,6 +47,7 @@ def test_cancel_while_waiting_prefilling_and_running(small, submit):
 def test_cancel_comes_too_late_for_what_is_done(small, submit):
     engine = Engine(small)
     request, ends = submit(engine, 5, Sampling(max_tokens=2, ignore_eos=True))
+    engine.step()
     engine.step()
     request.cancel()
     engine.step()
@@ -311,19 +311,21 @@ def test_the_pieces_are_the_text_up_to_a_stop_string(small, prompt_of, submit):
 
 def test_stats_count(small, submit):
     engine = Engine(small, max_batch=4, max_queue=9)
-    assert engine.stats() == {"running": 0, "waiting": 0, "max_batch": 4, "max_queue": 9,
-                              "kv_allocated_bytes": 0, "tokens_generated": 0}
+    empty = engine.stats()
+    assert empty == dict.fromkeys(empty, 0) | {"max_batch": 4, "max_queue": 9}
     for n in (1, 2, 5):
         submit(engine, 20, Sampling(max_tokens=n, ignore_eos=True))
     assert engine.stats()["waiting"] == 3
     engine.step()
     now = engine.stats()
-    assert (now["running"], now["waiting"]) == (1, 2)
-    assert now["kv_allocated_bytes"] == engine.cache.allocated_bytes > 0
+    assert (now["running"], now["waiting"]) == (3, 0)
+    assert now["kv_allocated_bytes"] == engine.cache.allocated_bytes >= now["kv_used_bytes"] > 0
     while engine.step():
         pass
-    assert engine.stats() == {"running": 0, "waiting": 0, "max_batch": 4, "max_queue": 9,
-                              "kv_allocated_bytes": 0, "tokens_generated": 8}
+    now = engine.stats()
+    assert now == empty | {"tokens_generated": 8, "prompt_tokens": 60, "prefix_queries": 60,
+                           "steps": now["steps"]}
+    assert 6 <= now["steps"] <= 9
     assert (engine.timing.prefill_tokens, engine.timing.decode_tokens) == (60, 0 + 1 + 4)
 
 

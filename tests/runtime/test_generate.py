@@ -7,9 +7,11 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
 from quantkit.quantize import quantize
 from quantkit.runtime import engine as module
+from quantkit.runtime import kv_manager
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampler, Sampling
@@ -172,12 +174,12 @@ rules:
     quantized, made = load(str(tmp_path / "out")), []
     assert str(quantized.kv) == "window(8, sinks=2)+int8" == quantized.manifest.recipe["kv"]
 
-    class Watched(module.KVCache):
+    class Watched(KVCache):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self.spec)
 
-    monkeypatch.setattr(module, "KVCache", Watched)
+    monkeypatch.setattr(kv_manager, "KVCache", Watched)
     (prompt,) = prompts_of(40)
     (got,) = generate(quantized, [prompt], GREEDY)
     (same,) = generate(quantized, [prompt], GREEDY, kv=parse_kv("window(8, sinks=2)+int8"))
@@ -201,7 +203,7 @@ def test_prefill_asks_for_one_position_a_sequence(by_operation, monkeypatch):
     monkeypatch.setattr(type(loaded.model), "logits",
                         lambda self, x: asked.append(tuple(x.shape[:-1])) or logits(self, x))
     generate(loaded, prompts_of(30, 12), Sampling(max_tokens=2, ignore_eos=True))
-    assert asked == [(1,), (1, 1), (1,), (1, 1)]
+    assert asked == [(1,), (1,), (1, 1), (1, 1)]
 
 
 def test_timing_counts_every_token(loaded):

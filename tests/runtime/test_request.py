@@ -120,7 +120,9 @@ def test_the_prompt_is_scored_chunk_by_chunk(loaded, chunks):
     assert request.wants_prompt_logprobs
     for count in chunks:
         request.computed_tokens += count
-        request.score_prompt(logits[request.computed_tokens - count:request.computed_tokens])
+        request.score_prompt(logits[request.computed_tokens - count:request.computed_tokens],
+                             request.computed_tokens)
+    assert not request.scores_prompt
     first, *scored = request.result.prompt_logprobs
     assert first == TokenInfo(prompt[0], "") and [info.id for info in scored] == prompt[1:]
     assert [info.logprob for info in scored] == pytest.approx(

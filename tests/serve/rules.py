@@ -157,7 +157,7 @@ def _tools(body: dict[str, Any]) -> None:
     known = ("none", "auto", "required", "function", "any", "tool")
     if (structured and tools) or (not names and kind in ("required", "function", "any", "tool")):
         if kind is None or kind in known:
-            anthropic = "input_schema" in str(tools) or isinstance(choice, dict) and kind != "function" or output
+            anthropic = "input_schema" in str(tools) or (isinstance(choice, dict) and kind != "function") or output
             body["tool_choice"] = {"type": "none"} if anthropic else "none"
     elif names and isinstance(choice, dict) and kind in ("function", "tool"):
         holder = choice.get("function", choice)

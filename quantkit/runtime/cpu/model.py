@@ -7,9 +7,10 @@ a row the same bits whatever other rows are there: so a request's tokens depend 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from quantkit.formats.base import QuantizedTensor
@@ -93,10 +94,10 @@ class CpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows, runs_ahead: see :class:`~quantkit.models.interfaces.LanguageModel`.
+        decode_rows, runs_ahead, mixes: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
-    decode_rows, runs_ahead = DECODE_ROWS, False
+    decode_rows, runs_ahead, mixes = DECODE_ROWS, False, True
 
     def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config
@@ -123,6 +124,11 @@ class CpuModel:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: other caches are read operation by
         operation."""
 
+    def prepare(self, cache: KVCache) -> None:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: build the program that reads such pages."""
+        if cache_declines(cache) is None:
+            self.program(codecs_of(cache), not has_kernels(cache))
+
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
         """See :class:`~quantkit.models.interfaces.LanguageModel`: operation by operation it isn't, nor where
         torch encodes a chunk's keys and values."""
@@ -138,12 +144,29 @@ class CpuModel:
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
         wanted = [range(count) for count in counts] if last is None else [
             single_position(int(at), count) for at, count in zip(last, counts, strict=True)]
-        parts = [program.step(batch, ids, chunks, selected_rows(chunks, wanted))
+        parts = [program.step(batch, ids.numpy(), chunks, selected_rows(chunks, wanted))
                  for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)
         rows = join_rows(parts, self.config.vocab_size)
         return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
+
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[bool]) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        if self.declines(batch) is not None:
+            return self._model.forward(tokens, batch, wanted)
+        ids, counts = [np.array(row, np.int64) for row in tokens], [*map(len, tokens)]
+        program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
+        places = [range(count - 1, count if wants else count - 1) for count, wants in zip(counts, wanted)]
+        parts = [program.step(batch, ids, chunks, selected_rows(chunks, places))
+                 for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
+        batch.finish(counts)
+        batch.end_step(self, tokens)
+        return join_rows(parts, self.config.vocab_size)
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        return self._model.normalized(x)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None,
                cache: KVCacheProtocol | None = None) -> torch.Tensor:
@@ -153,7 +176,7 @@ class CpuModel:
             return self._model.hidden(ids, positions, cache).float()
         counts = batch.counts(ids.shape, positions)
         program = self.program(codecs_of(batch.cache), not has_kernels(batch.cache))
-        parts = [program.run(batch, ids, chunks).clone()
+        parts = [program.run(batch, ids.numpy(), chunks).clone()
                  for chunks in chunks_of(counts, MAX_ROWS, batch.block, batch.starts)]
         batch.finish(counts)
         batch.done(self, ids, positions)

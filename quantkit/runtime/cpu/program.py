@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quantkit.kv.batch import Batch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 QUERIES = 48
 """Queries of a KV head (rows times the heads that share it) in a unit of attention."""
+TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]
+"""Token ids of each sequence of a batch, int64; rows may have different lengths."""
 MIN_POSITIONS = 512
 """Positions for which RoPE tables are made at once, at least."""
 
@@ -218,12 +221,12 @@ class CpuProgram:
 
     # -- running
 
-    def run(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def run(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Take tokens through all layers, which leaves their keys and values in the pages.
 
         Args:
             batch: the rows that the chunks belong to.
-            ids: int64 ``[B, T]``.
+            ids: int64, by sequence.
             chunks: at most MAX_ROWS tokens in all; in this order they are the rows of the result.
 
         Returns:
@@ -234,7 +237,7 @@ class CpuProgram:
         self._done(batch, chunks)
         return self._hidden[:sum(chunk.count for chunk in chunks), :self._config.hidden_size]
 
-    def step(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk],
+    def step(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk],
              selected: Sequence[int]) -> torch.Tensor:
         """:meth:`run`, then final norm and head over some of its rows, in one call into machine code.
 
@@ -263,17 +266,17 @@ class CpuProgram:
             self._pool.run(self._program.records[self._head_at:])
         return capped_rows(logits[:, :self._config.vocab_size], self._config.logit_softcap)
 
-    def _place(self, batch: Batch, ids: torch.Tensor, chunks: Sequence[Chunk]) -> None:
+    def _place(self, batch: Batch, ids: TokenIds, chunks: Sequence[Chunk]) -> None:
         """Write into the program which tokens belong to which sequence, and where their keys and values
         go."""
-        cache, token_ids = batch.cache, ids.numpy()
+        cache = batch.cache
         tokens, rows, tiles, sequences = self._views
         row = tile = longest = 0
         for number, chunk in enumerate(chunks):
             start, count, sequence = chunk.start, chunk.count, batch.sequences[chunk.sequence]
             cache.reserve(sequence, count)
             seen, sequences[number] = sequence.layers[-1].seen, (*sequence.addresses, count)
-            tokens[row:row + count] = token_ids[chunk.sequence, start:start + count]
+            tokens[row:row + count] = ids[chunk.sequence][start:start + count]
             if count == 1:
                 rows[row] = number, 0, seen
             else:

@@ -21,6 +21,7 @@ from quantkit.models.config import ModelConfig
 from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import KVCacheProtocol
 from quantkit.models.linear import Linear
+from quantkit.models.padding import padded_rows
 from quantkit.ops import gpu
 from quantkit.runtime.chunks import Chunk, chunks_of, join_rows, pad_rows, selected_rows, single_position
 from quantkit.runtime.gpu import linears
@@ -110,7 +111,8 @@ class _Running:
         from quantkit_kernels.triton.cache import StepTokens
         from quantkit_kernels.triton.prefill_attention import tiles_of
 
-        part = Batch(batch.cache, [batch.numbers[chunk.sequence] for chunk in chunks], batch.phase)
+        part = Batch(batch.cache, [batch.numbers[chunk.sequence] for chunk in chunks],
+                     [batch.phases[chunk.sequence] for chunk in chunks])
         counts = [chunk.count for chunk in chunks]
         rows = self.tables.place(part, counts)
         longest = max(int(state.lengths.max()) + count for state, count in zip(part.sequences, counts))
@@ -129,8 +131,8 @@ class _Running:
             self._cache.settle(state, count)
         for layer, q in enumerate(query_rows):
             layer_cache = self._cache.layers[layer]
-            if layer_cache.policy.tracks_queries(batch.phase):
-                for sequence, queries in zip(part.sequences, q.split(counts)):
+            for sequence, phase, queries in zip(part.sequences, part.phases, q.split(counts)):
+                if layer_cache.policy.tracks_queries(phase):
                     layer_cache.record_queries(sequence.layers[layer], queries.transpose(0, 1))
         return x
 
@@ -145,10 +147,10 @@ class GpuModel:
 
     Attributes:
         config, dtype, device: the model's.
-        decode_rows, runs_ahead: see :class:`~quantkit.models.interfaces.LanguageModel`.
+        decode_rows, runs_ahead, mixes: see :class:`~quantkit.models.interfaces.LanguageModel`.
     """
 
-    decode_rows, runs_ahead = BATCHES[-1], True
+    decode_rows, runs_ahead, mixes = BATCHES[-1], True, False
 
     def __init__(self, model: CausalLM, device: torch.device,
                  done: Callable[[], None] = lambda: None) -> None:
@@ -170,6 +172,10 @@ class GpuModel:
     def declines(self, batch: Batch) -> str | None:
         """Why a step over these sequences can't be run."""
         return self._declines(batch.cache)
+
+    def prepare(self, cache: KVCache) -> None:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`: kernels are compiled when they are first
+        launched."""
 
     def chunk_invariant(self, cache: KVCacheProtocol) -> bool:
         """See :class:`~quantkit.models.interfaces.LanguageModel`."""
@@ -211,6 +217,16 @@ class GpuModel:
         batch.done(self, ids, positions)
         return rows if last is not None else pad_rows(rows, counts, ids.shape[1])
 
+    def forward(self, tokens: Sequence[Sequence[int]], batch: Batch, wanted: Sequence[bool]) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        ids, positions, last = padded_rows(tokens, batch, self.device)
+        return self(ids, positions, batch, last)[torch.tensor(wanted, device=self.device)].float()
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """See :class:`~quantkit.models.interfaces.LanguageModel`."""
+        with gpu.current(self.device):
+            return self._program.normalized(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
     def _some(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits of some rows."""
         all_rows = len(rows) == len(x)
@@ -241,7 +257,7 @@ class GpuModel:
 
     def _decodes(self, batch: Batch, counts: Sequence[int]) -> bool:
         """Whether this is a step for a graph: one token of each, and no query to keep."""
-        return (batch.phase == "decode" and len(counts) <= self.decode_rows and set(counts) == {1}
+        return (set(batch.phases) == {"decode"} and len(counts) <= self.decode_rows and set(counts) == {1}
                 and all(state.query_window is None for state in batch.sequences))
 
     def _of(self, cache: KVCache) -> _Running:

@@ -137,6 +137,10 @@ class GpuProgram:
             return x
         return x * torch.tensor(self._config.embedding_scale, dtype=x.dtype).item()
 
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """The last layer's ``[n, hidden]`` behind the final norm."""
+        return self._normed(x, self._norm)
+
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         from quantkit_kernels.triton.rms_norm import rms_norm
 

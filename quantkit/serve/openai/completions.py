@@ -17,7 +17,7 @@ from quantkit.serve.openai.usage import completion_usage
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.reply import FINISH, Reply
 from quantkit.serve.turns import TurnUsage
-from quantkit.serve.work import ChoiceJob, RequestWork, cached_tokens, check_fits, check_size
+from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
 
 
 class CompletionReply(Reply):
@@ -116,6 +116,6 @@ class CompletionReply(Reply):
     def _usage(self, ends: dict[int, Completion]) -> dict[str, Any]:
         n = self._body.n
         new = 0 if self._silent else sum(len(done.token_ids) for done in ends.values())
-        cached = sum(min(cached_tokens(ends[i]) for i in range(start, start + n))
+        cached = sum(min(ends[i].cached_tokens for i in range(start, start + n))
                      for start in range(0, len(ends), n))
         return completion_usage(TurnUsage(self._prompt_tokens, new, cached, 0))

@@ -18,7 +18,7 @@ from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.schema import Inputs, RequestPart, String, split_inputs
 from quantkit.serve.settings import KV, Priority
-from quantkit.serve.work import ChoiceJob, RequestWork, cached_tokens, check_fits
+from quantkit.serve.work import ChoiceJob, RequestWork, check_fits
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""
@@ -81,7 +81,7 @@ class EmbeddingReply:
                 async for event in work.events():
                     if event.done is not None:
                         assert event.done.embedding is not None
-                        yield start + event.choice, self._cut(event.done.embedding), cached_tokens(event.done)
+                        yield start + event.choice, self._cut(event.done.embedding), event.done.cached_tokens
             finally:
                 work.cancel()
 

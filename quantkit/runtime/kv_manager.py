@@ -1,0 +1,263 @@
+"""Keys and values of the requests with one KV setting: their cache, their pages, the prefixes they share."""
+
+from __future__ import annotations
+
+from quantkit.kv.base import PAGE
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
+from quantkit.kv.prefix_cache import PrefixCache, PrefixMatch, block_names
+from quantkit.kv.reservation import LOOKAHEAD, PageReservation
+from quantkit.runtime.gpu.memory import spare_bytes
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.request import Request
+from quantkit.spec import KVSpec
+
+FORKS = 8
+"""States of texts that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
+
+
+class KVCacheManager:
+    """Gives requests their sequences and pages.
+
+    Args:
+        loaded: the model.
+        spec: how keys and values are kept.
+        memory: bytes that caches take at once; ``None``: they grow, and on a GPU take what is left.
+        parts: caches that share them evenly; this one takes its part.
+        sequences: requests that run side by side, at most.
+        context: tokens of the longest one.
+        chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
+            every so many tokens.
+        prefix_bytes: pages of prefixes that are kept, in bytes; 0: none. Where the size is fixed they are
+            kept in pages that nobody needs.
+
+    Attributes:
+        cache: the KV cache.
+        reservation: which request has how many of its pages, if its size is fixed.
+        prefixes: what is kept of texts that were read; ``None``: nothing.
+        invariant: whether a text gives the same bits however it is cut into chunks.
+        mixes: whether prompts and decoding requests go through the model together.
+        ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
+            then has work to do.
+        one_prompt: whether one prompt is read at a time.
+        prefix_queries, prefix_hits: prompt tokens that were looked up, and those of them that were found.
+
+    Raises:
+        UsageError: the setting doesn't fit the model, or the memory isn't enough.
+    """
+
+    def __init__(self, loaded: LoadedModel, spec: KVSpec, *, memory: int | None, parts: int, sequences: int,
+                 context: int, chunk: int, prefix_bytes: int) -> None:
+        model = loaded.model
+        self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
+        model.check_cache(cache)
+        self._chunk, self._rope = chunk, loaded.config.rope
+        self._ahead = LOOKAHEAD if model.runs_ahead else 0
+        self.invariant = model.chunk_invariant(Batch(cache, []))
+        self.mixes = model.mixes and self.invariant
+        if memory is None:
+            memory = spare_bytes(model, cache, sequences, chunk)
+        self.reservation = None
+        if memory is not None:
+            self.reservation = PageReservation(cache, memory // parts, sequences, context, chunk,
+                                               FORKS if prefix_bytes and not cache.divisible else 0)
+        self.prefixes = PrefixCache(cache, prefix_bytes, FORKS if memory is not None else None
+                                    ) if prefix_bytes else None
+        policies = [layer.policy for layer in cache.layers]
+        self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
+                                                       and policy.visible is None) for policy in policies)
+        self.one_prompt = self.reservation is not None and not cache.divisible
+        self._acts_on_chunks = any(policy.on_prefill == "chunk" for policy in policies)
+        self.prefix_queries = self.prefix_hits = self._running = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a request runs with it."""
+        return self._running > 0
+
+    # -- requests come and go
+
+    def check(self, tokens: int) -> None:
+        """Raises UsageError: even alone a request of this length doesn't fit."""
+        if self.reservation is not None:
+            self.reservation.check(tokens)
+
+    def begin(self, request: Request) -> bool:
+        """Begin a request's sequence with the longest prefix that is there; returns whether there are pages
+        for its text so far."""
+        match = self._match(request)
+        tokens = min(request.max_length, len(request.tokens) + LOOKAHEAD)
+        if not self._make_room(tokens, match):
+            return False
+        if match is not None:
+            match = self._match(request)  # some of it may have been given up for the rest
+        if match is None:
+            request.sequence, request.computed_tokens = self.cache.add(request.max_length), 0
+        else:
+            assert self.prefixes is not None
+            request.sequence = self.prefixes.take(match, request.max_length)
+            request.computed_tokens = match.tokens
+        if self.reservation is not None:
+            self.reservation.reserve(request.sequence, tokens)
+        self._running += 1
+        if not request.preemptions:
+            request.result.cached_tokens = request.computed_tokens
+            self.prefix_queries += len(request.prompt)
+            self.prefix_hits += request.computed_tokens
+        return True
+
+    def extend(self, request: Request) -> bool:
+        """Before a decoding request's next token: whether there is a page for it."""
+        if (reservation := self.reservation) is None:
+            return True
+        number, limit = request.sequence, request.max_length
+        least = min(limit, self.cache.seen(number) + 1 + self._ahead)
+        if reservation.reserved(number) >= least:
+            return True
+        if reservation.extend(number, min(limit, least + LOOKAHEAD)) or reservation.extend(number, least):
+            return True
+        if self.prefixes is not None and reservation.extend(number, least, alone=True):
+            while not reservation.extend(number, least):  # what is reserved is there once enough is evicted
+                self.prefixes.evict()
+            return True
+        return False
+
+    def restart(self, request: Request) -> None:
+        """A request that hasn't computed anything itself: begin with a longer prefix if there is one now."""
+        match = self._match(request)
+        if match is None or match.tokens <= request.computed_tokens:
+            return
+        assert self.prefixes is not None
+        before, request.sequence = request.sequence, self.prefixes.take(match, request.max_length)
+        if self.reservation is not None:
+            self.reservation.reserve(request.sequence, self.reservation.reserved(before))
+            self.reservation.release(before)
+        self.cache.free([before])
+        self.prefix_hits += match.tokens - request.computed_tokens
+        request.computed_tokens = request.result.cached_tokens = match.tokens
+
+    def prompt_ended(self, request: Request) -> None:
+        """A request's prompt was read, and its policy has done what it does then."""
+        if self.reservation is not None:
+            self.reservation.shrink_to_answer(request.sequence)
+        self.keep_prefix(request)
+
+    def keep_prefix(self, request: Request) -> None:
+        """Keep what was computed of a request's text so far, if another text may begin with it."""
+        if self.prefixes is None or request.sequence < 0 or not request.reuses_prefix:
+            return
+        cache, number = self.cache, request.sequence
+        seen = min(cache.seen(number), len(request.history))
+        if not self.invariant:  # a chunk that wasn't whole would have had other bits in a longer text
+            seen = min(seen, len(request.prompt)) // self._chunk * self._chunk
+        if seen < PAGE or not cache.reusable(number):
+            return
+        names = block_names(request.history[:seen], request.block_names, self._salt(request))
+        request.block_names = max(names, request.block_names, key=len)
+        self.prefixes.insert(names[:seen // PAGE], number)
+        if self.reservation is not None and not cache.divisible:
+            while not self.reservation.suffices() and self.prefixes.evict():
+                pass
+
+    def free(self, request: Request) -> None:
+        """A request has ended, or waits again: give back its pages."""
+        if request.sequence < 0:
+            return
+        self.keep_prefix(request)
+        if self.reservation is not None:
+            self.reservation.release(request.sequence)
+        self.cache.free([request.sequence])
+        request.sequence = -1
+        self._running -= 1
+
+    # -- chunks
+
+    def chunk_end(self, request: Request, limit: int) -> int:
+        """Where a request's next chunk ends, of at most ``limit`` tokens.
+
+        A chunk ends where a policy acts, where a state is kept for other texts, and, if results depend on
+        chunks, always at the same places. What a request had generated before it was preempted is decoded
+        again in chunks; one token at a time where results depend on that.
+        """
+        start, length, total = request.computed_tokens, len(request.prompt), len(request.tokens)
+        if start >= length:
+            interval = self.cache.policy.decode_interval
+            if not self.invariant:
+                return start + 1
+            steps = limit if interval is None else interval - (start - length) % interval
+            return min(total, start + limit, start + steps)
+        boundary = (start // self._chunk + 1) * self._chunk
+        if not self.invariant:
+            return min(length, boundary)
+        end = min(length, start + limit)
+        keeps_states = self.prefixes is not None and not self.cache.divisible
+        if self._acts_on_chunks or keeps_states:
+            end = min(end, boundary)
+        if keeps_states and start < (last := (length - 1) // PAGE * PAGE):
+            end = min(end, last)
+        return end
+
+    def after_chunk(self, request: Request) -> None:
+        """A chunk of a prompt went through the model: keep the state if another text can be taken up here."""
+        at = request.computed_tokens
+        if self.prefixes is None or self.cache.divisible or at >= len(request.prompt):
+            return
+        if at % self._chunk == 0 or at == (len(request.prompt) - 1) // PAGE * PAGE:
+            self.keep_prefix(request)
+
+    def waits_for(self, request: Request, other: Request) -> bool:
+        """Whether a request should wait because another's prompt, which is being read, begins like its own:
+        it can then begin behind that."""
+        if (self.prefixes is None or not request.reuses_prefix or not other.reuses_prefix
+                or request.computed_tokens > request.result.cached_tokens or request.preemptions):
+            return False
+        names, others = self._names(request), self._names(other)
+        shared = 0
+        for one, two in zip(names, others):
+            if one != two:
+                break
+            shared += 1
+        usable = min(shared * PAGE, len(request.prompt) - 1)
+        last = (len(other.prompt) - 1) // PAGE * PAGE  # where its last state is kept
+        if not self.invariant or (not self.cache.divisible and usable < last):
+            usable = usable // self._chunk * self._chunk
+        elif not self.cache.divisible:
+            usable = last
+        return usable >= request.computed_tokens + PAGE
+
+    def _match(self, request: Request) -> PrefixMatch | None:
+        """The longest prefix of a request's text so far. Its last token must be computed for its logits, if
+        there is no answer yet."""
+        if self.prefixes is None or not request.reuses_prefix:
+            return None
+        most, names = len(request.prompt) - 1, self._names(request)
+        if request.result.token_ids and self.cache.divisible and self.invariant:
+            most = len(request.tokens)
+            names = request.block_names = block_names(request.tokens, names, self._salt(request))
+        return self.prefixes.match(names, most, PAGE if self.invariant else self._chunk)
+
+    def _names(self, request: Request) -> list[bytes]:
+        """Of a request's blocks, those of its prompt at least."""
+        if len(request.block_names) < len(request.prompt) // PAGE:
+            request.block_names = block_names(request.prompt, (), self._salt(request))
+        return request.block_names
+
+    def _salt(self, request: Request) -> bytes:
+        """Keys of a text whose rotation is for long ones differ."""
+        rope = self._rope
+        return b"long" if rope.kind == "longrope" and request.max_length > (
+            rope.original_max_positions) else b""
+
+    def _make_room(self, tokens: int, match: PrefixMatch | None) -> bool:
+        """Whether there are pages for a new sequence, once prefixes are given up for it."""
+        if (reservation := self.reservation) is None:
+            return True
+        shared = 0 if match is None else match.pages
+        if reservation.fits(tokens, shared):
+            return True
+        if self.prefixes is None or not reservation.fits(tokens, alone=True):
+            return False
+        while self.prefixes.evict():
+            if reservation.fits(tokens):
+                return True
+        return reservation.fits(tokens)

@@ -1,0 +1,109 @@
+"""The KV settings that requests of an engine have: the default one, and those that requests choose."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from quantkit.errors import UsageError
+from quantkit.runtime.kv_manager import KVCacheManager
+from quantkit.runtime.loader import LoadedModel
+from quantkit.spec import KVSpec
+
+MAX_SETTINGS = 8
+"""Settings beside the default that are kept ready; one that nobody uses makes room for another."""
+PREFIX_SHARE = 16
+"""By default prefixes take at most this part of the machine's memory where the cache grows."""
+PREFIX_MOST = 4 << 30
+"""And at most so many bytes."""
+
+
+def default_prefix_bytes() -> int:
+    """Bytes of prefixes that are kept by default, where the cache's size isn't fixed."""
+    return min(PREFIX_MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PREFIX_SHARE)
+
+
+class KVSettings:
+    """Makes and keeps a :class:`~quantkit.runtime.kv_manager.KVCacheManager` for each setting.
+
+    Args:
+        loaded: the model.
+        default: the setting of requests that choose none.
+        more: settings that requests may choose if the memory is fixed.
+        memory: bytes for all caches; ``None``: they grow, and on a GPU take what is left.
+        sequences, context, chunk: see :class:`~quantkit.runtime.kv_manager.KVCacheManager`.
+        prefix_bytes: bytes of prefixes that each keeps; 0: none; ``None``: a default.
+
+    Attributes:
+        default: the manager of the default setting.
+
+    Raises:
+        UsageError: a setting doesn't fit the model, or the memory isn't enough.
+    """
+
+    def __init__(self, loaded: LoadedModel, default: KVSpec, more: Sequence[KVSpec], *, memory: int | None,
+                 sequences: int, context: int, chunk: int, prefix_bytes: int | None) -> None:
+        self._loaded, self._sequences, self._context, self._chunk = loaded, sequences, context, chunk
+        self._prefix_bytes = default_prefix_bytes() if prefix_bytes is None else prefix_bytes
+        self._lock = threading.Lock()
+        specs = {str(spec): spec for spec in (default, *more)}
+        self._managers: dict[str, KVCacheManager] = {}  # by the setting's text
+        for index, (name, spec) in enumerate(specs.items()):
+            # on a device each takes its part of what those before have left
+            self._managers[name] = self._make(spec, memory, len(specs) if memory else len(specs) - index)
+        self.default = self._managers[str(default)]
+        self._fixed, self._kept = self.default.reservation is not None, len(specs)
+
+    @property
+    def managers(self) -> list[KVCacheManager]:
+        """All that there are now."""
+        return list(self._managers.values())
+
+    def of(self, spec: KVSpec | None) -> KVCacheManager:
+        """The manager of a setting; made if it is new.
+
+        Raises:
+            UsageError: it doesn't fit the model, or isn't among those that the memory was divided for.
+        """
+        if spec is None:
+            return self.default
+        with self._lock:
+            if (manager := self._managers.get(str(spec))) is None:
+                if self._fixed:
+                    raise UsageError(
+                        f"no memory is set aside for the KV setting {spec}",
+                        why=f"there is some for {', '.join(self._managers)}",
+                        next="choose one of them, or start with another --kv")
+                self._make_room()
+                manager = self._managers[str(spec)] = self._make(spec, None, 1)
+            return manager
+
+    def prepare(self, spec: KVSpec) -> None:
+        """Make a setting's manager, and the kernels that read its cache. Raises UsageError as :meth:`of`."""
+        self._loaded.model.prepare(self.of(spec).cache)
+
+    def clear(self) -> None:
+        """Give back all prefixes."""
+        for manager in self.managers:
+            if manager.prefixes is not None:
+                manager.prefixes.clear()
+
+    def _make(self, spec: KVSpec, memory: int | None, parts: int) -> KVCacheManager:
+        return KVCacheManager(self._loaded, spec, memory=memory, parts=parts, sequences=self._sequences,
+                              context=self._context, chunk=self._chunk, prefix_bytes=self._prefix_bytes)
+
+    def _make_room(self) -> None:
+        """Drop settings that nobody uses until there is room for another.
+
+        Raises:
+            UsageError: all are in use.
+        """
+        for name, manager in list(self._managers.items())[self._kept:]:
+            if len(self._managers) - self._kept < MAX_SETTINGS:
+                return
+            if not manager.in_use:
+                del self._managers[name]
+        if len(self._managers) - self._kept >= MAX_SETTINGS:
+            raise UsageError(f"{MAX_SETTINGS} other KV settings are in use",
+                             why="each has a cache of its own", next="wait for them, or use the default")

@@ -1,0 +1,204 @@
+"""Takes a step's tokens through the model: prompts' chunks and decoding sequences, together where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quantkit.kv.base import Phase
+from quantkit.kv.batch import Batch
+from quantkit.ops import gpu
+from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.kv_manager import KVCacheManager
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.request import Request
+from quantkit.runtime.scheduler import StepPlan
+
+
+@dataclass
+class StepOutput:
+    """What came of a step.
+
+    Attributes:
+        logits: requests that get a token now, each with the ``[vocab]`` that it is chosen from.
+        advanced: requests whose chunk went through the model.
+        ended: requests whose prompt has been read, and whose policy has acted.
+        failed: requests that failed, and why.
+        lost: requests that shared a step which failed; what they had in the cache must be computed anew.
+        prompt_tokens: tokens of prompts that went through the model.
+        acted: whether policies acted, so that the step's time says nothing about tokens.
+    """
+
+    logits: list[tuple[Request, torch.Tensor]] = field(default_factory=list)
+    advanced: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
+    lost: list[Request] = field(default_factory=list)
+    prompt_tokens: int = 0
+    acted: bool = False
+
+
+class ModelRunner:
+    """Runs the model for an engine.
+
+    Args:
+        loaded: the model.
+        chunk: tokens after which policies act that act on chunks.
+        sizer: says how long a policy's work at a prompt's end may take while others decode.
+        clock: tells seconds.
+    """
+
+    def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
+                 clock: Callable[[], float]) -> None:
+        self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
+        self._beside, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
+
+    def run(self, step: StepPlan, decode: Sequence[Request]) -> StepOutput:
+        """Take a step's chunks through the model, and a token of each request in ``decode``, which all keep
+        their keys and values where steps are mixed."""
+        output = StepOutput()
+        self._beside, self._deadline = bool(step.decode), self._clock() + self._sizer.spare
+        if step.deferred is not None:
+            self._go_on(step.deferred, output)
+        together: dict[KVCacheManager, list[tuple[Request, int]]] = {}
+        for request in decode:
+            together.setdefault(request.kv, []).append((request, -1))
+        for request, end in step.chunks:
+            if self._goes_alone(request, end):
+                self._chunk_alone(request, end, output)
+            else:
+                together.setdefault(request.kv, []).append((request, end))
+        for kv, rows in together.items():
+            self._mixed(kv, rows, output)
+        return output
+
+    def logits(self, requests: Sequence[Request], ids: torch.Tensor) -> torch.Tensor:
+        """Decode one token ``ids [n, 1]`` of requests with one KV setting: logits ``[n, vocab]``."""
+        kv = requests[0].kv
+        batch = Batch(kv.cache, [request.sequence for request in requests], "decode")
+        return self._loaded.model(ids, cache=batch)[:, -1]
+
+    def _goes_alone(self, request: Request, end: int) -> bool:
+        """Whether more is needed of a chunk than its last logits, or its policy acts afterwards."""
+        ends = request.computed_tokens < len(request.prompt) == end
+        return (not request.kv.mixes or request.isolated or not request.reuses_prefix
+                or (ends and request.kv.ends_alone))
+
+    def _phase(self, request: Request, end: int) -> Phase:
+        if request.computed_tokens >= len(request.prompt):
+            return "decode"  # what it had generated before it was preempted
+        return ("prefill_end" if end == len(request.prompt) else
+                "prefill" if end % self._chunk == 0 else "prefill_part")
+
+    def _mixed(self, kv: KVCacheManager, rows: Sequence[tuple[Request, int]], output: StepOutput) -> None:
+        """Take rows of one KV setting through the model at once; an end of −1 is a request that decodes."""
+        tokens: list[Sequence[int]] = []
+        phases: list[Phase] = []
+        wanted: list[bool] = []
+        for request, end in rows:
+            if end < 0:
+                tokens.append(request.result.token_ids[-1:])
+                phases.append("decode")
+                wanted.append(True)
+            else:
+                tokens.append(request.tokens[request.computed_tokens:end])
+                phases.append(self._phase(request, end))
+                wanted.append(end == len(request.prompt) and not request.result.token_ids)
+        batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases)
+        try:
+            logits = self._loaded.model.forward(tokens, batch, wanted)
+        except Exception as error:
+            self._take_apart(rows, error, output)
+            return
+        chosen = iter(logits)
+        for (request, end), wants in zip(rows, wanted):
+            if end >= 0:
+                output.prompt_tokens += end - request.computed_tokens
+                request.computed_tokens = end
+                output.advanced.append(request)
+                if end == len(request.prompt):
+                    output.ended.append(request)
+            if wants:
+                output.logits.append((request, next(chosen)))
+
+    def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
+        """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
+        on. Where nobody had one, all of them fail."""
+        if len(rows) == 1 or all(end < 0 for _, end in rows):
+            output.failed += [(request, error) for request, _ in rows]
+            return
+        for request, end in rows:
+            if request.isolated and end < 0:
+                output.failed.append((request, error))
+                continue
+            request.isolated = True
+            output.lost.append(request)
+
+    def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:
+        """Take one request's chunk through the model, and let its policy act."""
+        model, start, prompt = self._loaded.model, request.computed_tokens, len(request.prompt)
+        ends = start < prompt == end
+        try:
+            defer = self._token_budget if self._beside and ends else None
+            batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
+            ids = gpu.sent(torch.tensor([request.tokens[start:end]]), model.device)
+            logits = self._logits_of(request, ids, batch, end)
+            request.computed_tokens, output.acted = end, output.acted or ends
+            output.prompt_tokens += end - start
+            output.advanced.append(request)
+            if not ends:
+                return
+            request.last_logits = None if logits is None else logits.clone()
+            request.deferred = batch.deferred
+            if request.deferred is None:
+                self._prompt_done(request, output)
+        except Exception as error:  # of one request; the others go on
+            output.failed.append((request, error))
+
+    def _logits_of(self, request: Request, ids: torch.Tensor, batch: Batch, end: int
+                   ) -> torch.Tensor | None:
+        """Take ``ids [1, n]`` through the model. Returns the last token's logits ``[vocab]`` if they are
+        needed."""
+        model = self._loaded.model
+        if request.pool is not None:
+            request.pool.add(model.normalized(model.hidden(ids, cache=batch))[0])
+            return None
+        if request.scores_prompt:
+            rows = model(ids, cache=batch)[0]
+            request.score_prompt(rows, end)
+            return rows[-1]
+        if end == len(request.prompt) and not request.result.token_ids:
+            return model(ids, cache=batch, last=torch.tensor([ids.shape[1] - 1]))[0]
+        # nobody needs what follows: skip the head, which is a large part of a small model
+        model.hidden(ids, cache=batch)
+        return None
+
+    def _go_on(self, request: Request, output: StepOutput) -> None:
+        """Go on with what a policy does at a prompt's end, as long as others don't wait too long for it."""
+        assert request.deferred is not None
+        before = self._clock()
+        try:
+            for tokens in request.deferred:
+                if tokens:
+                    output.prompt_tokens += tokens
+                    return
+                output.acted, duration, before = True, self._clock() - before, self._clock()
+                if before + duration > self._deadline:  # the next layer takes as long
+                    return
+            output.acted, request.deferred = True, None
+            self._prompt_done(request, output)
+        except Exception as error:
+            output.failed.append((request, error))
+
+    def _prompt_done(self, request: Request, output: StepOutput) -> None:
+        """A prompt's policy has done all that it does at its end."""
+        output.ended.append(request)
+        if request.last_logits is not None and not request.result.token_ids:
+            output.logits.append((request, request.last_logits))
+        request.last_logits = None
+
+    def _token_budget(self) -> int:
+        """Tokens that may go through the model now, in what is left of the gap."""
+        return self._sizer.tokens_in(self._deadline - self._clock()) if self._beside else self._chunk
