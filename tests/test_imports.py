@@ -17,7 +17,8 @@ FORBIDDEN = {"quantkit.runtime": ("quantkit.methods", "quantkit.calibrate", "qua
              "quantkit.kv": ("quantkit.methods", "quantkit.calibrate", "quantkit.quantize"),
              "quantkit.models": ("quantkit.methods", "quantkit.calibrate"),
              "quantkit.formats": ("quantkit.methods",)}
-IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel"}
+IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "rich-click": "rich_click", "ruamel.yaml": "ruamel",
+                "prometheus-client": "prometheus_client"}
 
 
 def package_files() -> list[Path]:

@@ -159,7 +159,7 @@ class _EngineCollector(Collector):
                                    labels=(*LABELS, "cache_dtype", "kv_total_bytes", "prefix_cache_bytes"))
         for (labels, values), (_, engine) in zip(stats, self._engines, strict=True):
             total = values["kv_allocated_bytes"] if engine.reservation is not None else 0
-            usage.add_metric(labels, (values["kv_used_bytes"]) / total if total else 0)
+            usage.add_metric(labels, values["kv_used_bytes"] / total if total else 0)
             config.add_metric((*labels, str(engine.cache.spec), str(total or "grows"),
                                str(values["prefix_cache_bytes"])), 1)
         yield usage
@@ -171,6 +171,6 @@ class _EngineCollector(Collector):
                                        labels=LABELS)
         for labels, values in stats:
             steps = values["steps"]
-            tokens = (values["prompt_tokens"]) + (values["tokens_generated"])
+            tokens = values["prompt_tokens"] + values["tokens_generated"]
             family.add_metric(labels, [("+Inf", steps)], sum_value=tokens)
         return family

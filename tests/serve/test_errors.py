@@ -247,7 +247,7 @@ def test_choices_are_queued_all_or_none(live, eventually):
 def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, monkeypatch, stream):
     made = live()
     kind, count = type(made.engine.loaded.model), iter(range(100))
-    push = kind.__call__
+    push = kind.forward
 
     def breaks(self, *args, **options):
         if next(count) == 2:
@@ -255,7 +255,7 @@ def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, m
         return push(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "__call__", breaks)
+        patch.setattr(kind, "forward", breaks)
         with pytest.raises(openai.APIError, match="not finite"):
             answer = made.openai().completions.create(model="tiny", prompt="a", max_tokens=9, stream=stream,
                                                       extra_body={"ignore_eos": True})

@@ -176,8 +176,8 @@ def test_what_changes_nothing_is_taken(shared):
 def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
     made = live()
     kind, count = type(made.engine.loaded.model), iter(range(100))
-    push = kind.__call__
-    monkeypatch.setattr(kind, "__call__", lambda self, *args, **options: (
+    push = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
     answer = made.post(PATH, {"messages": USER, "max_tokens": 9, "stream": True})
     assert answer.text.split("\n\n")[-2].split("\n")[0] == "event: error"

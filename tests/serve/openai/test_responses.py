@@ -147,8 +147,8 @@ def test_nothing_is_kept(shared):
 def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
     made = live()
     kind, count = type(made.engine.loaded.model), iter(range(100))
-    push = kind.__call__
-    monkeypatch.setattr(kind, "__call__", lambda self, *args, **options: (
+    push = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
     found = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True}))
     assert found[-1]["type"] == "error" and found[-1]["code"] == "internal_error"
