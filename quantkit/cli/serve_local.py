@@ -36,14 +36,14 @@ MAX_NAME = 200
 @click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
               help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
 @click.option("--name", "names", multiple=True,
-              help="Name of the model in requests; by default the last part of MODEL. For several models it is "
-                   "given for each, in their order.")
+              help="Name of the model in requests; by default the last part of MODEL. For several models "
+                   "it is given for each, in their order.")
 @click.option("--kv", metavar="TEXT",
               help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\";"
                    " by default the checkpoint's.")
 @click.option("--kv-memory", metavar="SIZE",
-              help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests wait "
-                   "for free pages. By default it grows; on a GPU it takes what is left.")
+              help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests "
+                   "wait for free pages. By default it grows; on a GPU it takes what is left.")
 @click.option("--prefix-cache", metavar="SIZE",
               help="Memory for keys and values of texts that later prompts may begin with, 2GB or 500MiB; 0 "
                    "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
@@ -70,13 +70,15 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None, max_batch: int, max_queue: int,
+            names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None,
+            max_batch: int, max_queue: int,
             max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
             device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
-    batched. Of several models, requests choose one by its name. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    batched. Of several models, requests choose one by its name. SIGTERM or Ctrl-C lets running answers
+    finish; a second one stops at once.
     """
     key = _key(api_key_file)
     called = _names(models, names)

@@ -130,7 +130,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All of it, as it is now."""
-        stats: list[tuple[tuple[str, str], dict[str, int]]] = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
+        stats = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
         for key, name, about in (
                 ("running", "num_requests_running", "Requests that are read or decoded."),
                 ("waiting", "num_requests_waiting", "Requests that wait.")):

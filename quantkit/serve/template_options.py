@@ -14,7 +14,8 @@ OptionText = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9 _.,:/+-]*
 """A text that can't hold a control token of any model."""
 TemplateOptions = Annotated[dict[OptionName, OptionText | bool | int | float], Field(max_length=MAX_OPTIONS)]
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "answer", "self",
-                      "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "chat_template"})
+                      "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+                      "mask_token", "chat_template"})
 """Names of a chat template's values that a request may not set."""
 
 

@@ -81,7 +81,8 @@ def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None
             **options: Any) -> Iterator[Live]:
     """A server; of several ``models`` the first is the one that :class:`Live` shows."""
     errors: list[BaseException] = []
-    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue), model, called, parse_special)
+    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue), model, called,
+                           parse_special)
               for called, model in (models or {name: loaded}).items()]
     application = create_app(served, on_error=errors.append, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
@@ -144,7 +145,8 @@ class ScriptedTurn:
 
 SCRIPT: list[list[TurnDelta]] = [
     [ReasoningDelta("I need ")], [ReasoningDelta("a tool.")], [TextDelta("Let me ")], [TextDelta("look.")],
-    [ToolCallDelta(0, id="call_a", name="look")], [ToolCallDelta(0, '{"place": ')], [ToolCallDelta(0, '"here"}')],
+    [ToolCallDelta(0, id="call_a", name="look")], [ToolCallDelta(0, '{"place": ')],
+    [ToolCallDelta(0, '"here"}')],
     [ToolCallDelta(1, "{}", id="call_b", name="wait")]]
 """A turn with everything that a turn may have."""
 

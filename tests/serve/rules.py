@@ -10,8 +10,14 @@ from typing import Any
 import schemathesis
 
 MOST, CONTEXT, QUEUE, VOCABULARY = 3, 8192, 64, 300
-"""Tokens of an answer, few so that it is short, and of the model's context; requests that may wait; token ids."""
+"""Tokens of an answer, few so that it is short, and of the context; requests that may wait; token ids."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+SIMPLE = {"kv": (256, "int8"), "regex": (2**13, "[a-z]+"), "guided_regex": (2**13, "[a-z]+"),
+          "grammar": (2**16, 'start: "a"'), "guided_grammar": (2**16, 'start: "a"'), "arguments": (2**16, "{}"),
+          "json": (2**17, "{}"), "guided_json": (2**17, "{}")}
+"""Up to which length a text is replaced, and by what."""
+LONG = {2**14, 2**14 - 1}
+"""Lengths that are allowed; several such texts don't fit the context."""
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -59,9 +65,10 @@ def _valid_texts(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_valid_texts(item) for item in value]
     if isinstance(value, str) and value:
-        simple = {"kv": "int8", "regex": "[a-z]+", "guided_regex": "[a-z]+", "grammar": 'start: "a"',
-                  "guided_grammar": 'start: "a"', "arguments": "{}", "json": "{}", "guided_json": "{}"}
-        return simple.get(key, value) if len(value) < 256 else value
+        limit, simple = SIMPLE.get(key, (0, ""))
+        if len(value) <= limit:
+            return simple
+        return value[:100] if len(value) in LONG else value
     return value
 
 
@@ -123,20 +130,22 @@ def _structure(body: dict[str, Any]) -> None:
         kinds = [name for name in ("choice", "json", "json_object", "regex", "grammar")
                  if _asks(several.get(name))]
         for name in kinds[1:]:
-            if isinstance(several[name], str | bool) or several[name] == SCHEMA:
+            if isinstance(several[name], bool) or _may_go(several[name]):
                 del several[name]
     wanted = body.get("response_format")
     if _asks(several) and isinstance(wanted, dict) and wanted.get("type") in ("json_object", "json_schema"):
         body["response_format"] = {"type": "text"}
-    for name in ("response_format", "structured_outputs"):
-        if _asks(body.get(name)):
-            for guided in GUIDED:
-                if isinstance(body.get(guided), str) or body.get(guided) == SCHEMA:
-                    del body[guided]
-    kinds = [name for name in GUIDED if _asks(body.get(name))]
+    kinds = [name for name in ("response_format", "structured_outputs", *GUIDED) if _asks(body.get(name))]
     for name in kinds[1:]:
-        if isinstance(body[name], str) or body[name] == SCHEMA:
+        if name in GUIDED and _may_go(body[name]):
             del body[name]
+
+
+def _may_go(value: Any) -> bool:
+    """Whether it is right by itself, so that nothing wrong is lost with it."""
+    if isinstance(value, list):
+        return len(value) <= 1000 and all(isinstance(item, str) and 0 < len(item) <= 1000 for item in value)
+    return isinstance(value, str) or value == SCHEMA
 
 
 def _tools(body: dict[str, Any]) -> None:
@@ -152,12 +161,14 @@ def _tools(body: dict[str, Any]) -> None:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     text = body.get("text") if isinstance(body.get("text"), dict) else {}
     output = body.get("output_config") if isinstance(body.get("output_config"), dict) else {}
-    structured = any(map(_asks, (body.get("response_format"), body.get("structured_outputs"), text.get("format"),
+    structured = any(map(_asks, (body.get("response_format"), body.get("structured_outputs"),
+                                 text.get("format"),
                                  output.get("format"), *(body.get(name) for name in GUIDED))))
     known = ("none", "auto", "required", "function", "any", "tool")
     if (structured and tools) or (not names and kind in ("required", "function", "any", "tool")):
         if kind is None or kind in known:
-            anthropic = "input_schema" in str(tools) or (isinstance(choice, dict) and kind != "function") or output
+            chosen = isinstance(choice, dict) and kind != "function"
+            anthropic = "input_schema" in str(tools) or chosen or output
             body["tool_choice"] = {"type": "none"} if anthropic else "none"
     elif names and isinstance(choice, dict) and kind in ("function", "tool"):
         holder = choice.get("function", choice)

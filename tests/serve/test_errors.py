@@ -59,7 +59,8 @@ def test_a_parameter_out_of_range_is_named(shared, path, change, param):
 
 
 @pytest.mark.parametrize(("path", "change"), [
-    (CHAT, {"functions": [{}]}), (TEXT, {"tools": [{"type": "function"}]}), (TEXT, {"tool_choice": "required"}),
+    (CHAT, {"functions": [{}]}), (TEXT, {"tools": [{"type": "function"}]}),
+    (TEXT, {"tool_choice": "required"}),
     (CHAT, {"modalities": ["audio"]}), (CHAT, {"audio": {}}),
     (CHAT, {"reasoning_effort": "high"}), (CHAT, {"prediction": {"type": "content"}}),
     (TEXT, {"suffix": "x"}),
@@ -82,7 +83,8 @@ def test_what_changes_nothing_is_taken(shared):
 
 @pytest.mark.parametrize(("messages", "param"), [
     ([], "messages"), ("hi", "messages"), ([{"role": "user"}], "messages[0].content"), ([3], "messages[0]"),
-    ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"), ([{"content": "x"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+    ([{"content": "x"}], "messages[0].role"),
     ([*USER, {"role": "user", "content": None}], "messages[1].content"),
     ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
     ([{"role": "user", "content": "x", "nme": "y"}], "messages[0].nme"),

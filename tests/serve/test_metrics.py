@@ -13,14 +13,18 @@ NAMES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", 
 def read(made):
     with made.http as client:
         answer = client.get("/metrics")
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    return {sample.name + "".join(sample.labels.get(label, "") for label in ("le", "finished_reason")): sample
-            for family in text_string_to_metric_families(answer.text) for sample in family.samples}, answer.text
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    labels = ("le", "finished_reason")
+    return {sample.name + "".join(sample.labels.get(label, "") for label in labels): sample
+            for sample in samples}, answer.text
 
 
 def test_names_and_labels(shared):
     samples, text = read(shared)
-    families = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
+    families = {line.split()[2].removesuffix("_total")
+                for line in text.splitlines() if line.startswith("# TYPE")}
     assert {f"vllm:{name}".removesuffix("_total") for name in NAMES} <= families
     assert all(sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
                for sample in samples.values() if not sample.name.endswith("_created"))

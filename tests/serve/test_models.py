@@ -23,7 +23,8 @@ class Named:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """Another model than the shared one."""
-    return load(str(tiny_model(tmp_path_factory.mktemp("models") / "other", "qwen2", seed=5, dtype="float32")))
+    return load(str(tiny_model(tmp_path_factory.mktemp("models") / "other", "qwen2", seed=5,
+                               dtype="float32")))
 
 
 @pytest.fixture

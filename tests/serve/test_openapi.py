@@ -40,7 +40,8 @@ def url(tmp_path_factory):
 def test_schemathesis_finds_nothing(url, root, tmp_path, options):
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed: pip install -c constraints.txt schemathesis")
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color", "--mode",
+    config = root / "tests" / "serve" / "schemathesis.toml"
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", f"{url}/openapi.json", "--no-color", "--mode",
                "all", "--checks", "all", "--request-timeout", "60", "--max-response-time", "60", *options]
     path = os.pathsep.join([str(root / "tests" / "serve"), os.environ["PYTHONPATH"]])
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False,
@@ -110,6 +111,7 @@ def test_a_key_is_described(live):
     with made.http as client:
         described = client.get("/openapi.json", headers={"authorization": "Bearer sesame-1234"}).json()
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
-    assert described["security"] == [{"key": []}, {"header": []}] and described["paths"]["/health"]["get"]["security"] == []
+    assert described["security"] == [{"key": []},
+        {"header": []}] and described["paths"]["/health"]["get"]["security"] == []
     assert "401" in described["paths"]["/v1/models"]["get"]["responses"]
     assert "401" not in described["paths"]["/health"]["get"]["responses"]

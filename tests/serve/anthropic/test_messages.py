@@ -43,7 +43,8 @@ def events(answer):
 def test_a_text(client, loaded):
     ids = loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, *USER])
     wanted = generate(loaded, [ids], Sampling(max_tokens=9))[0]
-    answer = client.messages.create(model="tiny", system="Be brief.", messages=USER, max_tokens=9, extra_body=GREEDY)
+    answer = client.messages.create(model="tiny", system="Be brief.", messages=USER, max_tokens=9,
+                                    extra_body=GREEDY)
     Message.model_validate(answer.model_dump())
     assert answer.content[0].text == wanted.text and answer.role == "assistant"
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(ids)
@@ -52,7 +53,8 @@ def test_a_text(client, loaded):
 
 
 def test_a_stop_sequence_is_named(client):
-    whole = client.messages.create(model="tiny", messages=USER, max_tokens=9, extra_body=GREEDY).content[0].text
+    whole = client.messages.create(model="tiny", messages=USER, max_tokens=9,
+                                   extra_body=GREEDY).content[0].text
     stop = whole[3:5]
     answer = client.messages.create(model="tiny", messages=USER, max_tokens=9, extra_body=GREEDY,
                                     stop_sequences=["never there", stop])
@@ -74,7 +76,8 @@ def test_a_whole_turn_in_blocks(client, scripted):
 def test_events_come_in_their_order(shared, scripted):
     scripted()
     found = events(post(shared, tools=[TOOL], stream=True))
-    assert [found[0]["type"], found[-2]["type"], found[-1]["type"]] == ["message_start", "message_delta", "message_stop"]
+    assert [found[0]["type"], found[-2]["type"], found[-1]["type"]] == ["message_start", "message_delta",
+                                                                        "message_stop"]
     inside = [event for event in found if event["type"].startswith("content_block")]
     assert [event["index"] for event in inside] == sorted(event["index"] for event in inside)
     for index, kind in enumerate(["thinking", "text", "tool_use", "tool_use"]):
@@ -100,7 +103,8 @@ def test_one_call_alone_ends_the_turn_with_tool_use(client, scripted):
     answer = client.messages.create(
         model="tiny", messages=USER, max_tokens=2000, tools=[TOOL],
         tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-    assert answer.stop_reason == "tool_use" and [block.type for block in answer.content].count("tool_use") == 1
+    assert answer.stop_reason == "tool_use"
+    assert [block.type for block in answer.content].count("tool_use") == 1
 
 
 def test_content_can_be_sent_back_with_a_result(client, scripted, prepared):
@@ -114,7 +118,8 @@ def test_content_can_be_sent_back_with_a_result(client, scripted, prepared):
             {"type": "tool_result", "tool_use_id": "call_b", "content": "no", "is_error": True},
             {"type": "text", "text": "go on"}]}])
     messages, given, options = prepared[-1]
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool",
+                                                         "user"]
     assert messages[2]["content"] == "Let me look." and messages[2]["reasoning_content"] == "I need a tool."
     assert messages[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"place": "here"}}
     assert messages[3] == {"role": "tool", "tool_call_id": "call_a", "content": "a hat"}
@@ -152,14 +157,16 @@ def test_errors_have_its_shape(client, shared, live):
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"max_tokens": None}, "max_tokens"), ({"messages": []}, "messages: it is empty"), ({"temperature": 1.5}, "temperature"),
+    ({"max_tokens": None}, "max_tokens"), ({"messages": []}, "messages: it is empty"),
+    ({"temperature": 1.5}, "temperature"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tool_choice": {"type": "any"}}, "no tools"), ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"mcp_servers": [{"url": "http://127.0.0.1:9/"}]}, "mcp_servers"), ({"container": "x"}, "container"),
     ({"messages": [*USER, {"role": "assistant", "content": "He"}]}, "going on with it is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
         "type": "url", "url": "http://127.0.0.1:9/"}}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+     "messages[0].content[0].tool_use_id"),
     ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"unheard_of": 1}, "unheard_of"),
 ])
 def test_what_cant_be_is_refused_by_name(shared, change, said):
@@ -168,7 +175,8 @@ def test_what_cant_be_is_refused_by_name(shared, change, said):
 
 
 def test_what_changes_nothing_is_taken(shared):
-    harmless = {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": [], "top_k": 5, "tools": [],
+    harmless = {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": [], "top_k": 5,
+                "tools": [],
                 "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": []}
     assert post(shared, **harmless, max_tokens=1).status_code == 200
 

@@ -107,8 +107,10 @@ def refused(answer, param, said):
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name",
      "missing"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "structured_outputs", "more than one"),
-    ({"guided_json": "{]"}, "guided_json", "can't be read"), ({"guided_choice": []}, "guided_choice", "empty"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "structured_outputs",
+     "more than one"),
+    ({"guided_json": "{]"}, "guided_json", "can't be read"),
+    ({"guided_choice": []}, "guided_choice", "empty"),
     ({"guided_regex": "x" * 9000}, "guided_regex", "at most 8192"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", "messages"),
@@ -118,7 +120,8 @@ def refused(answer, param, said):
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {
         "name": "a", "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
     ({"messages": [USER] * 5000}, "messages", "at most 4096"),
-    ({"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"), ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
     ({"presence_penalty": 3}, "presence_penalty", "2"), ({"kv": "nothing-like-it"}, "kv", "nothing-like-it"),
     ({"priority": 2**40}, "priority", "less"),
 ])
@@ -141,7 +144,8 @@ def test_a_schema_has_limits(shared):
 
 
 def test_an_unknown_token_has_no_bias(shared):
-    refused(shared.post(PATH, {"messages": [USER], "max_tokens": 1, "logit_bias": {"99999": 1}}), None, "99999")
+    refused(shared.post(PATH, {"messages": [USER], "max_tokens": 1, "logit_bias": {"99999": 1}}), None,
+            "99999")
 
 
 def test_a_bias_decides(shared):
@@ -149,7 +153,8 @@ def test_a_bias_decides(shared):
     answer = ask(shared.openai(), max_tokens=3, logit_bias={str(token): 100})
     assert answer.choices[0].message.content == "zzz"
     penalized = ask(shared.openai(), max_tokens=8, presence_penalty=2, frequency_penalty=2)
-    assert penalized.choices[0].message.content != ask(shared.openai(), max_tokens=8).choices[0].message.content
+    plain = ask(shared.openai(), max_tokens=8)
+    assert penalized.choices[0].message.content != plain.choices[0].message.content
 
 
 def test_messages_limits_hold_for_the_official_client(shared):

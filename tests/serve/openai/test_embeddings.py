@@ -27,7 +27,8 @@ def test_texts_and_ids_have_the_same_vectors(shared, loaded):
     assert torch.tensor(alone.embedding).norm() == pytest.approx(1, abs=1e-5)
     assert embed(shared, input=ids, encoding_format="float").data[0].embedding == alone.embedding
     assert embed(shared, input=[ids], encoding_format="float").data[0].embedding == alone.embedding
-    assert both.usage.prompt_tokens == both.usage.total_tokens == len(ids) + len(loaded.tokenizer.encode("in and on"))
+    tokens = len(ids) + len(loaded.tokenizer.encode("in and on"))
+    assert both.usage.prompt_tokens == both.usage.total_tokens == tokens
 
 
 @pooled
@@ -60,8 +61,10 @@ def test_more_texts_than_can_wait(live):
 
 
 @pytest.mark.parametrize(("change", "param"), [
-    ({"input": []}, "input"), ({"input": ""}, None), ({"input": [[]]}, "input[0]"), ({"input": [10**9]}, None),
-    ({"input": "1" * 4_000_000}, "input"), ({"input": ["a"] * 3000}, "input"), ({"dimensions": 65}, "dimensions"),
+    ({"input": []}, "input"), ({"input": ""}, None), ({"input": [[]]}, "input[0]"),
+    ({"input": [10**9]}, None),
+    ({"input": "1" * 4_000_000}, "input"), ({"input": ["a"] * 3000}, "input"),
+    ({"dimensions": 65}, "dimensions"),
     ({"dimensions": 0}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"),
     ({"pooling": "cls"}, "pooling"), ({"kv": "nothing-like-it"}, "kv"), ({"model": "other"}, "model"),
 ])

@@ -30,7 +30,8 @@ def events(answer):
 
 
 def test_a_text(shared, loaded):
-    ids = loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the cat"}])
+    ids = loaded.tokenizer.chat([{"role": "system", "content": "Be brief."},
+                                 {"role": "user", "content": "the cat"}])
     wanted = generate(loaded, [ids], Sampling(max_tokens=9))[0]
     answer = shared.openai().responses.create(model="tiny", input="the cat", instructions="Be brief.",
                                               max_output_tokens=9, temperature=0, metadata={"a": "b"})
@@ -52,7 +53,8 @@ def test_a_text_that_is_cut_is_incomplete(shared):
 
 def test_a_whole_turn_in_items(shared, scripted):
     scripted()
-    answer = shared.openai().responses.create(model="tiny", input="the cat", max_output_tokens=30, tools=[TOOL])
+    answer = shared.openai().responses.create(model="tiny", input="the cat", max_output_tokens=30,
+                                              tools=[TOOL])
     Response.model_validate(answer.model_dump())
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
     reasoning, message, call, other = answer.output
@@ -63,12 +65,15 @@ def test_a_whole_turn_in_items(shared, scripted):
 
 def test_events_come_in_their_order(shared, scripted):
     scripted()
-    found = events(shared.post(PATH, {"input": "the cat", "max_output_tokens": 30, "tools": [TOOL], "stream": True}))
+    found = events(shared.post(PATH, {"input": "the cat", "max_output_tokens": 30, "tools": [TOOL],
+                                      "stream": True}))
     kinds = [event["type"].removeprefix("response.") for event in found]
-    filled = [kind for number, kind in enumerate(kinds) if not kind.endswith("delta") or kinds[number - 1] != kind]
-    text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+    filled = [kind for before, kind in zip(["", *kinds], kinds)
+              if not kind.endswith("delta") or before != kind]
+    text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+            "content_part.done", "output_item.done"]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
             "output_item.done"]
-    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     reasoning = [kind.replace("output_text", "reasoning_text") for kind in text]
     assert filled == ["created", "in_progress", *reasoning, *text, *call, *call, "incomplete"]
     last = found[-1]["response"]
@@ -118,11 +123,13 @@ def test_output_can_be_sent_back_with_a_result(shared, scripted, prepared):
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "function_call_output"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:9/"}]}]},
      "input[0].content[0].image_url", "a message is text"),
-    ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "["}]}, "input[0].arguments",
+    ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "["}]},
+     "input[0].arguments",
      "JSON object"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
     ({"include": ["file_search_call.results"]}, "include[0]", "encrypted_content"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "greater"), ({"metadata": {"a": "x" * 600}}, "metadata.a", "512"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+    ({"metadata": {"a": "x" * 600}}, "metadata.a", "512"),
 ])
 def test_what_cant_be_is_refused_by_name(shared, change, param, said):
     answer = shared.post(PATH, {"input": "a", "max_output_tokens": 1, **change})
@@ -131,9 +138,11 @@ def test_what_cant_be_is_refused_by_name(shared, change, param, said):
 
 
 def test_what_changes_nothing_is_taken(shared):
-    harmless = {"store": True, "user": "me", "service_tier": "auto", "truncation": "disabled", "background": False,
+    harmless = {"store": True, "user": "me", "service_tier": "auto", "truncation": "disabled",
+                "background": False,
                 "reasoning": {"summary": "auto", "effort": None}, "include": ["reasoning.encrypted_content"],
-                "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "text": {"format": {"type": "text"}},
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+                "text": {"format": {"type": "text"}},
                 "previous_response_id": None, "stream_options": {"include_obfuscation": False}}
     assert shared.post(PATH, {"input": "a", "max_output_tokens": 1, **harmless}).status_code == 200
 
@@ -152,4 +161,5 @@ def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
     found = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True}))
     assert found[-1]["type"] == "error" and found[-1]["code"] == "internal_error"
-    assert found[-1]["message"] == "internal error" and [type(error) for error in made.errors] == [ZeroDivisionError]
+    assert found[-1]["message"] == "internal error"
+    assert [type(error) for error in made.errors] == [ZeroDivisionError]

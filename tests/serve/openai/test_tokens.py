@@ -30,11 +30,13 @@ def test_the_model_may_be_left_out(shared):
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [
-    ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"prompt": "1" * 4_000_000}, "prompt"),
     ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
-    ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": []}, "tokens"), ("/detokenize", {"tokens": [10**9]}, None),
+    ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": []}, "tokens"),
+    ("/detokenize", {"tokens": [10**9]}, None),
     ("/detokenize", {"tokens": [-1]}, None), ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ("/detokenize", {"tokens": [5] * 300_000}, "tokens"),
 ])
