@@ -190,7 +190,8 @@ def _place(location: Sequence[Any], body: Any) -> list[Any]:
     for number, part in enumerate(path):
         if isinstance(part, int):
             body = body[part] if isinstance(body, list) and part < len(body) else None
-        elif part in _BRANCHES or "[" in part or not isinstance(body, dict) or (part not in body and number < len(path) - 1):
+        elif part in _BRANCHES or "[" in part or not isinstance(body, dict) or (
+                part not in body and number < len(path) - 1):  # what is missing is named last
             continue
         else:
             body = body.get(part)

@@ -13,8 +13,8 @@ MOST, CONTEXT, QUEUE, VOCABULARY = 3, 8192, 64, 300
 """Tokens of an answer, few so that it is short, and of the context; requests that may wait; token ids."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 SIMPLE = {"kv": (256, "int8"), "regex": (2**13, "[a-z]+"), "guided_regex": (2**13, "[a-z]+"),
-          "grammar": (2**16, 'start: "a"'), "guided_grammar": (2**16, 'start: "a"'), "arguments": (2**16, "{}"),
-          "json": (2**17, "{}"), "guided_json": (2**17, "{}")}
+          "grammar": (2**16, 'start: "a"'), "guided_grammar": (2**16, 'start: "a"'),
+          "arguments": (2**16, "{}"), "json": (2**17, "{}"), "guided_json": (2**17, "{}")}
 """Up to which length a text is replaced, and by what."""
 LONG = {2**14, 2**14 - 1}
 """Lengths that are allowed; several such texts don't fit the context."""
