@@ -146,9 +146,13 @@ class Tokenizer:
         """Whether there is a chat template. SourceError if there is one that can't be used."""
         return self._template is not None
 
-    def stream(self) -> StreamDecoder:
-        """A decoder for ids that come one at a time."""
-        return StreamDecoder(self.decode)
+    def stream(self, keep_special: frozenset[int] = frozenset()) -> StreamDecoder:
+        """A decoder for ids that come one at a time; of special tokens only those to keep have a text."""
+        if not keep_special:
+            return StreamDecoder(self.decode)
+        added = self._inner.get_added_tokens_decoder()
+        return StreamDecoder(self.decode, {number: added[number].content for number in keep_special
+                                           if number in added})
 
     @functools.cached_property
     def _length(self) -> TokenLength | None:
