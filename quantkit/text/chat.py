@@ -24,7 +24,7 @@ class TemplateError(SourceError):
 class ChatTemplate:
     """One template.
 
-    Args:
+    Attributes:
         source: its text.
 
     Raises:
@@ -35,7 +35,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE:
             raise TemplateError(f"the chat template has {len(source)} characters",
                                 why=f"{MAX_TEMPLATE} are allowed", next="leave out --chat")
-        self._source = source
+        self.source = source
         outcome = rendering.ask("quantkit.text.rendering:compiles", {"source": source})
         if outcome:
             raise TemplateError("the chat template is malformed", why=next(iter(outcome.values())),
@@ -80,7 +80,7 @@ class ChatTemplate:
         """
         values = {"messages": [dict(message) for message in messages], "tools": None, "documents": None,
                   "add_generation_prompt": answer, **tokens}
-        outcome = rendering.ask("quantkit.text.rendering:render", {"source": self._source, "values": values})
+        outcome = rendering.ask("quantkit.text.rendering:render", {"source": self.source, "values": values})
         if "refused" in outcome:
             raise TemplateError("the chat template refused the conversation", why=outcome["refused"],
                                 next="check the messages' roles and order, or leave out --chat")

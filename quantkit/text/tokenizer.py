@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import SourceError
@@ -145,6 +145,16 @@ class Tokenizer:
     def has_chat(self) -> bool:
         """Whether there is a chat template. SourceError if there is one that can't be used."""
         return self._template is not None
+
+    @property
+    def template_text(self) -> str:
+        """The chat template as it is written; empty if there is none. SourceError if it can't be used."""
+        return "" if self._template is None else self._template.source
+
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """Ids of those of these texts that are special tokens, which :meth:`decode` leaves out."""
+        return frozenset(number for number, token in self._inner.get_added_tokens_decoder().items()
+                         if token.special and token.content in texts)
 
     def stream(self, keep_special: frozenset[int] = frozenset()) -> StreamDecoder:
         """A decoder for ids that come one at a time; of special tokens only those to keep have a text."""
