@@ -70,7 +70,8 @@ def test_gemma_4(read):
 
 
 BAD = ["", " ", "Hello.", " a  b \n", "{", "[", "{}", "[]", "[1, 2]", '{"name": "get_weather"', "```",
-       "``` python", "```json\nprint()", '{"name": "unknown", "arguments": {}}', '{"name": "time", "arguments": 3}',
+       "``` python", "```json\nprint()", '{"name": "unknown", "arguments": {}}',
+       '{"name": "time", "arguments": 3}',
        '{"name": "time", "arguments": "no"}', '{"name": "time", "arguments": "{\\"a\\": NaN}"}',
        '{"name": 3, "arguments": {}}', '{"city": "Paris"}', '{"a": {"name": "time", "arguments": {}}}',
        "<tool_call>", "<tool_call>no</tool_call>",
@@ -151,9 +152,9 @@ def test_reasoning_that_does_not_end(read, name):
 
 PIECES = st.one_of(st.sampled_from([
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
-    "```json\n", "```", "<start_function_call>", "<end_function_call>", "<escape>", "call:time", "time", "{", "}",
-    "[", "]", ",", ";", " ", "\n", ":", '"', "\\", '"name": ', '"arguments": ', "3", "a", ONE, TWO, LLAMA, GEMMA,
-    f"<tool_call>{ONE[:30]}"]), st.text(max_size=3))
+    "```json\n", "```", "<start_function_call>", "<end_function_call>", "<escape>", "call:time", "time",
+    "{", "}", "[", "]", ",", ";", " ", "\n", ":", '"', "\\", '"name": ', '"arguments": ', "3", "a", ONE, TWO,
+    LLAMA, GEMMA,    f"<tool_call>{ONE[:30]}"]), st.text(max_size=3))
 
 
 @settings(max_examples=400)
