@@ -39,7 +39,7 @@ def conversation(format: TurnFormat, messages: Sequence[Mapping[str, Any]],
     """
     prepared = [_with_values(message) for message in messages]
     if format.name == "json":
-        return _explained(prepared, tools), None
+        return _explained(prepared, tools, format.variant != "user"), None
     if format.name == "llama3":
         prepared = _one_call_each(prepared)
     if format.name == "mistral":
@@ -121,8 +121,8 @@ def _short_id(call_id: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
 
 
-def _explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Calls, results and tools as plain text."""
+def _explained(messages: Sequence[Message], tools: Sequence[Tool], system: bool) -> list[Message]:
+    """Calls, results and tools as plain text; ``system``: there may be a system message."""
     names: dict[str, str] = {}
     out: list[Message] = []
     for message in messages:
@@ -133,6 +133,9 @@ def _explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
                 out[-1]["content"] += "\n\n" + text
             else:
                 out.append({"role": "user", "content": text, "results": True})
+            continue
+        if message.get("role") == "user" and out and out[-1].get("results"):  # roles must often alternate
+            out[-1]["content"] += "\n\n" + message["content"]
             continue
         changed = {key: value for key, value in message.items() if key != "tool_calls"}
         if calls := message.get("tool_calls"):
@@ -148,7 +151,9 @@ def _explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     if tools:
         text = _EXPLAINED.format(tools="\n".join(
             json.dumps(tool_message(tool)["function"], ensure_ascii=False) for tool in tools))
-        if out and out[0].get("role") == "system":
-            text = "\n\n".join(filter(None, (out.pop(0)["content"], text)))
-        out.insert(0, {"role": "system", "content": text})
+        first = "system" if system else "user"
+        if out and out[0].get("role") == first:
+            text = "\n\n".join(filter(None, (text, out.pop(0)["content"]) if first == "user" else
+                                      (out.pop(0)["content"], text)))
+        out.insert(0, {"role": first, "content": text})
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -33,6 +34,7 @@ SECONDS, MEMORY = 3.0, 2 * 2**30
 """Of the trial."""
 MAX_COMPILED = 32
 """Compiled grammars that are kept."""
+_trials = threading.BoundedSemaphore(2)  # templates are rendered in processes of the same pool, and go on
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,12 @@ class Compiler:
         special = {text: number for text, number in self._special.items()
                    if text in self._format.marks or structure.grammar is not None}
         eos = min(self._tokenizer.eos_ids, default=self._vocab_size)
+        arguments = {"lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
+                     "special": special, "eos": eos}
         try:
-            outcome = isolated.call("quantkit.structure.trial:trial", {
-                "lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
-                "special": special, "eos": eos},
-                seconds=SECONDS, memory=MEMORY)
+            with _trials:
+                outcome = isolated.call("quantkit.structure.trial:trial", arguments, seconds=SECONDS,
+                                        memory=MEMORY)
         except isolated.LimitError as error:
             raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
                              next="make it smaller or simpler") from None
@@ -256,6 +259,8 @@ def check_schema(schema: Any, what: str) -> None:
 def _refused(what: str, error: str) -> UsageError:
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     reason = next(iter(lines), "llguidance refuses it")
+    if not what.startswith("the grammar"):  # places in what we wrote around it mean nothing to anybody
+        reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason)
     if "error:" in error:  # of a regular expression, under a drawing of it
         reason = next((line for line in lines if line.startswith("error:")), reason)
     step = None

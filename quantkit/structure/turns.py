@@ -52,7 +52,8 @@ class TurnFormat:
         reasoning: the texts that open and close it; ``None`` if the model shows none.
         special: special tokens whose text the parser must see, for ``Engine.submit(keep_special=…)``.
         variant: which of a family's notations the template shows: for Mistral ``args``, ``call_id`` or
-            ``list``, for Gemma ``function`` or ``4``.
+            ``list``, for Gemma ``function`` or ``4``; for plain JSON ``user`` where no system message is
+            possible.
     """
 
     name: str
@@ -93,6 +94,8 @@ def turn_format(tokenizer: Tokenizer, name: str = "auto") -> TurnFormat:
         variant = ("call_id" if CALL_ID in template else "args" if ARGS in template else "list")
     elif family == "gemma":
         variant = "4" if GEMMA4.open in template else "function"
+    elif family == "json" and ("system" not in template or "System role not supported" in template):
+        variant = "user"
     found = TurnFormat(family, reasoning, variant=variant)
     return TurnFormat(family, reasoning, tokenizer.special_ids(found.marks), variant)
 
@@ -102,7 +105,8 @@ def _family(template: str) -> str:
         return "mistral"
     if FUNCTION_GEMMA.open in template or GEMMA4.open + "call:" in template:
         return "gemma"
-    if "<tool_call>" in template and not any(other in template for other in _OTHER_CALLS):
+    if "<tool_call>" in template and '"arguments"' in template and not any(
+            other in template for other in _OTHER_CALLS):
         return "hermes"
     if "<|start_header_id|>" in template and "tools" in template and '"parameters": ' in template:
         return "llama3"

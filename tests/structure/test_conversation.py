@@ -58,13 +58,20 @@ def test_a_model_without_tools_in_its_template_is_told_and_shown(tools):
     messages, given = conversation(TurnFormat("json"), [{"role": "system", "content": "Be kind."}, *MESSAGES],
                                    tools)
     assert given is None and [message["role"] for message in messages] == [
-        "system", "user", "assistant", "user", "user"]
+        "system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be kind.\n\n") and "get_weather" in messages[0]["content"]
     assert "Result of get_weather:\nrain" in messages[3]["content"] and "sun" in messages[3]["content"]
+    assert messages[3]["content"].endswith("\n\nThanks")
     turn = parser(TurnFormat("json"), tools)  # what it is shown is what the parser reads
     deltas = turn.push(messages[2]["content"]) + turn.finish()
     assert [delta.name for delta in deltas if delta.name] == ["get_weather"] * 2
     assert all(set(message) == {"role", "content"} for message in messages)
+
+
+def test_where_no_system_message_is_possible_the_first_question_has_it(tools):
+    messages, _ = conversation(TurnFormat("json", variant="user"), MESSAGES, tools)
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert "get_weather" in messages[0]["content"] and messages[0]["content"].endswith("\n\nWeather?")
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3", "[" * 100_000])
