@@ -107,10 +107,9 @@ class Engine:
         self._settings.prepare(kv)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
-               echo: bool = False, kv: KVSpec | None = None, priority: int = 0,
-               pooling: Pooling | None = None, constraint: TokenConstraint | None = None,
-               keep_special: frozenset[int] = frozenset(),
-               on_token: Callable[[TokenInfo], None] | None = None,
+               echo: bool = False, constraint: TokenConstraint | None = None,
+               keep_special: frozenset[int] = frozenset(), kv: KVSpec | None = None, priority: int = 0,
+               pooling: Pooling | None = None, on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
         """Queue a request.
@@ -120,11 +119,11 @@ class Engine:
             sampling: how the prompt is continued.
             logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
             echo: also score the prompt's own tokens.
+            constraint: which tokens the answer may have, and when it is complete; this request's own.
+            keep_special: special tokens whose text belongs to the answer's.
             kv: how its keys and values are kept, if not in the engine's default way.
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
-            constraint: which tokens the answer may have, and when it is complete; this request's own.
-            keep_special: special tokens whose text belongs to the answer's.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
                 ``on_error`` an error is raised at the end of :meth:`step`, or printed by the thread.
 

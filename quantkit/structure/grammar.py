@@ -96,7 +96,10 @@ class Compiler:
                              next="pip install 'quantkit[structure]'") from None
         self._library, self._tokenizer, self._format = llguidance, tokenizer, format
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
-        self._special = tokenizer.special_tokens
+        special = tokenizer.special_tokens
+        # for llguidance, an added token in angle brackets is never part of a text, special or not
+        self._special = {text: number for text, number in tokenizer.added_tokens.items()
+                         if text in special or (text.startswith("<") and text.endswith(">"))}
         self._writer = LarkWriter(format, self._special)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()

@@ -25,7 +25,7 @@ class LarkWriter:
 
     Args:
         format: the model's.
-        special: ids of special tokens, which a grammar must name by their ids.
+        special: ids of the tokens that no text contains: a grammar must name them by their ids.
     """
 
     def __init__(self, format: TurnFormat, special: Mapping[str, int]) -> None:

@@ -177,6 +177,11 @@ class Tokenizer:
         return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()
                 if token.special}
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of all tokens that were added to the vocabulary, special or not, by their texts."""
+        return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}
+
     def special_ids(self, texts: Collection[str]) -> frozenset[int]:
         """Ids of those of these texts that are special tokens."""
         return frozenset(number for text, number in self.special_tokens.items() if text in texts)

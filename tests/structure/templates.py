@@ -57,7 +57,8 @@ GEMMA = """{{- bos_token }}{%- for tool in tools or [] %}
 {{- message.content }}
 {%- for call in message.tool_calls or [] %}{{- '<start_function_call>call:' + call.function.name + '{' }}
 {%- for key, value in call.function.arguments | dictsort %}
-{{- key + ':<escape>' + (value if value is string else value | tojson) + '<escape>' }}{%- endfor %}{{- '}<end_function_call>' }}
+{{- key + ':<escape>' + (value if value is string else value | tojson) + '<escape>' }}{%- endfor %}
+{{- '}<end_function_call>' }}
 {%- endfor %}{{- '<end_of_turn>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 
 QUERIES = 48
 """Queries of a KV head (rows times the heads that share it) in a unit of attention."""
-TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]
-"""Token ids of each sequence of a batch, int64; rows may have different lengths."""
+TokenIds = Sequence[npt.NDArray[np.int64]] | npt.NDArray[np.int64]  # of each sequence of a batch
 MIN_POSITIONS = 512
 """Positions for which RoPE tables are made at once, at least."""
 
 
 class CpuProgram:
-    """A model's operations in order. Rows of activations lie one after another, sequence by sequence.
+    """A model's operations in order. Rows of activations lie one after another, by sequence.
 
     Args:
         model: with packed Linears.
@@ -225,8 +224,7 @@ class CpuProgram:
         """Take tokens through all layers, which leaves their keys and values in the pages.
 
         Args:
-            batch: the rows that the chunks belong to.
-            ids: int64, by sequence.
+            batch, ids: the sequences that the chunks belong to, and their token ids, int64.
             chunks: at most MAX_ROWS tokens in all; in this order they are the rows of the result.
 
         Returns:

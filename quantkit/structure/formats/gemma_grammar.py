@@ -9,9 +9,11 @@ from typing import Any
 
 from quantkit.errors import UsageError
 
-_KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "enum", "const",
+_KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems",
+                    "maxItems", "enum", "const",
                     "anyOf", "title", "description", "default", "examples", "nullable", "$schema",
                     "$comment"})
+_MAX_ITEMS = 256
 _ANY = r"/[^<{}\[\],]{1,200}/"
 _NUMBERS = {"integer": "/-?(0|[1-9][0-9]{0,18})/",
             "number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?/"}
@@ -92,7 +94,12 @@ class ArgumentsGrammar:
             return '"null"'
         if kind == "array":
             item = self._value(schema.get("items"))
-            return f'"[" ({item} ("," {item}){{0,255}})? "]"'
+            low, high = (_count(schema.get(key), default) for key, default in (("minItems", 0),
+                                                                               ("maxItems", _MAX_ITEMS)))
+            if high == 0:
+                return '"[" "]"'
+            items = f'{item} ("," {item}){{{max(low - 1, 0)},{max(low, high) - 1}}}'
+            return f'"[" {items} "]"' if low else f'"[" ({items})? "]"'
         if kind == "object" and schema.get("properties"):
             return self._object(schema)
         return self._anything()
@@ -115,3 +122,7 @@ class ArgumentsGrammar:
             raise UsageError(f"the schema of {self._tool} can't be used",
                              why=f"these keywords are not supported in the model's notation of calls: "
                                  f"{', '.join(unknown)[:200]}", next="leave them out, or set strict to false")
+
+
+def _count(value: Any, default: int) -> int:
+    return min(int(value), _MAX_ITEMS) if isinstance(value, int | float) and value >= 0 else default

@@ -5,7 +5,10 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.ops import gpu
+from quantkit.runtime import kv_manager
+from quantkit.runtime.ahead import AheadDecoder
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.gpu import tables
 from quantkit.runtime.gpu.model import GpuModel
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import PendingTokens, Sampling
@@ -33,7 +36,7 @@ def loaded(request, tmp_path, monkeypatch):
 def waiting(monkeypatch):
     """An engine that looks at every token at once, to compare with."""
     def switch():
-        monkeypatch.setattr(Engine, "_can_run_ahead", lambda self, requests: False)
+        monkeypatch.setattr(AheadDecoder, "_can_run_ahead", lambda self, requests: False)
 
     return switch
 
@@ -47,7 +50,7 @@ def several(loaded, **more):
         engine.step()
     while engine.step():
         pass
-    assert engine.cache.used_bytes == 0 and engine._pending is None
+    assert engine.cache.used_bytes == 0 and not engine._ahead.pending
     return [request.result.token_ids for request in submitted]
 
 
@@ -135,7 +138,7 @@ def test_an_error_that_a_gpu_tells_late_ends_its_requests(loaded, monkeypatch):
     monkeypatch.setattr(PendingTokens, "tokens", broken)
     engine.step()
     assert request.done and [str(one) for one in errors] == ["an illegal memory access"]
-    assert engine._pending is None and not engine.step() and engine.cache.used_bytes == 0
+    assert not engine._ahead.pending and not engine.step() and engine.cache.used_bytes == 0
 
 
 def test_who_asks_for_probabilities_gets_those_of_its_token(loaded):
@@ -184,3 +187,23 @@ def test_output_that_is_not_finite_ends_its_own_request(loaded):
         pass
     assert len(good.result.token_ids) == 5 and bad.done and len(errors) == 1
     assert isinstance(errors[0], QuantkitError) and "finite" in errors[0].what
+
+
+def test_pages_that_run_out_and_prefixes_change_no_token(loaded, monkeypatch):
+    """A request that gives up its pages was given a step ahead, and draws its tokens on the device."""
+    for module in (kv_manager, tables):
+        monkeypatch.setattr(module, "LOOKAHEAD", 4)
+
+    def run(**more):
+        engine = Engine(loaded, max_batch=3, context=512, **more)
+        submitted = [engine.submit(list(range(5, 5 + length)), Sampling(
+            max_tokens=12, ignore_eos=True, temperature=30.0, seed=length)) for length in (120, 130, 70)]
+        while engine.step():
+            pass
+        engine.close()
+        assert engine.cache.used_bytes == 0
+        return [request.result.token_ids for request in submitted], engine.stats()["preemptions"]
+
+    whole, none = run()
+    found, preempted = run(memory=320 * Engine(loaded).cache.bytes_per_token, prefix_cache=None)
+    assert found == whole and none == 0 < preempted
