@@ -73,6 +73,7 @@ def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: in
     key = (function.partition(":")[0], memory)
     with _slots:
         process = _take(key)
+        process.wait()
         try:
             answer = process.ask({"function": function, "arguments": arguments, "seconds": seconds}, seconds)
         except BaseException:  # an interruption too: an answer that is still to come belongs to nobody
@@ -86,6 +87,19 @@ def call(function: str, arguments: dict[str, Any], *, seconds: float, memory: in
     if "raised" in answer:
         raise RaisedError(answer["raised"])
     return answer["value"]
+
+
+def start(module: str, memory: int) -> None:
+    """Start a process for a module's functions now, so that the first :func:`call` doesn't wait for it.
+    Returns at once; what goes wrong is told by that call.
+
+    Args:
+        module: ``package.module``.
+        memory: as that call will give it.
+    """
+    with contextlib.suppress(QuantkitError), _lock:
+        if not _idle.get((module, memory)):
+            _idle.setdefault((module, memory), []).append(_Process(module, memory))
 
 
 class _Process:
@@ -102,15 +116,23 @@ class _Process:
         except OSError as error:
             raise QuantkitError("a process can't be started", why=error.strerror or str(error),
                                 next="end other programs, or raise the limit: ulimit -u") from None
+        self._module, self._ready = module, False
+
+    def wait(self) -> None:
+        """Wait until it can be asked. Raises QuantkitError: it didn't start; it has ended then."""
+        if self._ready:
+            return
         try:
             self._exchange(None, START_SECONDS)
         except BaseException as error:
             self.end()
             if isinstance(error, LimitError):
                 raise QuantkitError("a process for what strangers wrote didn't start",
-                                    why=f"python -I -c 'import {module}' failed, or took {START_SECONDS:g} s",
+                                    why=f"python -I -c 'import {self._module}' failed, or took "
+                                        f"{START_SECONDS:g} s",
                                     next="check the installation: quantkit doctor") from None
             raise
+        self._ready = True
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request, return the answer. Raises LimitError; the process has ended then."""

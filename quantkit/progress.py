@@ -29,6 +29,7 @@ class ProgressEvent:
         phase: the phase whose units these are; ``None`` if the work isn't divided into phases.
         kept: an earlier attempt finished the unit ``label``: the time that it takes now says nothing about
             the others.
+        unit: what is counted, where that isn't plain: ``MiB``.
     """
 
     done: int
@@ -36,6 +37,7 @@ class ProgressEvent:
     label: str
     phase: WorkPhase | None = None
     kept: bool = False
+    unit: str = ""
 
 
 Listener = Callable[[ProgressEvent], None]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quantkit import isolated
+from quantkit.errors import QuantkitError
 from quantkit.isolated import LimitError, RaisedError, call
 
 MEMORY = 2**30
@@ -131,3 +132,18 @@ def test_a_fork_has_processes_of_its_own():
     os.close(read)
     os.close(write)
     assert other != first and pid_of("os") == first
+
+
+def test_a_process_that_was_started_before_is_the_one_that_answers():
+    memory = MEMORY + 4096  # no other test's
+    for _ in range(2):  # the second time there is one already
+        isolated.start("json", memory)
+        (started,) = isolated._idle["json", memory]
+        assert call("json:loads", {"s": "[1]"}, seconds=20, memory=memory) == [1]
+        assert isolated._idle["json", memory] == [started]
+
+
+def test_a_process_that_could_not_start_is_told_by_the_call():
+    isolated.start("quantkit.no_such_module", MEMORY)
+    with pytest.raises(QuantkitError, match="didn't start"):
+        call("quantkit.no_such_module:f", {}, seconds=5, memory=MEMORY)

@@ -96,7 +96,7 @@ def check_files(checkpoint: Checkpoint, progress: Listener = silent) -> None:
     def tell(label: str, piece: int = 0) -> None:
         nonlocal done
         done += piece
-        progress(ProgressEvent(done // BLOCK, total, label))
+        progress(ProgressEvent(done // BLOCK, total, label, unit="MiB"))
 
     for name, record in files.items():
         digest = hashlib.sha256()
@@ -108,7 +108,7 @@ def check_files(checkpoint: Checkpoint, progress: Listener = silent) -> None:
             bad = next((index for index in range(record.block_count)
                         if not _is_intact(folder / name, record, index)), None)
             raise _damaged(folder, manifest, name, bad)
-    progress(ProgressEvent(total, total, "verified"))
+    progress(ProgressEvent(total, total, "verified", unit="MiB"))
 
 
 def _is_intact(path: Path, record: FileRecord, index: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import rich_click as click
 
 from quantkit.cli.bench_gpu import compile_kernels, tune
+from quantkit.cli.loading import load_model
 from quantkit.cli.present import note, print_json, table
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount, TokenCounts
@@ -98,10 +99,9 @@ def decode(model: str, batch: str, context: tuple[int, ...], kv: str | None, pro
     from quantkit.bench.decode import DecodeSettings, bench_decode
     from quantkit.evaluate.forced import split_settings
     from quantkit.kvspec import parse_kv
-    from quantkit.runtime.loader import load
 
     if random is None:
-        loaded = load(model, device=device)
+        loaded = load_model(model, device=device, quiet=quiet)
     else:
         from quantkit.bench.random_model import random_model
         from quantkit.device import find_device

@@ -24,6 +24,7 @@ from quantkit.cli.probe import (
     kernels_for,
     other_lines,
 )
+from quantkit.runtime.cpu.system_memory import system_memory
 from quantkit.units import human_bytes
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8",
@@ -105,7 +106,7 @@ def doctor_facts() -> dict[str, Any]:
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "flags": _cpu_flags(),
                 "native_bf16": native_bf16(), "torch_threads": torch.get_num_threads(),
                 "torch_capability": torch.backends.cpu.get_cpu_capability()},
-        "memory": _memory(), "gpu": _gpu(),
+        "memory": system_memory(), "gpu": _gpu(),
         "packages": {name: _version(name) for name in REQUIRED},
         "optional": {name: {"version": _version(name), "for": use, "install": install}
                      for name, (use, install) in OPTIONAL.items()},
@@ -233,13 +234,3 @@ def _cpu_flags() -> list[str]:
     info = _cpuinfo()
     have = set((info.get("flags") or info.get("Features") or "").split())
     return [flag for flag in CPU_FLAGS if flag in have]
-
-
-def _memory() -> dict[str, int | None]:
-    """Bytes in total and free now, from Linux's /proc/meminfo."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {"total": None, "available": None}
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
-    return {"total": kib.get("MemTotal", 0) * 1024, "available": kib.get("MemAvailable", 0) * 1024}

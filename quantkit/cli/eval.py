@@ -7,6 +7,7 @@ from pathlib import Path
 
 import rich_click as click
 
+from quantkit.cli.loading import loading_line
 from quantkit.cli.present import device_option, note, verify_option
 from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
@@ -86,8 +87,8 @@ def command(models: tuple[str, ...], text: str | None, suite: str | None, window
         kv=tuple(parse_kv(setting) for text in kv for setting in split_settings(text)),
         tasks=tuple(name.strip() for name in tasks.split(",")) if tasks else (), task_data=task_data,
         limit=limit, plot=_listed(plot, "--plot", "kl_mean") if plot is not None else ())
-    with ProgressLine("evaluating", quiet) as progress:
-        result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"))
+    with loading_line("models", quiet) as loading, ProgressLine("evaluating", quiet) as progress:
+        result = evaluate(models, settings, progress, typed("out", "report", "quiet", "as_json"), loading)
     try:
         content = reporters([printed])[0].content(result)
     except PluginError:  # what was measured isn't lost with it

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.imports import import_large
+from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, print_json, show_warning, verify_option
-from quantkit.cli.progress import ProgressLine
 from quantkit.cli.tokens import TokenCount
 from quantkit.errors import UsageError
 
@@ -74,15 +75,18 @@ def command(ctx: click.Context, model: str, prompt: str, chat: bool, system: str
     if parse_special and not chat:
         raise UsageError("--parse-special-tokens is given without --chat", next="leave it out, or add --chat",
                          why="in a prompt that is continued as it stands, control tokens always are")
+    if chat:
+        from quantkit.text import rendering
+
+        rendering.start()
+    import_large("quantkit.runtime.generate")
     sampling = _sampling(ctx, options)
     text = _prompt(prompt)
     from quantkit.kvspec import parse_kv
     from quantkit.runtime.generate import generate
-    from quantkit.runtime.loader import load
 
     setting = None if kv is None else parse_kv(kv)
-    with ProgressLine(f"verifying {model}", quiet or not verify) as progress:
-        loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify, progress=progress)
+    loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify, quiet=quiet)
     ids = _ids(loaded, text, system, parse_special) if chat else loaded.tokenizer.encode(text)
     timings: list[Timing] = []
     show = None if as_json else _Output()

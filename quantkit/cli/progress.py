@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.cli.eta import TimeLeft, human_seconds
 from quantkit.cli.present import note
@@ -44,10 +44,18 @@ class ProgressLine:
         title: stands before the bar.
         quiet: say nothing.
         clock: seconds that pass.
+        after: seconds until something of a phase, or of what is counted, is shown: what is done by then isn't
+            worth a line.
     """
 
-    def __init__(self, title: str, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    _drawn: ClassVar[ProgressLine | None] = None
+    """Whose bar is on the terminal, which has room for one."""
+
+    def __init__(self, title: str, quiet: bool = False, clock: Callable[[], float] = time.monotonic,
+                 after: float = 0.0) -> None:
         self.title, self.quiet = title, quiet
+        self._clock, self._after = clock, after
+        self._begun, self._done = 0.0, 0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._eta = TimeLeft(clock)
@@ -55,28 +63,38 @@ class ProgressLine:
         self._tenths = 0
 
     def __enter__(self) -> ProgressLine:
-        if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                            TextColumn("{task.fields[left]}"), console=Console(stderr=True))
-            self._bar.start()
         return self
 
     def __call__(self, step: ProgressEvent) -> None:
         """Take in one report."""
-        begins = (step.phase, step.total) != self._part
+        begins = (step.phase, step.total) != self._part or step.done < self._done
+        self._done = step.done
         if begins:
+            self._begun = self._clock()
             # the first report, or the work has come to a part that counts other things
             self._part, self._tenths = (step.phase, step.total), 0
             self._eta.begin(step.done)
         self._eta.update(step.done, step.total, step.kept)
-        if self._bar is not None:
-            self._draw(self._bar, step)
-        elif not self.quiet:
+        if self.quiet or self._clock() - self._begun < self._after:
+            return
+        if sys.stderr.isatty():
+            self._draw(self._bar or self._new_bar(), step)
+        else:
             self._line(step, begins)
+
+    def _new_bar(self) -> Bar:
+        """The bar, on the terminal instead of another's."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        if ProgressLine._drawn is not None:
+            ProgressLine._drawn.close()
+        ProgressLine._drawn = self
+        self._bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                        TextColumn("{task.fields[left]}"), console=Console(stderr=True))
+        self._bar.start()
+        return self._bar
 
     def _left(self, step: ProgressEvent) -> str:
         """``about 40 s left in this phase``; nothing if that isn't known."""
@@ -89,7 +107,7 @@ class ProgressLine:
             self._task = bar.add_task(self.title, total=step.total, completed=step.done, left="")
         name = _name(step.phase).capitalize() if step.phase else f"{self.title}  {step.label}"
         bar.update(self._task, completed=step.done, total=step.total, description=name,
-                   left=self._left(step))
+                   left=", ".join(part for part in (step.unit, self._left(step)) if part))
 
     def _line(self, step: ProgressEvent, begins: bool) -> None:
         name = f"{self.title}: {_name(step.phase)}" if step.phase else self.title
@@ -101,12 +119,19 @@ class ProgressLine:
             return
         self._tenths = tenths
         left = self._left(step)
-        note(f"{name}: {step.done} of {step.total}" + (f", {left}" if left else ""))
+        counted = f"{step.done:,} of {step.total:,} {step.unit}".rstrip()
+        note(f"{name}: {counted}" + (f", {left}" if left else ""))
+
+    def close(self) -> None:
+        """Leave the bar as it is, if there is one."""
+        if self._bar is not None:
+            self._bar.stop()
+        if ProgressLine._drawn is self:
+            ProgressLine._drawn = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.close()
 
 
 def _name(phase: WorkPhase) -> str:

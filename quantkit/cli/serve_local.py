@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from quantkit.cli.imports import import_large
+from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
-from quantkit.cli.progress import ProgressLine
+from quantkit.cli.serving_plan import overcommit_option, show_plan
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -48,6 +50,7 @@ MAX_NAME = 200
               help="Memory for keys and values of texts that later prompts may begin with, 2GB or 500MiB; 0 "
                    "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
                    "that are free where --kv-memory is given.")
+@overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Largest number of sequences that are decoded together.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
@@ -71,9 +74,9 @@ MAX_NAME = 200
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None,
-            max_batch: int, max_queue: int,
-            max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
-            device: str, verify: bool, as_json: bool) -> None:
+            overcommit: bool, max_batch: int, max_queue: int, max_itl: float, drain_timeout: float,
+            parse_special: bool, revision: str | None, dtype: str, device: str, verify: bool,
+            as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -86,28 +89,40 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         raise UsageError("--revision with several models", why="it is a revision of one of them",
                          next="write it behind each model: NAME@REVISION")
     from quantkit.kvspec import parse_kv
-    from quantkit.serve.server import Server, bind, is_loopback, url
+    from quantkit.serve.address import bind, is_loopback, url
+    from quantkit.text import rendering
 
     spec = None if kv is None else parse_kv(kv)
     memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
+        note(f"loading {', '.join(models)}")
+        rendering.start()
+        import_large("quantkit.runtime.loader")
+        from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import Engine
-        from quantkit.runtime.loader import load
-        from quantkit.serve.app import create_app
-        from quantkit.serve.models import ServedEngine
 
-        served = []
+        made = []
         turn = threading.Lock() if len(models) > 1 else None
-        for model, name in zip(models, called, strict=True):
-            note(f"loading {model}")
-            with ProgressLine(f"verifying {model}", quiet=not verify) as progress:
-                loaded = load(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                              progress=progress)
+        for model in models:
+            start = ServingStart()
+            loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                                on_open=lambda source, place, model=model: show_plan(
+                                    model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
+                                    kv_memory=memory, overcommit=overcommit),
+                                on_tokenizer=start.take_tokenizer)
             engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                             max_itl=max_itl / 1000, prefix_cache=prefixes, turn=turn)
+            start.take_engine(engine)
             _tell(loaded, engine)
-            served.append(ServedEngine(engine, loaded, name, parse_special))
+            start.wait()
+            made.append((engine, loaded))
+        from quantkit.serve.app import create_app
+        from quantkit.serve.models import ServedEngine
+        from quantkit.serve.server import Server
+
+        served = [ServedEngine(engine, loaded, name, parse_special)
+                  for (engine, loaded), name in zip(made, called, strict=True)]
         loopback = is_loopback(bound)
         application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,
                                  on_error=_failed)

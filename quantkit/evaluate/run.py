@@ -90,7 +90,7 @@ class EvalSettings:
 
 
 def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = silent,
-             command: str | None = None) -> EvalResult:
+             command: str | None = None, loading: Listener = silent) -> EvalResult:
     """Compare models, or the product of models and KV settings.
 
     Args:
@@ -98,6 +98,7 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
         settings: protocol.
         progress: told of every window, every timed model and every task.
         command: what was typed, for the report.
+        loading: told of the weights of each model that is loaded, in MiB.
 
     Raises:
         UsageError: a metric to plot isn't measured.
@@ -111,7 +112,8 @@ def evaluate(uris: Sequence[str], settings: EvalSettings, progress: Listener = s
     metrics = registered_metrics()
     infos = _infos(settings, metrics)
     # models are loaded and dropped inside: while speed is measured, memory belongs to one worker
-    result, tokens = _quality(uris, settings, load_text(settings.text), tasks, metrics, progress)
+    result, tokens = _quality(uris, settings, load_text(settings.text), tasks, metrics, progress,
+                              loading)
     result.metrics, result.command = infos, command
     result.plotted = settings.plot or result.plotted
     if torch.cuda.is_initialized():  # what torch keeps of theirs isn't the worker's
@@ -142,12 +144,14 @@ def _infos(settings: EvalSettings, metrics: Sequence[RegisteredMetric]) -> dict[
 
 
 def _quality(uris: Sequence[str], settings: EvalSettings, text: EvalText, tasks: Sequence[ReadyTask],
-             metrics: Sequence[RegisteredMetric], progress: Listener) -> tuple[EvalResult, torch.Tensor]:
-    models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype, device=settings.device)
+             metrics: Sequence[RegisteredMetric], progress: Listener,
+             loading: Listener) -> tuple[EvalResult, torch.Tensor]:
+    models = [load(uri, revision=settings.revision_of(i), dtype=settings.dtype, device=settings.device,
+                   loading=loading)
               for i, uri in enumerate(uris)]
     tokens = _tokens(models, settings, text)
     extra = load(uris[0], revision=settings.revision, dtype="float32",
-                 device=settings.device) if settings.noise_floor else None
+                 device=settings.device, loading=loading) if settings.noise_floor else None
     variants = [(model, kv) for model in models for kv in settings.kv or (model.kv,)]
     prompt = _prompt(variants, settings)
     runners: list[LoadedModel | TeacherForcedModel]

@@ -128,19 +128,19 @@ class WeightOption:
         return float(1.0 - (1.0 - experts.chosen / experts.count) ** tokens)
 
 
-def kept(source: ModelSource) -> WeightOption:
-    """The model as it is, in the dtype that it is run in.
+def kept(source: ModelSource, dtype: str = "auto") -> WeightOption:
+    """The model as it is, in the dtype that it is run in: its own, or another.
 
     Raises:
         QuantkitError: it isn't known, or has a dtype that isn't.
     """
-    config, dtype = parse_config(source.config()), dtype_of(source.config(), "auto")
-    name = dtype_name(dtype)
+    config, kind = parse_config(source.config()), dtype_of(source.config(), dtype)
+    name = dtype_name(kind)
     rows = [LayerRow(name=slot.name, shape=(slot.out_features, slot.in_features), dtype=name,
-                     bits=8.0 * dtype.itemsize, bytes=slot.out_features * slot.in_features * dtype.itemsize)
+                     bits=8.0 * kind.itemsize, bytes=slot.out_features * slot.in_features * kind.itemsize)
             for slot in linear_slots(config)]
-    total = dtype.itemsize * sum(map(math.prod, tensor_shapes(config).values()))
-    return _weights(KEPT, f"as they are, in {name}", config, dtype, rows,
+    total = kind.itemsize * sum(map(math.prod, tensor_shapes(config).values()))
+    return _weights(KEPT, f"as they are, in {name}", config, kind, rows,
                     total - sum(row.bytes for row in rows),
                     sum(info.nbytes for info in source.tensors().values()))
 
@@ -160,8 +160,9 @@ def by_recipe(name: str, source: ModelSource) -> WeightOption:
     return dataclasses.replace(option, recipe=name, kv=recipe.kv)
 
 
-def of_checkpoint(checkpoint: AnyCheckpoint) -> WeightOption:
-    """Those of a checkpoint; called as the recipe that made it, or after what was done.
+def of_checkpoint(checkpoint: AnyCheckpoint, dtype: str = "auto") -> WeightOption:
+    """Those of a checkpoint, run in its own dtype or another; called as the recipe that made it, or after
+    what was done.
 
     Raises:
         QuantkitError: the model isn't known, or has a dtype that isn't.
@@ -170,7 +171,7 @@ def of_checkpoint(checkpoint: AnyCheckpoint) -> WeightOption:
     label = str(manifest.recipe["name"]) if manifest else label_of(checkpoint.layers)
     config = {k: v for k, v in checkpoint.config().items() if k != "quantization_config"}
     rows, total = checkpoint.layers, sum(info.nbytes for info in checkpoint.infos.values())
-    return _weights(label, "as the checkpoint has them", parse_config(config), dtype_of(config, "auto"), rows,
+    return _weights(label, "as the checkpoint has them", parse_config(config), dtype_of(config, dtype), rows,
                     total - sum(row.bytes for row in rows), checkpoint.file_bytes)
 
 

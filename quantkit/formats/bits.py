@@ -13,6 +13,8 @@ import torch
 _LANES = 8
 _AT_ONCE = 1 << 26
 """Codes packed at a time: it takes three times their bytes."""
+_SPREAD = 1 << 20
+"""Pairs of codes of 4 bits spread at a time: they are in memory once more."""
 
 
 def words(count: int, bits: int) -> int:
@@ -66,10 +68,11 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if bits == 8:
         return octets[:, :count].clone()
     if bits == 4:
-        pairs = torch.empty(*octets.shape, 2, dtype=torch.uint8, device=packed.device)
-        torch.bitwise_and(octets, 15, out=pairs[..., 0])  # in place: nothing is in memory twice
-        torch.bitwise_right_shift(octets, 4, out=pairs[..., 1])
-        return pairs.reshape(rows, pairs.shape[1] * 2)[:, :count].contiguous()
+        pairs = octets.to(torch.int16)  # two codes each, which become two bytes
+        for part in pairs.split(max(1, _SPREAD // max(1, pairs.shape[1]))):
+            part |= part << 4
+            part &= 0x0F0F
+        return pairs.view(torch.uint8)[:, :count].contiguous()
     blocks = -(-count // _LANES)
     octets = _pad(octets, blocks * bits)[:, : blocks * bits].reshape(rows, blocks, bits)
     stream = torch.zeros(rows, blocks, _LANES, dtype=torch.uint8, device=packed.device)

@@ -89,11 +89,9 @@ class PageReservation:
         Returns:
             Whether there are enough; if not, its reservation stays as it was.
         """
-        before = self._reserved.pop(number)
-        needed = self._to_answer(number, tokens)
-        held = self._held(number)
-        if self._there_are([max(0, pages - has) for pages, has in zip(needed, held)], alone=alone):
-            self._reserved[number] = tokens, needed
+        before, needed = self._reserved[number], self._to_answer(number, tokens)
+        self._reserved[number] = tokens, needed
+        if self._there_are([0] * len(self._groups), alone=alone):
             return True
         self._reserved[number] = before
         return False

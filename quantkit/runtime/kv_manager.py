@@ -117,9 +117,9 @@ class KVCacheManager:
         if reservation.extend(number, min(limit, least + LOOKAHEAD)) or reservation.extend(number, least):
             return True
         if self.prefixes is not None and reservation.extend(number, least, alone=True):
-            while not reservation.extend(number, least):  # what is reserved is there once enough is evicted
-                self.prefixes.evict()
-            return True
+            while self.prefixes.evict():  # what is reserved is there once enough is evicted
+                if reservation.suffices():
+                    return True
         return False
 
     def restart(self, request: Request) -> None:

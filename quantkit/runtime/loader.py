@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,10 +25,10 @@ from quantkit.models.decoder import CausalLM
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.models.loadable import check_loadable
-from quantkit.ops.cpu_machine import unavailable
+from quantkit.ops.cpu_machine import pool, unavailable
 from quantkit.ops.linear_weight import LinearWeight
 from quantkit.ops.stored_weight import StoredWeight
-from quantkit.progress import Listener, silent
+from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.runtime.choose import choose_runtime
 from quantkit.runtime.cpu.malloc import trim_heap
 from quantkit.runtime.cpu.model import CpuModel
@@ -38,8 +39,14 @@ from quantkit.spec import KVSpec
 from quantkit.text.tokenizer import Tokenizer
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+MIB = 1 << 20
 TRIM_EVERY = 1 << 24
 """Bytes of weights after which freed memory goes back to the system."""
+
+THREADS_FROM = 1 << 22
+"""Numbers in a model's largest Linear from which torch packs with all its threads. Packing a smaller one
+takes a millisecond, in which threads cost more than they help; with other work on the cores, many times more.
+"""
 
 
 class TensorFiles(Protocol):
@@ -94,7 +101,9 @@ class LoadedModel:
 
 
 def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-         verify: bool = False, progress: Listener = silent) -> LoadedModel:
+         verify: bool = False, progress: Listener = silent, loading: Listener = silent,
+         on_open: Callable[[ModelSource | AnyCheckpoint, torch.device], object] = lambda source, device: None,
+         on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
     """Load a model.
 
     Plain weights with the right dtype are mapped from their file, not copied. Weights that a CPU multiplies
@@ -109,6 +118,10 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
         device: where it runs, as torch names it; ``auto`` takes the GPU if there is one.
         verify: check all bytes against their hashes before anything is loaded.
         progress: told of what is verified.
+        loading: told of the weights that are there, in MiB as they are stored.
+        on_open: called with what is going to be loaded, and where, before more than headers is read; what it
+            raises ends loading.
+        on_tokenizer: called with the tokenizer, which is there before a weight is read.
 
     Raises:
         UsageError: an argument is off, or nothing is recorded that ``verify`` could compare with.
@@ -119,19 +132,31 @@ def load(uri: str, *, revision: str | None = None, dtype: str = "auto", device: 
     place = find_device(device)
     source = open_model(uri, revision)
     try:
+        on_open(source, place)
         if isinstance(source, Checkpoint):
             if verify:
                 check_files(source, progress)
             else:
-                check_sample(source)
+                return _beside_check(source, lambda: _checkpoint(source, uri, dtype, place, loading,
+                                                                  on_tokenizer))
         elif verify:
             raise UsageError(f"{uri} can't be verified", next="leave out --verify",
                              why="only checkpoints of quantkit record the hashes of their files")
         if isinstance(source, Checkpoint | ForeignCheckpoint):
-            return _checkpoint(source, uri, dtype, place)
-        return _source(source, uri, dtype, place)
+            return _checkpoint(source, uri, dtype, place, loading, on_tokenizer)
+        return _source(source, uri, dtype, place, loading, on_tokenizer)
     finally:
         source.close()
+
+
+def _beside_check(checkpoint: Checkpoint, build: Callable[[], LoadedModel]) -> LoadedModel:
+    """What ``build`` returns, while a thread looks for damage; that is raised rather than what came of it."""
+    with ThreadPoolExecutor(1) as threads:
+        check = threads.submit(check_sample, checkpoint)
+        try:
+            return build()
+        finally:
+            check.result()
 
 
 def label_of(rows: Sequence[LayerRow]) -> str:
@@ -140,11 +165,13 @@ def label_of(rows: Sequence[LayerRow]) -> str:
     return ", ".join(kinds) or "unquantized"
 
 
-def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loading: Listener,
+            on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
     infos = source.tensors()
     checked = check_loadable(uri, source.config(), infos, source.side_files(), dtype=dtype)
     config, kind = checked.config, checked.dtype
-    model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri)
+    on_tokenizer(checked.tokenizer)
+    model, reason = build_model(config, source, infos.__contains__, kind, {}, device, uri, loading)
     slots = [infos[f"{slot.name}.weight"] for slot in linear_slots(config)]
     bits = 8 * sum(i.nbytes for i in slots) / sum(math.prod(i.shape) for i in slots)
     stored = {i.dtype for i in slots}
@@ -154,10 +181,12 @@ def _source(source: ModelSource, uri: str, dtype: str, device: torch.device) -> 
                        kind.itemsize * sum(map(math.prod, tensor_shapes(config).values())), reason)
 
 
-def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device) -> LoadedModel:
+def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.device, loading: Listener,
+                on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
     checked = check_loadable(uri, checkpoint.config(), checkpoint.infos, checkpoint.side_files(),
                              checkpoint.layers, dtype=dtype, error=CheckpointError)
     config, kind = checked.config, checked.dtype
+    on_tokenizer(checked.tokenizer)
     packed: dict[str, QuantizedTensor] = {}
     for slot in all_slots(config):
         if (weight := checkpoint.quantized(slot.name)) is not None:
@@ -165,7 +194,7 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
             packed[slot.name] = weight
     plain = [shape for name, shape in tensor_shapes(config).items()
              if name.removesuffix(".weight") not in packed]
-    model, reason = build_model(config, checkpoint, checkpoint.has, kind, packed, device, uri)
+    model, reason = build_model(config, checkpoint, checkpoint.has, kind, packed, device, uri, loading)
     resident = kind.itemsize * sum(map(math.prod, plain)) + sum(
         t.nbytes for q in packed.values() for t in q.tensors.values())
     return LoadedModel(model, config, checked.tokenizer, uri, label_of(checkpoint.layers),
@@ -173,9 +202,42 @@ def _checkpoint(checkpoint: AnyCheckpoint, uri: str, dtype: str, device: torch.d
                        reason)
 
 
+class _LoadedBytes:
+    """Counts weights as they are loaded.
+
+    Args:
+        total: bytes of all.
+        listener: told whenever there are more.
+    """
+
+    def __init__(self, total: int, listener: Listener) -> None:
+        self._total, self._done, self._listener = total, 0, listener
+        self._tell()
+
+    def counted(self, weight: StoredWeight) -> StoredWeight:
+        """The same weight, which is there now."""
+        self._done += weight.nbytes
+        self._tell()
+        return weight
+
+    def layer(self, config: ModelConfig) -> None:
+        """Another layer is there, or embedding and head; about as large as each other."""
+        self._done += -(-self._total // (config.num_layers + 1))
+        self._tell()
+
+    def finish(self) -> None:
+        """All others are there too: tables that are looked up, norms, biases."""
+        self._done = self._total
+        self._tell()
+
+    def _tell(self) -> None:
+        total = max(1, self._total // MIB)
+        self._listener(ProgressEvent(min(self._done // MIB, total), total, "weights", unit="MiB"))
+
+
 def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bool], dtype: torch.dtype,
                 quantized: Mapping[str, QuantizedTensor], device: torch.device,
-                uri: str) -> tuple[LanguageModel, str | None]:
+                uri: str, loading: Listener = silent) -> tuple[LanguageModel, str | None]:
     """Build the network for the runtime that :func:`~quantkit.runtime.choose.choose_runtime` names.
 
     On a CPU weights are packed whatever the runtime: what torch computes for a row may depend on other rows.
@@ -186,6 +248,7 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
         has: whether there is a tensor of a name.
         device: where it is to run.
         uri: what the model is called.
+        loading: told of the weights that are there, in MiB as they are stored.
 
     Returns:
         The network, and why it is run one operation after another; ``None`` if it isn't.
@@ -193,28 +256,44 @@ def build_model(config: ModelConfig, files: TensorFiles, has: Callable[[str], bo
     Raises:
         QuantkitError: it doesn't fit on the device, or a tensor is missing.
     """
+    loaded = _LoadedBytes(memory.stored_bytes(config, dtype, quantized), loading)
     release = getattr(files, "release", lambda: None)
     choice = choose_runtime(config, dtype, device, quantized)
     memory.check(config, dtype, quantized, device, uri, choice.runtime == "gpu")
     if choice.runtime == "gpu":  # weights are taken from the file's pages a layer at a time
         weights = Weights(files.tensor, has, dtype, quantized.get)
-        return GpuModel(CausalLM(config, weights), device, release), None
+
+        def layer_is_there() -> None:
+            release()
+            loaded.layer(config)
+
+        return GpuModel(CausalLM(config, weights), device, layer_is_there), None
     if device.type != "cpu" or unavailable() is not None:
         moved = {name: weight.to(device) for name, weight in quantized.items()}
-        return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device)), choice.reason
+        return CausalLM(config, Weights(files.tensor, has, dtype, moved.get, device,
+                                        loaded.counted)), choice.reason
     packed_bytes = 0
 
     def pack_and_release(weight: StoredWeight) -> LinearWeight:
         nonlocal packed_bytes
         packed = weight.packed(dtype, release)
         release()  # the file's pages that were read: the weight would be in memory twice
+        loaded.counted(weight)
         packed_bytes += packed.nbytes
         if packed_bytes > TRIM_EVERY:
             packed_bytes = 0
             trim_heap()
         return packed
 
-    model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
+    # the threads that kernels get are as many as torch has now
+    threads, _ = torch.get_num_threads(), pool()
+    if max(slot.in_features * slot.out_features for slot in linear_slots(config)) < THREADS_FROM:
+        torch.set_num_threads(1)
+    try:
+        model = CausalLM(config, Weights(files.tensor, has, dtype, quantized.get, device, pack_and_release))
+    finally:
+        torch.set_num_threads(threads)
     release()
     trim_heap()
+    loaded.finish()
     return (CpuModel(model), None) if choice.runtime == "cpu" else (model, choice.reason)

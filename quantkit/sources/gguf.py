@@ -7,6 +7,7 @@ rotate-half order that ``config.json`` means.
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 import re
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 _CHUNK = 2**24
 """Values dequantized at once: 64 MiB as float32, whatever the tensor's size."""
+_JOINED = 2**15
+"""Values of neighboring rows that are dequantized as one row, at most."""
 
 
 class GGUFSource:
@@ -158,10 +161,13 @@ class GGUFSource:
         rows, cols = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
         raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(rows, -1)
         kind, step = GGMLQuantizationType(tensor.type), max(1, _CHUNK // cols)
-        if rows <= step:
+        # the library takes 16 rows at a time; short ones would cost it a thousand calls a tensor
+        joined = math.gcd(rows, 1 << (_JOINED // cols).bit_length() >> 1) or 1
+        raw, step = raw.reshape(rows // joined, -1), max(1, step // joined)
+        if len(raw) <= step:
             return torch.from_numpy(_owned(dequantize(raw, kind))).reshape(tensor.shape)
-        values = torch.empty(rows, cols, dtype=torch.bfloat16)
-        for begin in range(0, rows, step):
+        values = torch.empty(len(raw), joined * cols, dtype=torch.bfloat16)
+        for begin in range(0, len(raw), step):
             values[begin:begin + step] = torch.from_numpy(_owned(dequantize(raw[begin:begin + step], kind)))
         return values.reshape(tensor.shape)
 

@@ -25,6 +25,7 @@ MAX_NAME, MAX_DIMS, MAX_NESTING = 512, 4, 2
 MAX_SIZE = 2**48
 _FORMS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
           12: "<f8"}
+_LENGTH = struct.Struct("<Q")
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 _ALIGNMENT = "general.alignment"
 
@@ -125,6 +126,17 @@ class _Reader:
         start = self.take(length)
         return self.data[start:start + length]
 
+    def strings(self, count: int) -> list[str]:
+        """Texts one after another, as :meth:`string` reads each: a vocabulary has a hundred thousand."""
+        data, end, length, texts = self.data, min(self.size, MAX_HEADER), _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = self.at + _LENGTH.size
+            if start > end or (stop := start + length(data, self.at)[0]) > end:
+                self.string()  # raises, and says what is wrong
+            texts.append(data[start:stop].decode("utf-8", "replace"))
+            self.at = stop
+        return texts
+
     def identifier(self) -> str:
         try:
             return self.string(MAX_NAME).decode("utf-8")
@@ -164,8 +176,10 @@ class _Reader:
         self.values += count
         if self.values > MAX_VALUES:
             raise self.bad(f"its arrays hold more than {MAX_VALUES:,} values")
-        return self.numbers(inner, count) if inner in _FORMS else [self.value(inner, depth + 1)
-                                                                   for _ in range(count)]
+        if inner in _FORMS:
+            return self.numbers(inner, count)
+        return self.strings(count) if inner == _STRING and depth < MAX_NESTING else [
+            self.value(inner, depth + 1) for _ in range(count)]
 
     def numbers(self, kind: int, count: int) -> list[Any]:
         form = np.dtype("u1" if kind == _BOOL else _FORMS[kind])  # a bool may hold any byte

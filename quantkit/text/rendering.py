@@ -28,6 +28,11 @@ Outcome = dict[str, str]
 given, or is refused more time, work or access) or ``failed``."""
 
 
+def start() -> None:
+    """Start the process that renders now; the first conversation then doesn't wait for it."""
+    isolated.start(__name__, MEMORY)
+
+
 def ask(function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Call one of a rendering module's functions where it can do no harm.
 

@@ -202,3 +202,36 @@ def test_a_line_of_a_run_that_takes_hours(capsys):
     run({"solving": [600.0] * 100})
     line = capsys.readouterr().err.splitlines()[1]
     assert re.fullmatch(r"work: phase 1 of 1, solving: 10 of 100, about 15 h left", line)
+
+
+def test_what_takes_a_moment_is_not_told(capsys):
+    clock = Clock()
+    with ProgressLine("loading", clock=clock, after=2.0) as progress:
+        for done in range(5):
+            progress(ProgressEvent(done, 4, "weights", unit="MiB"))
+            clock.now += 0.4
+    assert capsys.readouterr().err == ""
+
+
+def test_what_takes_longer_is_told_from_then_on(capsys):
+    clock = Clock()
+    with ProgressLine("loading", clock=clock, after=2.0) as progress:
+        for done in range(0, 4097, 64):
+            progress(ProgressEvent(done, 4096, "weights", unit="MiB"))
+            clock.now += 0.5
+        # the next model has a moment of its own
+        for done in (0, 4096):
+            progress(ProgressEvent(done, 4096, "weights", unit="MiB"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "loading: 448 of 4,096 MiB" and lines[-1] == "loading: 4,096 of 4,096 MiB"
+    assert lines[1].startswith("loading: 832 of 4,096 MiB, about ") and len(lines) == 10
+
+
+def test_a_terminal_has_one_bar_at_a_time(monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with ProgressLine("verifying") as first, ProgressLine("loading") as second:
+        first(ProgressEvent(1, 2, "a"))
+        assert first._bar.live.is_started
+        second(ProgressEvent(1, 2, "b", unit="MiB"))
+        assert second._bar.live.is_started and not first._bar.live.is_started
+    assert not second._bar.live.is_started and ProgressLine._drawn is None

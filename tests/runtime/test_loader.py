@@ -194,3 +194,44 @@ def test_no_tokenizer(bf16, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(SourceError, match=r"no tokenizer\.json"):
         load(str(folder))
+
+
+def test_loading_is_told_in_steps(tmp_path):
+    folder = tiny_model(tmp_path, hidden_size=256, intermediate_size=2048, vocab_size=4096)
+    events = []
+    loaded = load(str(folder), loading=events.append)
+    done = [event.done for event in events]
+    assert {event.total for event in events} == {loaded.weight_bytes // 2**20} and events[0].unit == "MiB"
+    assert done[0] == 0 and done == sorted(done) and done[-1] == events[-1].total
+    assert len(set(done)) > 3
+
+
+def test_the_tokenizer_is_there_before_the_weights(bf16):
+    order = []
+    loaded = load(str(bf16), loading=lambda event: order.append(event.done), on_tokenizer=order.append)
+    assert order[0] is loaded.tokenizer
+
+
+def test_packing_leaves_torch_its_threads(bf16):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        load(str(bf16))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_damage_is_said_rather_than_what_it_causes(checkpoint, tmp_path, monkeypatch):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+
+    def fails(*_):
+        raise ValueError("built from damage")
+
+    monkeypatch.setattr("quantkit.runtime.loader.build_model", fails)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load(str(tmp_path))

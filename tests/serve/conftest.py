@@ -19,9 +19,10 @@ import torch
 
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
+from quantkit.serve.address import bind, url
 from quantkit.serve.app import Application, create_app
 from quantkit.serve.models import ServedEngine
-from quantkit.serve.server import Server, bind, url
+from quantkit.serve.server import Server
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.testing import tiny_model
 from quantkit.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.serve.server import bind, is_loopback, url
+from quantkit.serve.address import bind, is_loopback, url
 
 
 def test_a_free_port_is_taken_and_said():

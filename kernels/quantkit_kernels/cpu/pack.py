@@ -18,44 +18,44 @@ AT_ONCE = 1 << 19
 
 def bf16(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
     """bfloat16 ``[n, k]`` → uint8; ``read`` is called whenever some of the weight isn't needed any more."""
-    return _packed(weight.view(torch.int16), lanes, SUB, 0, _pairs, read)
+    return _packed(weight.view(torch.int16), lanes, SUB, 0, lambda rows: _by_lane(rows, torch.int32), read)
 
 
 def floats(weight: torch.Tensor, lanes: int, read: Callable[[], None] = lambda: None) -> torch.Tensor:
     """float16 or float32 ``[n, k]`` → uint8; ``read`` is called as for :func:`bf16`."""
-    bits = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
-    return _packed(bits, lanes, SUB, 0, lambda blocks: blocks.transpose(2, 3), read)
+    word = torch.int16 if weight.dtype == torch.float16 else torch.int32
+    return _packed(weight.view(word), lanes, SUB, 0, lambda rows: _by_lane(rows, word), read)
 
 
 def int8(codes: torch.Tensor, lanes: int, group: int = SUB, middle: int = 0) -> torch.Tensor:
     """Codes int8, or uint8 of which ``middle`` means 0, ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, group, middle, lambda blocks: _pairs((blocks - middle).view(torch.int8)))
+    return _packed(codes, lanes, group, middle, lambda rows: _by_lane(rows - middle, torch.int16))
 
 
 def int4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8."""
-    def runs(blocks: torch.Tensor) -> torch.Tensor:
-        parts = blocks.unflatten(-1, (-1, 2, 4))  # [blocks, sub, lanes, 4, 2, 4]
-        return (parts[..., 0, :] | parts[..., 1, :] << 4).transpose(2, 3)
+    def runs(rows: torch.Tensor) -> torch.Tensor:
+        eight = rows.view(torch.int64)  # the low four beside the high four, which take the upper nibbles
+        return (eight | eight >> 28).to(torch.int32).transpose(1, 2)
 
     return _packed(codes, lanes, group, 0, runs)
 
 
 def w8a8(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, of which 128 means 0 → uint8: signed."""
-    return _packed(codes, lanes, SUB, 128, lambda blocks: _quads(blocks ^ 128))
+    return _packed(codes, lanes, SUB, 128, lambda rows: _by_lane(rows ^ 128, torch.int32))
 
 
 def e4m3(codes: torch.Tensor, lanes: int) -> torch.Tensor:
     """Bit patterns uint8 ``[n, k]`` → uint8."""
-    return _packed(codes, lanes, SUB, 0, _quads)
+    return _packed(codes, lanes, SUB, 0, lambda rows: _by_lane(rows, torch.int32))
 
 
 def nf4(codes: torch.Tensor, lanes: int, group: int = SUB) -> torch.Tensor:
     """Codes uint8 ``[n, k]``, at most 15 → uint8. The table's zero is code 7, which pads."""
-    def runs(blocks: torch.Tensor) -> torch.Tensor:
+    def runs(rows: torch.Tensor) -> torch.Tensor:
         # k in a subgroup is [load, nibble, half, parity]; a word's place is 2 · lane + parity = 8 · run + at
-        parts = blocks.unflatten(-1, (4, 2, 2, 2))
+        parts = rows.unflatten(-1, (-1, 4, 2, 2, 2)).transpose(1, 2)  # [blocks, subgroups, lanes, …]
         words = parts.permute(0, 1, 3, 4, 5, 2, 6).flatten(-2).unflatten(-1, (-1, 8))
         places = words.transpose(-3, -2)  # [..., load, nibble, run, half, at]: a run is 16 bytes
         return places[:, :, :, 0] | places[:, :, :, 1] << 4
@@ -92,7 +92,7 @@ def scales(scale: torch.Tensor, lanes: int) -> torch.Tensor:
 def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
             order: Callable[[torch.Tensor], torch.Tensor],
             read: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """``[n, k]`` → bytes, some rows at a time; ``order`` takes ``[blocks, subgroups, lanes, 32]``."""
+    """``[n, k]`` → bytes, some rows at a time; ``order`` takes contiguous ``[blocks, lanes, k]``."""
     rows, columns = x.shape
     missing = -columns % max(multiple, SUB)
     step = max(1, AT_ONCE // (columns + missing) // STRIPE) * STRIPE
@@ -102,7 +102,7 @@ def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
         part = x[start:start + step]
         if missing:
             part = torch.nn.functional.pad(part, (0, missing), value=value)
-        blocks = _rows(part, lanes, value).unflatten(-1, (-1, SUB)).transpose(1, 2)
+        blocks = _rows(part.contiguous(), lanes, value)
         packed = order(blocks).contiguous().view(torch.uint8).flatten()
         if out is None:
             out = torch.empty(packed.numel() // (blocks.shape[0] * lanes) * (-(-rows // STRIPE) * STRIPE),
@@ -113,14 +113,10 @@ def _packed(x: torch.Tensor, lanes: int, multiple: int, value: int,
     return torch.empty(0, dtype=torch.uint8) if out is None else out
 
 
-def _pairs(blocks: torch.Tensor) -> torch.Tensor:
-    """Two neighbors of each lane's row side by side."""
-    return blocks.unflatten(-1, (-1, 2)).transpose(2, 3)
-
-
-def _quads(blocks: torch.Tensor) -> torch.Tensor:
-    """Four neighbors of each lane's row side by side."""
-    return blocks.unflatten(-1, (-1, 4)).transpose(2, 3)
+def _by_lane(rows: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """``[blocks, lanes, k]`` → ``[blocks, words, lanes]``: neighbors of a row stay together in a word, which
+    is copied several times as fast as they are one by one."""
+    return rows.view(word).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor, lanes: int, value: int = 0) -> torch.Tensor:

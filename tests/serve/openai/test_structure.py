@@ -32,7 +32,8 @@ def test_json_by_a_schema(shared, body):
 
 
 @pytest.mark.parametrize(("body", "allowed"), [
-    ({"guided_choice": ["yes", "no"]}, ("yes", "no")), ({"structured_outputs": {"regex": "(ab){3}"}}, ("ababab",)),
+    ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+    ({"structured_outputs": {"regex": "(ab){3}"}}, ("ababab",)),
     ({"guided_grammar": 'start: "x" | "y"'}, ("x", "y"))])
 def test_other_structures_in_chat_and_completions(shared, body, allowed):
     assert chat(shared, **body)["message"]["content"] in allowed
@@ -76,7 +77,8 @@ def test_messages(shared):
         **body, "tools": [{"name": "look", "input_schema": SCHEMA}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}).json()
     (call,) = answer["content"]
-    assert call["type"] == "tool_use" and right(json.dumps(call["input"])) and answer["stop_reason"] == "tool_use"
+    assert call["type"] == "tool_use" and right(json.dumps(call["input"]))
+    assert answer["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize("body", [{"guided_regex": "(?=a)b"}, {"guided_grammar": "start: nothing_like_it"},

@@ -1,0 +1,38 @@
+"""Loads a model for a command, and says how far that is where it takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quantkit.cli.progress import ProgressLine
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.checkpoint.open import AnyCheckpoint
+    from quantkit.runtime.loader import LoadedModel
+    from quantkit.sources.base import ModelSource
+    from quantkit.text.tokenizer import Tokenizer
+
+MOMENT = 2.0
+"""Seconds of loading that nobody needs to be told of."""
+
+
+def loading_line(model: str, quiet: bool = False) -> ProgressLine:
+    """For the bytes of weights that are loaded; shown from the third second on."""
+    return ProgressLine(f"loading {model}", quiet, after=MOMENT)
+
+
+def load_model(model: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto",
+               verify: bool = False, quiet: bool = False,
+               on_open: Callable[[ModelSource | AnyCheckpoint, torch.device], object] = lambda source, device:
+               None,
+               on_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None) -> LoadedModel:
+    """:func:`quantkit.runtime.loader.load` with progress on stderr, unless ``quiet``."""
+    from quantkit.runtime.loader import load
+
+    with ProgressLine(f"verifying {model}", quiet or not verify) as verified, \
+            loading_line(model, quiet) as loaded:
+        return load(model, revision=revision, dtype=dtype, device=device, verify=verify, progress=verified,
+                    loading=loaded, on_open=on_open, on_tokenizer=on_tokenizer)

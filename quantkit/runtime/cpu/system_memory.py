@@ -1,0 +1,52 @@
+"""How much memory this machine has for a process: the system's, and less where a container has a limit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+"""Where ``proc`` and ``sys`` are."""
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files of a control group, and the line of its ``memory.stat`` that says what it could give back at once."""
+
+
+def system_memory() -> dict[str, int | None]:
+    """Bytes in ``total`` and ``available`` now, from Linux's /proc/meminfo; ``None``: it isn't known."""
+    try:
+        lines = (ROOT / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {"total": None, "available": None}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if len(line.split()) > 1}
+    return {"total": kib.get("MemTotal", 0) * 1024, "available": kib.get("MemAvailable", 0) * 1024}
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can take now without anything being swapped out or killed: what the system has
+    available, or what is left of a control group's limit. ``None`` where nothing says it."""
+    available = system_memory()["available"]
+    if available is None:
+        return None
+    return max(0, min([available, *_left_in_groups()]))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes left in each control group that this process is in and that has a limit."""
+    try:
+        lines = (ROOT / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if kinds not in ("", "memory"):
+            continue
+        base, names = (ROOT / "sys/fs/cgroup", _V2) if kinds == "" else (ROOT / "sys/fs/cgroup/memory", _V1)
+        folder = base / path.lstrip("/")
+        # in a container its own group may be mounted as the root; outside, groups above have limits too
+        for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(base))):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limit, used = (int((group / name).read_text()) for name in names[:2])
+                stat = dict(pair.split() for pair in (group / "memory.stat").read_text().splitlines())
+                yield limit - used + int(stat.get(names[2], 0))

@@ -1,0 +1,69 @@
+"""What serve-local says of memory before it loads, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.checkpoint.open import open_model
+from quantkit.cli.serving_plan import show_plan
+from quantkit.errors import QuantkitError
+from quantkit.fit import serving
+from quantkit.fit.serving import MemoryPart
+
+
+@pytest.fixture
+def said(tiny, checkpoint, capsys, monkeypatch):
+    """``said(available, …)``: stderr of the plan for 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def plan(available, folder=tiny, **options):
+        monkeypatch.setattr(serving, "available_memory", lambda: available)
+        source = open_model(str(folder))
+        try:
+            show_plan(str(folder), source, torch.device("cpu"), **options)
+        finally:
+            source.close()
+        return capsys.readouterr().err
+
+    return plan
+
+
+def test_lines(said):
+    text = said(10**12)
+    assert text.startswith("memory: weights ") and "runtime " in text and "warning" not in text
+    assert all(len(line) <= 80 for line in text.splitlines()) and len(text.splitlines()) <= 3
+    joined = " ".join(text.split())
+    assert "KV cache up to " in joined and "--max-batch 8" in joined and "1.0 TB available" in joined
+    assert "available" not in said(None)
+
+
+def test_a_fixed_cache_and_other_parts(said):
+    joined = " ".join(said(10**12, kv_memory=10**5, also=[MemoryPart("prefix cache", 2 * 10**8,
+                                                                     "--prefix-cache")]).split())
+    assert "KV cache 100 kB (--kv-memory; " in joined and "prefix cache 200 MB (--prefix-cache), " in joined
+
+
+def test_too_much_in_all_is_a_warning(said):
+    text = said(6 * 10**8, max_batch=4096)
+    assert "warning: the server may need " in text and "600 MB are available" in text
+    assert "--kv-memory " in text and "full length fit" in text
+    assert "give less to --kv-memory" in said(5 * 10**8, kv_memory=10**9, max_batch=4096)
+
+
+def test_weights_that_do_not_fit_are_refused(said, tiny, checkpoint):
+    with pytest.raises(QuantkitError, match=r"the weights of .* don't fit into the memory") as refused:
+        said(10_000)
+    assert "10 kB are available" in refused.value.why
+    assert f"quantkit plan {tiny}" in refused.value.next and "--overcommit" in refused.value.next
+    with pytest.raises(QuantkitError) as refused:
+        said(10_000, checkpoint)
+    assert "of the original" in refused.value.next
+    assert "warning: " in said(10_000, overcommit=True)
+
+
+def test_the_command_refuses_before_it_loads(cli, tiny, monkeypatch):
+    monkeypatch.setattr(serving, "available_memory", lambda: 10_000)
+    monkeypatch.setattr("quantkit.runtime.loader.build_model", lambda *_: pytest.fail("it was loaded"))
+    result = cli("serve-local", tiny, "--port", "0")
+    assert result.exit_code == 1 and "don't fit into the memory" in result.stderr
