@@ -13,7 +13,7 @@ NAMED = {"name": "look", "description": "Look.", "parameters": SCHEMA}
 
 
 def chat(shared, **body):
-    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 200, "seed": 3, **body})
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "seed": 3, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
 
@@ -51,25 +51,25 @@ def test_a_call_that_must_be(shared, choice):
 
 
 def test_choices_of_one_request_each_have_their_own(shared):
-    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 200, "n": 4, "seed": 1,
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "n": 4, "seed": 1,
                                                   "guided_json": SCHEMA})
     assert all(right(choice["message"]["content"]) for choice in answer.json()["choices"])
 
 
 def test_responses(shared):
     answer = shared.openai().responses.create(
-        model="tiny", input="the cat", max_output_tokens=200,
+        model="tiny", input="the cat", max_output_tokens=4000,
         text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}})
     assert right(answer.output_text)
     answer = shared.openai().responses.create(
-        model="tiny", input="the cat", max_output_tokens=200, tools=[{"type": "function", **NAMED}],
+        model="tiny", input="the cat", max_output_tokens=4000, tools=[{"type": "function", **NAMED}],
         tool_choice="required", parallel_tool_calls=False)
     (call,) = answer.output
     assert call.type == "function_call" and right(call.arguments) and answer.status == "completed"
 
 
 def test_messages(shared):
-    body = {"messages": USER, "max_tokens": 200}
+    body = {"messages": USER, "max_tokens": 4000}
     answer = shared.post("/v1/messages", {**body, "output_config": {"format": {
         "type": "json_schema", "schema": SCHEMA}}}).json()
     assert right(answer["content"][0]["text"])
