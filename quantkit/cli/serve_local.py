@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ MAX_NAME = 200
 
 
 @click.command("serve-local")
-@click.argument("model")
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
               help="Address to listen on; one that other machines can reach needs a key.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True,
@@ -36,13 +37,19 @@ MAX_NAME = 200
               help="Another host name that clients may use for this server; may be repeated.")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path),
               help=f"File with the key that clients must send; or set {KEY_VARIABLE}.")
-@click.option("--name", help="Name of the model in requests; by default the last part of MODEL.")
+@click.option("--name", "names", multiple=True,
+              help="Name of the model in requests; by default the last part of MODEL. For several models "
+                   "it is given for each, in their order.")
 @click.option("--kv", metavar="TEXT",
               help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\";"
                    " by default the checkpoint's.")
 @click.option("--kv-memory", metavar="SIZE",
-              help="Memory that the KV cache reserves at the start, 8GB or 500MiB; requests wait for free "
-                   "pages. By default it grows; on a GPU it takes what is left.")
+              help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests "
+                   "wait for free pages. By default it grows; on a GPU it takes what is left.")
+@click.option("--prefix-cache", metavar="SIZE",
+              help="Memory for keys and values of texts that later prompts may begin with, 2GB or 500MiB; 0 "
+                   "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
+                   "that are free where --kv-memory is given.")
 @overcommit_option
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
               help="Largest number of sequences that are decoded together.")
@@ -64,69 +71,77 @@ MAX_NAME = 200
 @device_option
 @verify_option
 @click.option("--json", "as_json", is_flag=True,
-              help="Print one JSON object when the server listens: url, model, pid.")
-def command(model: str, host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            name: str | None, kv: str | None, kv_memory: str | None, overcommit: bool, max_batch: int,
-            max_queue: int, max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None,
-            dtype: str, device: str, verify: bool, as_json: bool) -> None:
-    """Serve a model on this machine with OpenAI's API and a chat page.
+              help="Print one JSON object when the server listens: url, model, models, pid.")
+def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
+            names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None,
+            overcommit: bool, max_batch: int, max_queue: int, max_itl: float, drain_timeout: float,
+            parse_special: bool, revision: str | None, dtype: str, device: str, verify: bool,
+            as_json: bool) -> None:
+    """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
-    batched. SIGTERM or Ctrl-C lets running answers finish; a second one stops at once.
+    batched. Of several models, requests choose one by its name. SIGTERM or Ctrl-C lets running answers
+    finish; a second one stops at once.
     """
     key = _key(api_key_file)
-    called = _called(model, name)
+    called = _names(models, names)
+    if revision is not None and len(models) > 1:
+        raise UsageError("--revision with several models", why="it is a revision of one of them",
+                         next="write it behind each model: NAME@REVISION")
     from quantkit.kvspec import parse_kv
     from quantkit.serve.address import bind, is_loopback, url
     from quantkit.text import rendering
 
     spec = None if kv is None else parse_kv(kv)
-    memory = None if kv_memory is None else bytes_of(kv_memory)
-    if kv_memory is not None and memory is None:
-        raise UsageError(f"--kv-memory is {kv_memory!r}", why="it must be a number and a unit: 8GB, 500MiB")
+    memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
-        note(f"loading {model}")
+        note(f"loading {', '.join(models)}")
         rendering.start()
         import_large("quantkit.runtime.loader")
         from quantkit.cli.serving_start import ServingStart
-        from quantkit.runtime.engine import PREFILL_CHUNK, Engine
+        from quantkit.runtime.engine import Engine
 
-        start = ServingStart()
-        loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                            on_open=lambda source, place: show_plan(
-                                model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
-                                kv_memory=memory, overcommit=overcommit),
-                            on_tokenizer=start.take_tokenizer)
-        engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
-                        max_itl=max_itl / 1000)
-        start.take_engine(engine)
-        note(_about(loaded, engine))
-        if engine.max_itl is None:
-            note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
-                 "model's results depend on how a prompt is cut")
-        start.wait()
+        made = []
+        turn = threading.Lock() if len(models) > 1 else None
+        for model in models:
+            start = ServingStart()
+            loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                                on_open=lambda source, place, model=model: show_plan(
+                                    model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
+                                    kv_memory=memory, overcommit=overcommit),
+                                on_tokenizer=start.take_tokenizer)
+            engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
+                            max_itl=max_itl / 1000, prefix_cache=prefixes, turn=turn)
+            start.take_engine(engine)
+            _tell(loaded, engine)
+            start.wait()
+            made.append((engine, loaded))
         from quantkit.serve.app import create_app
+        from quantkit.serve.models import ServedEngine
         from quantkit.serve.server import Server
 
+        served = [ServedEngine(engine, loaded, name, parse_special)
+                  for (engine, loaded), name in zip(made, called, strict=True)]
         loopback = is_loopback(bound)
-        application = create_app(engine, loaded, name=called, loopback=loopback, hosts=(*hosts, host),
-                                 key=key, parse_special=parse_special, on_error=_failed)
+        application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,
+                                 on_error=_failed)
         address = url(bound)
 
         def ready() -> None:
             if as_json:
-                _announce({"url": address, "model": called, "pid": os.getpid()})
+                _announce({"url": address, "model": called[0], "models": called, "pid": os.getpid()})
             where = "" if loopback else f", and on {host} for other machines"
             note(f"listening on {address}{where}; open it to chat, Ctrl-C to end")
-            note(f"next: {_curl(address, called, loaded, key is not None)}")
+            note(f"next: {_curl(address, called[0], served[0].loaded, key is not None)}")
 
-        server = Server(application, engine, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
-        engine.start()
+        server = Server(application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
+        for model_served in served:
+            model_served.engine.start()
         try:
             server.run(sockets=[bound])
         finally:
-            engine.close()
+            application.close()
     if server.outcome == "forced":
         raise KeyboardInterrupt
     if server.outcome == "cut":
@@ -152,6 +167,27 @@ def _key(file: Path | None) -> str | None:
     return key
 
 
+def _bytes(option: str, size: str | None) -> int | None:
+    """What an option's size is. Raises UsageError: it is none."""
+    if size is None or size == "0":
+        return None if size is None else 0
+    if (value := bytes_of(size)) is None:
+        raise UsageError(f"{option} is {size!r}", why="it must be a number and a unit: 8GB, 500MiB")
+    return value
+
+
+def _names(models: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    """The models' names in requests. Raises UsageError: not one for each, or two are the same."""
+    if names and len(names) != len(models):
+        raise UsageError(f"{len(models)} models and {len(names)} names", why="each model has one name",
+                         next="give --name for each model, in their order, or leave all out")
+    called = [_called(model, name) for model, name in zip(models, names or [None] * len(models), strict=True)]
+    if len(set(called)) < len(called):
+        raise UsageError("two models have the same name", why="requests choose a model by its name",
+                         next="give --name for each model, in their order")
+    return called
+
+
 def _called(model: str, name: str | None) -> str:
     """The model's name in requests."""
     if name is None:
@@ -163,6 +199,16 @@ def _called(model: str, name: str | None) -> str:
         raise UsageError(f"the model can't be called {name[:80]!r}", next="--name NAME",
                          why=f"a name is 1 to {MAX_NAME} printable characters")
     return name
+
+
+def _tell(loaded: LoadedModel, engine: Engine) -> None:
+    """Say what was loaded, and what doesn't apply to it."""
+    from quantkit.runtime.engine import PREFILL_CHUNK
+
+    note(_about(loaded, engine))
+    if engine.max_itl is None:
+        note(f"--max-itl doesn't apply: prompts are read {PREFILL_CHUNK} tokens at a time, because this "
+             "model's results depend on how a prompt is cut")
 
 
 def _about(loaded: LoadedModel, engine: Engine) -> str:

@@ -24,6 +24,7 @@ from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.timing import Timing
 from quantkit.runtime.turns import Turns
 from quantkit.spec import KVSpec
+from quantkit.structure.base import TokenConstraint
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
@@ -107,7 +108,8 @@ class Engine:
         self._settings.prepare(kv)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
-               echo: bool = False, kv: KVSpec | None = None, priority: int = 0,
+               echo: bool = False, constraint: TokenConstraint | None = None,
+               keep_special: frozenset[int] = frozenset(), kv: KVSpec | None = None, priority: int = 0,
                pooling: Pooling | None = None, on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
@@ -118,6 +120,8 @@ class Engine:
             sampling: how the prompt is continued.
             logprobs: how many alternatives' log-probabilities each token comes with, beside its own.
             echo: also score the prompt's own tokens.
+            constraint: which tokens the answer may have, and when it is complete; this request's own.
+            keep_special: special tokens whose text belongs to the answer's.
             kv: how its keys and values are kept, if not in the engine's default way.
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
@@ -132,7 +136,7 @@ class Engine:
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
-                          priority, on_token, on_done, on_error)
+                          priority, on_token, on_done, on_error, constraint, keep_special)
         request.kv = self._settings.of(kv)
         request.kv.check(request.max_length)
         self._scheduler.submit(request)

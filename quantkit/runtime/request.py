@@ -15,6 +15,7 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pool, Pooling
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
+from quantkit.structure.base import TokenConstraint
 
 if TYPE_CHECKING:
     from quantkit.runtime.kv_manager import KVCacheManager
@@ -55,8 +56,8 @@ class TokenInfo:
         id: the token.
         text: the text that became certain with it: often a word, sometimes nothing, sometimes the text of
             several tokens.
-        logprob: natural logarithm of its probability before temperature and filters. ``None`` if it wasn't
-            requested, and for a prompt's first token.
+        logprob: natural logarithm of its probability as the model has it: before bias, penalties, constraint,
+            temperature and filters. ``None`` if it wasn't requested, and for a prompt's first token.
         top: the most likely ids with their log-probabilities, in falling order.
     """
 
@@ -73,10 +74,11 @@ class Completion:
     Attributes:
         prompt_tokens: length of the prompt.
         token_ids: the new ids, including the end-of-sequence token or the tokens of the stop string.
-        text: their text without special tokens, up to the stop string.
-        finish_reason: ``stop`` (the model ended the sequence), ``stop_string``, ``length`` (``max_tokens``
-            were generated), or ``cancelled``.
+        text: their text up to the stop string, without special tokens but those that were to be kept.
+        finish_reason: ``stop`` (the model ended the sequence, or its constraint is complete),
+            ``stop_string``, ``length`` (``max_tokens`` were generated), or ``cancelled``.
         prompt_logprobs: of each prompt token, if requested; their text is empty.
+        stop_string: the one that ended it.
         cached_tokens: prompt tokens whose keys and values were there already.
         embedding: the prompt's, float32 ``[hidden]``, if requested.
     """
@@ -86,6 +88,7 @@ class Completion:
     text: str = ""
     finish_reason: FinishReason = "length"
     prompt_logprobs: list[TokenInfo] | None = None
+    stop_string: str | None = None
     cached_tokens: int = 0
     embedding: torch.Tensor | None = None
 
@@ -103,6 +106,8 @@ class Request:
         pooling: compute the prompt's embedding by this pooling, and no token.
         priority: requests with a lower one go first.
         on_token, on_done, on_error: called on the engine's thread.
+        constraint: which tokens the answer may have, and when it is complete; this request's own.
+        keep_special: special tokens whose text belongs to the answer's, such as those that begin a tool call.
 
     Attributes:
         id: its number within the engine.
@@ -127,7 +132,9 @@ class Request:
                  logprobs: int | None = None, echo: bool = False, pooling: Pooling | None = None,
                  priority: int = 0, on_token: Callable[[TokenInfo], None] | None = None,
                  on_done: Callable[[Request], None] | None = None,
-                 on_error: Callable[[BaseException], None] | None = None) -> None:
+                 on_error: Callable[[BaseException], None] | None = None,
+                 constraint: TokenConstraint | None = None,
+                 keep_special: frozenset[int] = frozenset()) -> None:
         self.id, self.prompt, self.sampling = number, list(prompt), sampling
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
@@ -142,8 +149,9 @@ class Request:
         self.arrived_at, self.admitted_at = time.perf_counter(), 0.0
         self._logprobs = logprobs
         self._on_token, self._on_done, self._on_error = on_token, on_done, on_error
-        self.sampler, self._stops = Sampler(sampling), StopStrings(sampling.stop)
-        self._stream, self._eos = loaded.tokenizer.stream(), loaded.tokenizer.eos_ids
+        self.sampler = Sampler(sampling, len(self.prompt), constraint)
+        self._constraint, self._stops = constraint, StopStrings(sampling.stop)
+        self._stream, self._eos = loaded.tokenizer.stream(keep_special), loaded.tokenizer.eos_ids
 
     @property
     def done(self) -> bool:
@@ -235,19 +243,26 @@ class Request:
         Args:
             token: its id.
             logits: ``[vocab]`` that it was chosen from; needed only with :attr:`wants_logits`.
+
+        Raises:
+            ConstraintError: its constraint refuses the token.
         """
         ids, result = self.result.token_ids, self.result
+        if self._constraint is not None:
+            self._constraint.accept(token)
         ids.append(token)
-        ended = False
+        ended, shown = False, True
         if token in self._eos and not self.sampling.ignore_eos:
+            ended, shown, result.finish_reason = True, False, "stop"
+        elif self._constraint is not None and self._constraint.ended:
             ended, result.finish_reason = True, "stop"
         elif len(ids) >= self.sampling.max_tokens:
             ended = True
-        text = self._stops.push(self._stream.push(token) if result.finish_reason != "stop" else "")
+        text = self._stops.push(self._stream.push(token) if shown else "")
         if ended:
             text += self._stops.push(self._stream.finish())
         if self._stops.found is not None:
-            ended, result.finish_reason = True, "stop_string"
+            ended, result.finish_reason, result.stop_string = True, "stop_string", self._stops.found
         elif ended:
             text += self._stops.finish()
         result.text += text
@@ -286,11 +301,14 @@ class Request:
 
 
 def check_request(loaded: LoadedModel, prompt: Sequence[int], sampling: Sampling) -> None:
-    """Raises UsageError: the prompt is empty, has an unknown id, or is too long."""
+    """Raises UsageError: the prompt is empty, is too long, or it or ``logit_bias`` has an unknown id."""
     if not prompt:
         raise UsageError("a prompt is empty", why="there is no token to continue from",
                          next="give at least one character")
     check_ids(loaded, prompt)
+    if (largest := max((token for token, _ in sampling.logit_bias), default=0)) >= loaded.config.vocab_size:
+        raise UsageError(f"logit_bias names token {largest}, which the model doesn't know",
+                         why=f"ids go from 0 to {loaded.config.vocab_size - 1}")
     if len(prompt) + sampling.max_tokens > loaded.config.max_position_embeddings:
         raise ContextLengthError(len(prompt), sampling.max_tokens, loaded.config.max_position_embeddings)
 

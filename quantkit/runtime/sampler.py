@@ -11,11 +11,13 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.ops import gpu
 from quantkit.ops.sampling import greedy, one_thread
+from quantkit.structure.base import ConstraintError, TokenConstraint
 
 MAX_TOKENS = 2**31
 MIN_TEMPERATURE = 1e-4
 """Below it is greedy in all but name, and soon out of float32's range."""
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+MAX_BIASES, MAX_BIAS, MAX_PENALTY = 300, 100.0, 2.0
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -31,6 +33,10 @@ class Sampling:
         min_p: only those at least so likely as min_p × the most likely, https://arxiv.org/abs/2407.01082.
         repetition_penalty: divides the logit of every token already there, prompt included (1: none;
             a negative logit is multiplied), https://arxiv.org/abs/1909.05858.
+        logit_bias: (id, number) pairs: what is added to the logit of a token. They come first of all.
+        presence_penalty: subtracted from the logit of every token that the answer has already, the prompt
+            not counted (0: none; OpenAI's).
+        frequency_penalty: the same, times how often the answer has it (0: none; OpenAI's).
         seed: of this sequence's own generator; ``None`` draws one.
         stop: texts that end it; they are not part of the output.
         ignore_eos: go on after an end-of-sequence token.
@@ -45,6 +51,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -52,6 +61,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.stop, list):
             object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.logit_bias, list):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias))
         for field, good, rule in (
             ("max_tokens", _whole(self.max_tokens, 1, MAX_TOKENS), f"a whole number from 1 to {MAX_TOKENS}"),
             ("temperature", self.temperature == 0 or (_real(self.temperature)
@@ -62,6 +73,12 @@ class Sampling:
             ("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("repetition_penalty", _real(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100,
              "a number from 0.01 to 100"),
+            ("logit_bias", _biases(self.logit_bias),
+             f"at most {MAX_BIASES} pairs of a token id, each id once, and a number from {-MAX_BIAS:g} to "
+             f"{MAX_BIAS:g}"),
+            *((name, _real(value := getattr(self, name)) and -MAX_PENALTY <= value <= MAX_PENALTY,
+               f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+              for name in ("presence_penalty", "frequency_penalty")),
             ("seed", self.seed is None or _whole(self.seed, 0, 2**63 - 1),
              "a whole number from 0 to 2^63 - 1"),
             ("stop", isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOPS and all(
@@ -77,29 +94,39 @@ class Sampling:
         """Whether chance plays no part."""
         return self.temperature == 0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters, so that another one may be largest."""
+        return (self.repetition_penalty != 1 or bool(self.logit_bias)
+                or self.presence_penalty != 0 or self.frequency_penalty != 0)
+
 
 class Sampler:
     """One sequence's sampler; its random numbers are its own, so a batch's other members don't matter.
 
     A seed draws other tokens on a GPU than on a CPU: each has its own way to draw.
 
+    Args:
+        sampling: the settings.
+        prompt_tokens: where the answer begins in the sequence's ids.
+        constraint: which tokens may follow; whoever appends a token tells it.
+
     Attributes:
         sampling: the settings.
+        on_host: whether the sequence so far, a bias or a constraint plays a part, which no kernel knows.
         seed: of the random numbers, drawn if the settings name none.
         drawn: tokens that were chosen so far.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, prompt_tokens: int = 0,
+                 constraint: TokenConstraint | None = None) -> None:
         self.sampling, self.drawn = sampling, 0
+        self._prompt_tokens, self._constraint = prompt_tokens, constraint
+        self.on_host = sampling.changes_logits or constraint is not None
         self._generator = torch.Generator()
         self.seed = self._generator.seed() & 2**63 - 1 if sampling.seed is None else sampling.seed
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the sequence so far plays a part, which no kernel knows."""
-        return self.sampling.repetition_penalty != 1
 
     def __call__(self, logits: torch.Tensor, history: Sequence[int]) -> int:
         """The next id.
@@ -109,16 +136,22 @@ class Sampler:
             history: every id so far, prompt and output.
 
         Raises:
+            ConstraintError: the constraint fails.
             QuantkitError: the logits hold NaN or infinity: the model is broken, or its dtype too narrow.
         """
         best = greedy(logits)
         if best is None:
             raise not_finite()
         self.drawn += 1
-        if self.sampling.greedy and self.sampling.repetition_penalty == 1:
+        if self.sampling.greedy and not self.on_host:
             return best
         with one_thread():
-            scores = adjust(logits.float().cpu(), history, self.sampling)
+            scores = logits.float().cpu()
+            if self.on_host:
+                scores = change_logits(scores, history, self.sampling, self._prompt_tokens)
+                if self._constraint is not None:
+                    scores = _masked(scores, self._constraint)
+            scores = filter_tokens(scores, self.sampling)
             if self.sampling.greedy:
                 return int(scores.argmax())
             return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
@@ -220,24 +253,60 @@ def _drawn(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Ten
                   min_p if any(sampling.min_p for sampling in settings) else None)
 
 
-def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> torch.Tensor:
-    """Penalty, temperature, top-k, top-p, min-p, in transformers' order; excluded tokens become −inf.
+def change_logits(scores: torch.Tensor, history: Sequence[int], sampling: Sampling,
+                  prompt_tokens: int = 0) -> torch.Tensor:
+    """Bias and penalties, in vLLM's order: bias, repetition, frequency, presence.
 
     Args:
         scores: float32 ``[vocab]``, finite; not written to.
-        history: ids whose repetition is penalized.
+        history: every id so far, prompt and answer.
+        sampling: the settings.
+        prompt_tokens: where the answer begins in ``history``.
+
+    Returns:
+        float32 ``[vocab]``, finite.
+    """
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias)
+        scores = scores.index_add(0, torch.tensor(ids), torch.tensor(biases, dtype=scores.dtype))
+    if sampling.repetition_penalty != 1 and history:
+        seen = torch.tensor(sorted(set(history)))
+        old = scores[seen]
+        penalty = sampling.repetition_penalty
+        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
+    if (sampling.frequency_penalty or sampling.presence_penalty) and len(history) > prompt_tokens:
+        seen, counts = torch.tensor(history[prompt_tokens:]).unique(return_counts=True)
+        scores = scores.index_add(0, seen, -(counts * sampling.frequency_penalty
+                                             + sampling.presence_penalty).float())
+    # a penalty far from 1 may lead out of float32's range
+    return scores.clamp(-_LARGEST, _LARGEST) if sampling.changes_logits else scores
+
+
+def _masked(scores: torch.Tensor, constraint: TokenConstraint) -> torch.Tensor:
+    """Scores with −inf where the constraint excludes a token; its failures are ConstraintErrors."""
+    try:
+        masked = constraint.mask(scores)
+    except QuantkitError:
+        raise
+    except Exception as error:
+        raise ConstraintError("the constraint on the answer failed",
+                              why=f"{type(error).__name__}: {error}") from error
+    if masked.max() == -torch.inf:
+        raise ConstraintError("the constraint on the answer allows no token",
+                              why="the model's vocabulary has none that may follow")
+    return masked
+
+
+def filter_tokens(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p, in transformers' order; excluded tokens become −inf.
+
+    Args:
+        scores: float32 ``[vocab]``, finite or −inf where a token is excluded already; not written to.
         sampling: the settings.
 
     Returns:
         float32 ``[vocab]``; the most likely token is never excluded.
     """
-    if sampling.repetition_penalty != 1 and history:
-        seen = torch.tensor(sorted(set(history)))
-        old = scores[seen]
-        penalty = sampling.repetition_penalty
-        # a penalty far from 1 may lead out of float32's range
-        changed = torch.where(old < 0, old * penalty, old / penalty).clamp(-_LARGEST, _LARGEST)
-        scores = scores.index_put((seen,), changed)
     if sampling.greedy:
         return scores
     # with the largest at 0 nothing overflows at a small temperature, and min-p is one comparison
@@ -253,6 +322,21 @@ def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling) -> 
     if sampling.min_p > 0:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)
     return scores
+
+
+def adjust(scores: torch.Tensor, history: Sequence[int], sampling: Sampling,
+           prompt_tokens: int = 0) -> torch.Tensor:
+    """:func:`change_logits`, then :func:`filter_tokens`: what an unconstrained token is drawn from."""
+    return filter_tokens(change_logits(scores, history, sampling, prompt_tokens), sampling)
+
+
+def _biases(pairs: object) -> bool:
+    if not isinstance(pairs, tuple) or len(pairs) > MAX_BIASES:
+        return False
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return False
+    return len({str(token) for token, _ in pairs}) == len(pairs) and all(
+        _whole(token, 0, 2**31) and _real(bias) and -MAX_BIAS <= bias <= MAX_BIAS for token, bias in pairs)
 
 
 def _whole(value: object, low: int, high: int) -> bool:

@@ -1,4 +1,7 @@
-"""Every answer that isn't a success has one shape: ``{"error": {message, type, param, code}}``."""
+"""Every answer that isn't a success has one shape: ``{"error": {message, type, param, code}}``.
+
+Under ``/v1/messages`` it is that of Anthropic's API instead.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,15 @@ from quantkit.errors import QuantkitError, SourceError, UsageError
 from quantkit.plugins import blame
 from quantkit.runtime.engine import EngineClosed, EngineFull
 from quantkit.runtime.request import ContextLengthError
+from quantkit.structure.base import ConstraintError
 from quantkit.text.chat import TemplateError
 
 RETRY_AFTER = {"Retry-After": "1"}
 """Seconds; a place in the queue is free as soon as any request ends."""
+ANTHROPIC = "/v1/messages"
+"""The path of Anthropic's API, whose errors have their own shape."""
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -43,9 +51,16 @@ class ApiError(HTTPException):
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's API says it: ``{"type": "error", "error": {type, message}}``."""
+        kind = ANTHROPIC_TYPES.get(self.status_code, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The whole answer to a request for ``path``."""
+        anthropic = path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+        body = self.anthropic_body() if anthropic else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 class RefusedValue(ValueError):
@@ -75,6 +90,8 @@ def api_error(error: BaseException) -> ApiError:
         wanted, limit = error.context
         return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {wanted}",
                         code="context_length_exceeded")
+    if isinstance(error, ConstraintError):  # of a grammar that is too much work, or that no token fits
+        return ApiError(400, _text(error), code="invalid_structure")
     if isinstance(error, UsageError):
         return ApiError(400, _text(error))
     if isinstance(error, TemplateError):
@@ -93,20 +110,21 @@ def install(app: FastAPI) -> None:
     """Make an app answer in this shape wherever it or its framework refuses something."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     async def framework(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # too deep or too long a number: all that it refuses by itself
-            return ApiError(400, "the body can't be read as JSON", code="invalid_json").response()
+            return ApiError(400, "the body can't be read as JSON", code="invalid_json").response(
+                request.url.path)
         phrase = HTTPStatus(error.status_code).phrase
         message = f"{phrase}: {request.method} {request.url.path[:200]}"
         return ApiError(error.status_code, message, code=_CODES.get(error.status_code),
-                        headers=error.headers).response()
+                        headers=error.headers).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(request, error).response()
+        return _invalid(request, error).response(request.url.path)
 
     for kind in (ApiError, QuantkitError, Exception):
         app.add_exception_handler(kind, ours)
@@ -126,10 +144,12 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         return ApiError(400, f"the content type is {media[:80]!r}; send Content-Type: application/json")
-    problems = [(_place(problem["loc"]), problem) for problem in error.errors()]
+    problems = [(_place(problem["loc"], error.body), problem) for problem in error.errors()]
     # of a value that may be one of several things, the branch that got furthest knows best what is wrong
     place, first = max(problems, key=lambda pair: (len(pair[0]), pair[1]["type"] not in _TYPES))
     kind, cause = first["type"], first.get("ctx", {}).get("error")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # what is wrong is a key of the place
+        place = [*place, first["ctx"]["discriminator"].strip("'")]
     if kind == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
     if isinstance(cause, RefusedValue):
@@ -141,15 +161,18 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         message = f"it must be {' or '.join(dict.fromkeys(types))}"
     else:
         message = _explained(first)
+    code = "missing_parameter" if kind in ("missing", "union_tag_not_found") else "invalid_value"
     return ApiError(400, f"{param}: {message}" if param else f"the body: {message}", param=param or None,
-                    code="missing_parameter" if kind == "missing" else "invalid_value")
+                    code=code)
 
 
 def _explained(error: Mapping[str, Any]) -> str:
     """What is wrong with a value of the right type."""
     kind, limits = error["type"], error.get("ctx", {})
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return "it is missing"
+    if kind == "union_tag_invalid":
+        return f"it is {limits['tag'][:80]!r}; it must be one of {limits['expected_tags']}"
     if kind == "too_long":
         return f"{limits['actual_length']} items are given; at most {limits['max_length']} are accepted"
     if kind == "string_too_long":
@@ -160,10 +183,20 @@ def _explained(error: Mapping[str, Any]) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _place(location: Sequence[Any]) -> list[Any]:
-    """Where in the body; names of a union's branches are left out."""
-    return [part for part in location[1:]
-            if isinstance(part, int) or (part not in _BRANCHES and "[" not in part)]
+def _place(location: Sequence[Any], body: Any) -> list[Any]:
+    """Where in the body; names of a union's branches, which it doesn't have, are left out."""
+    place: list[Any] = []
+    path = location[1:]
+    for number, part in enumerate(path):
+        if isinstance(part, int):
+            body = body[part] if isinstance(body, list) and part < len(body) else None
+        elif part in _BRANCHES or "[" in part or not isinstance(body, dict) or (
+                part not in body and number < len(path) - 1):  # what is missing is named last
+            continue
+        else:
+            body = body.get(part)
+        place.append(part)
+    return place
 
 
 def _dotted(place: Sequence[Any]) -> str:

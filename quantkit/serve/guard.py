@@ -40,8 +40,8 @@ class GuardMiddleware:
             one is foreign. Otherwise addresses are fine (a rebound name is never an address), names
             must be listed.
         hosts: further names that are ours.
-        key: what every path but :data:`OPEN` needs, as bearer token or as password of basic
-            authentication, which is what a browser can do.
+        key: what every path but :data:`OPEN` needs: as bearer token, in ``x-api-key``, or as password of
+            basic authentication, which is what a browser can do.
         on_error: told about an exception that nobody handled.
 
     Attributes:
@@ -106,12 +106,12 @@ class GuardMiddleware:
         except ApiError as error:
             if started:
                 raise
-            await error.response()(scope, receive, sending)
+            await error.response(scope["path"])(scope, receive, sending)
         except Exception as error:
             if self._on_error is not None:
                 self._on_error(error)
             if not started:
-                await api_error(error).response()(scope, receive, sending)
+                await api_error(error).response(scope["path"])(scope, receive, sending)
         finally:
             self._reading.discard(body)
 
@@ -139,6 +139,8 @@ class GuardMiddleware:
         assert self._key is not None
         scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
         credentials = credentials.strip()
+        if not scheme and b"x-api-key" in headers:  # as Anthropic's clients send it
+            scheme, credentials = b"bearer", headers[b"x-api-key"].strip()
         if scheme.lower() == b"basic":
             try:
                 credentials = base64.b64decode(credentials, validate=True).partition(b":")[2]

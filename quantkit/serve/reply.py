@@ -1,138 +1,44 @@
-"""Builds the answer to a request, whole or streamed: shared by chat and plain completions."""
+"""What all answers of a model are to the server: jobs for the engine, and a body or a stream made of them."""
 
 from __future__ import annotations
 
-import time
-import uuid
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.request import Completion, ContextLengthError, TokenInfo
-from quantkit.serve.logprobs import TokenTexts
-from quantkit.serve.schema import GenerationRequest
+from quantkit.serve.errors import ApiError
+from quantkit.serve.models import ServedEngine
 from quantkit.serve.work import ChoiceJob, RequestWork
 
-FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
+FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 """Why a sequence ended, in OpenAI's words: whether by the model or by a stop text is one thing there."""
 
 
-@dataclass(frozen=True)
-class ServedEngine:
-    """What is served.
-
-    Attributes:
-        engine: runs it.
-        loaded: its tokenizer, shape and label.
-        name: as requests call it.
-        texts: of its tokens.
-        parse_special: whether control tokens written out in messages are control tokens.
-        created: Unix time, seconds.
-    """
-
-    engine: Engine
-    loaded: LoadedModel
-    name: str
-    texts: TokenTexts
-    parse_special: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def context(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.loaded.config.max_position_embeddings
-
-
-class GenerationResponse(ABC):
+class Reply(ABC):
     """One request's answer.
 
-    Args:
+    Attributes:
         model: what answers.
-        body: the request.
-        prompts: token ids of each prompt; there are ``body.n`` jobs for each.
-        jobs: one a choice, in the order of their indices.
-
-    Raises:
-        ContextLengthError: one doesn't fit.
+        jobs: one for each choice, in the order of their indices.
+        stream: whether it is sent as it comes.
+        event_names: whether each event of a stream has its ``type`` as name.
+        ends_with_done: whether ``[DONE]`` ends a stream.
     """
 
-    prefix: str
-    whole_kind: str
-    piece_kind: str
+    model: ServedEngine
+    jobs: Sequence[ChoiceJob]
+    stream: bool
+    event_names = False
+    ends_with_done = True
 
-    def __init__(self, model: ServedEngine, body: GenerationRequest, prompts: Sequence[Sequence[int]],
-                 jobs: list[ChoiceJob]) -> None:
-        self.model, self.body, self.jobs = model, body, jobs
-        for job in jobs:  # here, where nobody waits, rather than when they are queued
-            if len(job.prompt) + job.sampling.max_tokens > model.context:
-                raise ContextLengthError(len(job.prompt), job.sampling.max_tokens, model.context)
-        self._prompt_tokens = sum(map(len, prompts))
-        self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()),
-                          "model": model.name}
-
+    @abstractmethod
     async def whole(self, work: RequestWork) -> dict[str, Any]:
         """The answer as one object, when everything is there."""
-        tokens: defaultdict[int, list[TokenInfo]] = defaultdict(list)
-        ends: dict[int, Completion] = {}
-        async for event in work.events():
-            if event.token is not None:
-                tokens[event.choice].append(event.token)
-            if event.done is not None:
-                ends[event.choice] = event.done
-        choices = [self.choice(i, tokens[i], ends[i]) for i in range(len(self.jobs))]
-        return {**self._envelope, "object": self.whole_kind, "choices": choices,
-                "usage": self._usage(ends.values())}
-
-    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
-        """The answer as it comes."""
-        ends: list[Completion] = []
-        sent: defaultdict[int, int] = defaultdict(int)
-        opened = set()
-        usage = {"usage": None} if self.body.stream_options.include_usage else {}
-
-        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
-            return {**self._envelope, "object": self.piece_kind, "choices": [choice], **usage}
-
-        async for event in work.events():
-            if event.choice not in opened:
-                opened.add(event.choice)
-                if (first := self.opening(event.choice, work)) is not None:
-                    yield chunk(first)
-            if event.token is not None:
-                sent[event.choice] += len(event.token.text)
-                if (piece := self.piece(event.choice, event.token)) is not None:
-                    yield chunk(piece)
-            if event.done is not None:
-                ends.append(event.done)
-                yield chunk(self.closing(event.choice, event.done, event.done.text[sent[event.choice]:]))
-        if usage:
-            yield {**self._envelope, "object": self.piece_kind, "choices": [], "usage": self._usage(ends)}
 
     @abstractmethod
-    def choice(self, index: int, tokens: list[TokenInfo], done: Completion) -> dict[str, Any]:
-        """One choice of the whole answer."""
+    def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+        """The answer as it comes: events."""
 
-    @abstractmethod
-    def opening(self, index: int, work: RequestWork) -> dict[str, Any] | None:
-        """What comes before a choice's first token."""
-
-    @abstractmethod
-    def piece(self, index: int, token: TokenInfo) -> dict[str, Any] | None:
-        """A token; ``None`` if it has nothing to say."""
-
-    @abstractmethod
-    def closing(self, index: int, done: Completion, rest: str) -> dict[str, Any]:
-        """A choice's end, with text that no token brought."""
-
-    def count(self, done: Completion) -> int:
-        """New tokens of a choice."""
-        return len(done.token_ids)
-
-    def _usage(self, ends: Any) -> dict[str, int]:
-        new = sum(map(self.count, ends))
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": new,
-                "total_tokens": self._prompt_tokens + new}
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The event that tells of an error in a stream."""
+        return error.body()

@@ -12,7 +12,6 @@ from typing import Literal
 
 import uvicorn
 
-from quantkit.runtime.engine import Engine
 from quantkit.serve.app import Application
 from quantkit.serve.connection import IDLE_SECONDS, Connection
 
@@ -29,8 +28,7 @@ class Server(uvicorn.Server):
     so that whoever asks whether it is ready hears that it isn't; a second one stops at once.
 
     Args:
-        application: what is served.
-        engine: what it runs on; closed at the end.
+        application: what is served; its engines are closed if answers take too long.
         drain_timeout: seconds that answers have to finish.
         on_ready: called when it listens.
         on_drain: called at the first signal.
@@ -40,14 +38,14 @@ class Server(uvicorn.Server):
             second signal.
     """
 
-    def __init__(self, application: Application, engine: Engine, *, drain_timeout: float,
+    def __init__(self, application: Application, *, drain_timeout: float,
                  on_ready: Callable[[], None], on_drain: Callable[[int], None]) -> None:
         # one implementation of HTTP and of the loop everywhere; no header of a proxy is believed
         super().__init__(uvicorn.Config(
             application, http=Connection, loop="asyncio", ws="none", lifespan="off", log_config=None,
             log_level="critical", access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=5))
-        self._application, self._engine, self._patience = application, engine, drain_timeout
+        self._application, self._patience = application, drain_timeout
         self._on_ready, self._on_drain = on_ready, on_drain
         self._ending: asyncio.Task[None] | None = None
         self.outcome: Outcome = "done"
@@ -89,7 +87,7 @@ class Server(uvicorn.Server):
         self._on_drain(self._application.guard.active)
         if not await self._application.drain(self._patience):
             self.outcome = "cut"
-            await asyncio.to_thread(self._engine.close)
+            await asyncio.to_thread(self._application.close)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._application.guard.idle(), LAST_WORDS)
         self.should_exit = True

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from quantkit.serve.errors import api_error
+from quantkit.serve.reply import Reply
+from quantkit.serve.work import RequestWork
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+_CLOSE = (",", ":")
 
 
 class ClientDisconnected(Exception):
@@ -21,7 +24,7 @@ class ClientDisconnected(Exception):
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, but give it up as soon as the client leaves. Raises Gone in that case.
+    """Await ``work``, but give it up as soon as the client leaves. Raises ClientDisconnected in that case.
 
     Args:
         receive: of a request whose body was read.
@@ -40,38 +43,40 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events, ``[DONE]`` at the end;
-    https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """Server-sent events; https://html.spec.whatwg.org/multipage/server-sent-events.html.
 
-    An error after the first byte can't have a status of its own: it is sent as an event with ``error``.
+    An error after the first byte can't have a status of its own: it is sent as an event.
 
     Args:
-        events: JSON objects.
-        close: called once when it is over, however it ended.
+        reply: what is sent.
+        work: where it comes from; cancelled when it is over, however it ended.
         on_error: told about an exception that isn't the client's doing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None],
+    def __init__(self, reply: Reply, work: RequestWork,
                  on_error: Callable[[BaseException], None] | None = None) -> None:
         self.status_code, self.background = 200, None
-        self._events, self._close, self._on_error = events, close, on_error
+        self._reply, self._work, self._on_error = reply, work, on_error
         self.init_headers({"x-accel-buffering": "no"})  # a proxy that collects events defeats their purpose
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all."""
+        reply = self._reply
+
         async def write() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for event in self._events:
-                    await _chunk(send, _data(event))
+                async for event in reply.pieces(self._work):
+                    await _chunk(send, _data(event, reply.event_names))
             except Exception as error:
                 known = api_error(error)
                 if known.status_code == 500 and self._on_error is not None:
                     self._on_error(error)
-                await _chunk(send, _data(known.body()))
-            await _chunk(send, DONE)
+                await _chunk(send, _data(reply.error(known), reply.event_names))
+            if reply.ends_with_done:
+                await _chunk(send, DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
@@ -79,7 +84,7 @@ class EventStream(Response):
         except ClientDisconnected:
             pass
         finally:
-            self._close()
+            self._work.cancel()
 
 
 async def _left(receive: Receive) -> None:
@@ -91,6 +96,7 @@ def _chunk(send: Send, body: bytes) -> Awaitable[None]:
     return send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _data(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False,
-                                  separators=(",", ":")).encode() + b"\n\n"
+def _data(event: dict[str, Any], named: bool) -> bytes:
+    name = f"event: {event['type']}\n" if named else ""
+    text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=_CLOSE)
+    return f"{name}data: {text}\n\n".encode()

@@ -8,9 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.runtime.engine import Engine, EngineClosed
-from quantkit.runtime.request import Completion, Request, TokenInfo
+from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.pooling import Pooling
+from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
+from quantkit.serve.metrics import ModelMetrics
+from quantkit.spec import KVSpec
+from quantkit.structure.base import TokenConstraint
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,18 @@ class ChoiceJob:
         sampling: how they are continued.
         logprobs: how many alternatives' log-probabilities are returned beside the chosen token's.
         score: whether the prompt's own tokens are scored too.
+        constraint, keep_special, kv, priority, pooling: see ``Engine.submit``.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
     logprobs: int | None = None
     score: bool = False
+    constraint: TokenConstraint | None = None
+    keep_special: frozenset[int] = frozenset()
+    kv: KVSpec | None = None
+    priority: int = 0
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class RequestWork:
     Args:
         engine: where they run.
         jobs: what they are. All are queued, or none.
+        metrics: what is told how long they take.
 
     Attributes:
         tickets: the engine's, one a job.
@@ -53,8 +65,9 @@ class RequestWork:
         QuantkitError: the engine refuses one.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob]) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, engine: Engine, jobs: Sequence[ChoiceJob], metrics: ModelMetrics) -> None:
+        self._loop, self._metrics = asyncio.get_running_loop(), metrics
+        self._stopped: set[int] = set()
         self._events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
         self.tickets: list[Request] = []
         try:
@@ -78,7 +91,7 @@ class RequestWork:
                 raise event
             if event.done is not None:
                 remaining -= 1
-                if event.done.finish_reason == "cancelled":
+                if event.done.finish_reason == "cancelled" and event.choice not in self._stopped:
                     raise EngineClosed("the request was ended before its time")
             yield event
 
@@ -88,12 +101,26 @@ class RequestWork:
             if not ticket.done:
                 ticket.cancel()
 
+    def stop(self, choice: int) -> None:
+        """End one choice: it is complete as it is."""
+        self._stopped.add(choice)
+        self.tickets[choice].cancel()
+
     def _submit(self, engine: Engine, number: int, job: ChoiceJob) -> Request:
-        return engine.submit(
-            job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score,
-            on_token=lambda token: self._tell(TokenEvent(number, token=token)),
-            on_done=lambda ticket: self._tell(TokenEvent(number, done=ticket.result)),
-            on_error=self._tell)
+        clock = self._metrics.clock()
+
+        def on_token(token: TokenInfo) -> None:
+            clock.token()
+            self._tell(TokenEvent(number, token=token))
+
+        def on_done(ticket: Request) -> None:
+            clock.done(ticket)
+            self._tell(TokenEvent(number, done=ticket.result))
+
+        return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
+                             priority=job.priority, pooling=job.pooling, constraint=job.constraint,
+                             keep_special=job.keep_special, on_token=on_token, on_done=on_done,
+                             on_error=self._tell)
 
     def _tell(self, event: TokenEvent | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
@@ -105,3 +132,11 @@ def check_size(jobs: int, limit: int) -> None:
     if jobs > limit:
         raise ApiError(400, f"{jobs} answers in one request; at most {limit} can wait at once",
                        param="n", code="too_many_choices")
+
+
+def check_fits(loaded: LoadedModel, jobs: Sequence[ChoiceJob]) -> None:
+    """Raises ContextLengthError if a prompt and its answer don't fit, before anything is queued."""
+    context = loaded.config.max_position_embeddings
+    for job in jobs:
+        if len(job.prompt) + job.sampling.max_tokens > context:
+            raise ContextLengthError(len(job.prompt), job.sampling.max_tokens, context)

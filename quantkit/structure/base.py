@@ -7,6 +7,12 @@ from typing import Protocol
 
 import torch
 
+from quantkit.errors import QuantkitError
+
+
+class ConstraintError(QuantkitError):
+    """A constraint can't go on with its answer: it would take too much work, or it leaves no token."""
+
 
 class TokenConstraint(Protocol):
     """Which tokens may come next in one sequence. Every sequence has its own."""
@@ -23,10 +29,17 @@ class TokenConstraint(Protocol):
 
         Returns:
             float32 ``[vocab]``, −inf at excluded tokens; at least one is finite.
+
+        Raises:
+            ConstraintError: it can't be computed; only this sequence fails.
         """
 
     def accept(self, token: int) -> None:
-        """Note the token that was chosen."""
+        """Note the token that was chosen.
+
+        Raises:
+            ConstraintError: the token may not follow.
+        """
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class TemplateError(SourceError):
 class ChatTemplate:
     """One template.
 
-    Args:
+    Attributes:
         source: its text.
 
     Raises:
@@ -35,7 +35,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE:
             raise TemplateError(f"the chat template has {len(source)} characters",
                                 why=f"{MAX_TEMPLATE} are allowed", next="leave out --chat")
-        self._source = source
+        self.source = source
         outcome = rendering.ask("quantkit.text.rendering:compiles", {"source": source})
         if outcome:
             raise TemplateError("the chat template is malformed", why=next(iter(outcome.values())),
@@ -66,21 +66,27 @@ class ChatTemplate:
                                     next="name one of them 'default' in tokenizer_config.json")
         return cls(template) if isinstance(template, str) else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True, **tokens: str) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], answer: bool = True,
+               tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None,
+               **tokens: str) -> str:
         """The conversation as text, up to where the assistant answers.
 
         Args:
-            messages: ``role`` and ``content`` each.
+            messages: ``role`` and ``content`` each, and what else the template knows: ``tool_calls``,
+                ``tool_call_id``, ``reasoning_content``.
             answer: whether an answer is to follow; without, the conversation is whole as it is.
+            tools: what the model may call, as in OpenAI's requests.
+            options: the template's own, such as ``enable_thinking``.
             tokens: what the template may call by name: ``bos_token``, ``eos_token``, ….
 
         Raises:
             TemplateError: the template refuses the messages, fails, reaches for what it may not, or
                 exceeds its time or size.
         """
-        values = {"messages": [dict(message) for message in messages], "tools": None, "documents": None,
+        values = {"documents": None, **(options or {}), "messages": [dict(message) for message in messages],
+                  "tools": [dict(tool) for tool in tools] if tools else None,
                   "add_generation_prompt": answer, **tokens}
-        outcome = rendering.ask("quantkit.text.rendering:render", {"source": self._source, "values": values})
+        outcome = rendering.ask("quantkit.text.rendering:render", {"source": self.source, "values": values})
         if "refused" in outcome:
             raise TemplateError("the chat template refused the conversation", why=outcome["refused"],
                                 next="check the messages' roles and order, or leave out --chat")

@@ -3,8 +3,9 @@
 A tokenizer finds control tokens wherever they are written, so a message could end its own turn and begin
 another role's. Two things keep it from that:
 
-- Before a template sees a message, every control token typed in it is replaced by a stand-in, one character
-  of Unicode's private use areas that no message has. Templates may strip, cut and join the text as ever.
+- Before a template sees messages and tools, every control token typed in them is replaced by a stand-in, one
+  character of Unicode's private use areas that no message has. Templates may strip, cut and join the text as
+  ever.
 - In the template's result the remaining control tokens are its own. The result is encoded by a twin of the
   tokenizer that knows control tokens by secret names only, which are put in their places; stand-ins become
   what was typed. The tokenizer's own rules apply to both, as one text.
@@ -161,7 +162,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():  # keys too: names of a tool's parameters, for instance
+            yield from _texts(key)
             yield from _texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -172,5 +174,5 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {_changed(key, change): _changed(item, change) for key, item in value.items()}
     return [_changed(item, change) for item in value] if isinstance(value, list | tuple) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 MAX_HELD = 32
 """Ids that may be held back; a character has four bytes, so more than that is no character."""
@@ -18,15 +19,19 @@ class StreamDecoder:
 
     Args:
         decode: ids → text; unfinished characters as U+FFFD.
+        kept: texts of special tokens that ``decode`` leaves out and that are wanted nevertheless.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str],
+                 kept: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._decode, self._kept = decode, kept
         self._context: list[int] = []  # the ids of the last piece
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
         """Add an id; returns the text that is now certain, often one word, sometimes nothing."""
+        if token in self._kept:  # no character goes on behind it; the context stays, as decode skips it too
+            return self._take(final=True) + self._kept[token]
         self._held.append(token)
         return self._take(final=len(self._held) > MAX_HELD)
 

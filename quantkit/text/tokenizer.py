@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, UsageError
 from quantkit.strict_json import parse_object
 from quantkit.text import library
 from quantkit.text.chat import ChatTemplate
@@ -21,6 +22,8 @@ _USUAL = [{"role": role, "content": "a"} for role in ("system", "user", "assista
 """A conversation whose rendering shows a template's own tokens."""
 _MARK = re.compile(r"[^\w\s].*[^\w\s]")
 """How a token looks that is neither a word nor space."""
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "answer", "self"})
+"""Names that no option of a template may have."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -93,34 +96,51 @@ class Tokenizer:
         return 0 if self._length is None else self._length.least(text)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], check: Callable[[str], None] | None = None, *,
-             parse_special: bool = False) -> list[int]:
+             parse_special: bool = False, tools: Sequence[Mapping[str, Any]] | None = None,
+             options: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
         """Ids of a conversation in the model's own format, ready for its answer.
 
         Args:
-            messages: ``role`` (``system``, ``user``, ``assistant``) and ``content`` each.
+            messages: ``role`` (``system``, ``user``, ``assistant``, ``tool``) and ``content`` each, and what
+                else the template knows, such as ``tool_calls`` and ``reasoning_content``.
             check: called with the text before it is encoded; may refuse it.
-            parse_special: control tokens written out in messages become their ids, so that a message can
-                end its turn and open a role; otherwise only the template's own do.
+            parse_special: control tokens written out in messages, tools and options become their ids, so that
+                a message can end its turn and open a role; otherwise only the template's own do.
+            tools: what the model may call, as in OpenAI's requests.
+            options: the template's own, such as ``enable_thinking``.
 
         Raises:
             SourceError: the model has no chat template, or it fails.
-            UsageError: a message holds half a surrogate pair.
+            UsageError: a text holds half a surrogate pair, or an option has a name that isn't the template's
+                to give.
         """
-        hidden, stand_ins = (messages, None) if parse_special else self.controls.hide(messages)
-        text = self.chat_text(hidden)
+        for name in options:
+            if not name.isidentifier() or name in _RESERVED or name in self._special:
+                raise UsageError(f"{name[:80]!r} is no option of a chat template",
+                                 why="the name is taken, or isn't one",
+                                 next="leave it out of the template's options")
+        given: list[dict[str, Any]] = [{"messages": list(messages), "tools": list(tools or ()),
+                                        "options": dict(options)}]
+        stand_ins = None
+        if not parse_special:
+            given, stand_ins = self.controls.hide(given)
+        text = self.chat_text(given[0]["messages"], True, given[0]["tools"],
+                              dict(zip(options, given[0]["options"].values())))
         if check is not None:
             check(text)
         if stand_ins is None:
             return self.encode(text, special=False)
         return self.controls.encode(text, stand_ins)
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], answer: bool = True,
+                  tools: Sequence[Mapping[str, Any]] | None = None,
+                  options: Mapping[str, Any] = MappingProxyType({})) -> str:
         """What :meth:`chat` encodes: the conversation as the chat template writes it, with or without
         the beginning of an ``answer``."""
         if self._template is None:
             raise SourceError("the model has no chat template", next="leave out --chat",
                               why="it is a base model, or its template was lost")
-        return self._template.render(messages, answer, **self._special)
+        return self._template.render(messages, answer, tools, options, **self._special)
 
     @functools.cached_property
     def controls(self) -> ControlTokens:
@@ -146,9 +166,37 @@ class Tokenizer:
         """Whether there is a chat template. SourceError if there is one that can't be used."""
         return self._template is not None
 
-    def stream(self) -> StreamDecoder:
-        """A decoder for ids that come one at a time."""
-        return StreamDecoder(self.decode)
+    @property
+    def template_text(self) -> str:
+        """The chat template as it is written; empty if there is none. SourceError if it can't be used."""
+        return "" if self._template is None else self._template.source
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, which :meth:`decode` leaves out, by their texts."""
+        return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()
+                if token.special}
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of all tokens that were added to the vocabulary, special or not, by their texts."""
+        return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}
+
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """Ids of those of these texts that are special tokens."""
+        return frozenset(number for text, number in self.special_tokens.items() if text in texts)
+
+    def serialized(self) -> str:
+        """``tokenizer.json`` as it is used: nothing cut, nothing padded."""
+        return str(self._inner.to_str())
+
+    def stream(self, keep_special: frozenset[int] = frozenset()) -> StreamDecoder:
+        """A decoder for ids that come one at a time; of special tokens only those to keep have a text."""
+        if not keep_special:
+            return StreamDecoder(self.decode)
+        added = self._inner.get_added_tokens_decoder()
+        return StreamDecoder(self.decode, {number: added[number].content for number in keep_special
+                                           if number in added})
 
     @functools.cached_property
     def _length(self) -> TokenLength | None:

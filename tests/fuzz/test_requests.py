@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.serve.app import create_app
+from quantkit.serve.models import ServedEngine
 from quantkit.testing import tiny_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -42,7 +43,7 @@ def send(tmp_path_factory) -> Iterator[Callable[..., None]]:
     torch.set_num_threads(1)
     loaded = load(str(tiny_model(tmp_path_factory.mktemp("fuzz") / "tiny", dtype="float32")))
     engine, errors = Engine(loaded), []
-    application = create_app(engine, loaded, name="tiny", on_error=errors.append)
+    application = create_app([ServedEngine(engine, loaded, "tiny")], on_error=errors.append)
     engine.start()
     loop = asyncio.new_event_loop()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.request import LOGPROB_ROWS, ContextLengthError, Request, TokenInfo, check_request
 from quantkit.runtime.sampler import Sampling, sample_tokens
+from quantkit.structure.base import ConstraintError
 
 
 def logits_for(token, size=300):
@@ -183,3 +186,59 @@ def test_check_request(loaded):
     with pytest.raises(ContextLengthError) as caught:
         check_request(loaded, [5] * 600, Sampling(max_tokens=1))
     assert caught.value.context == (601, 512)
+
+
+class Counting:
+    """A constraint that is complete after some tokens and refuses one."""
+
+    def __init__(self, length, refused=None):
+        self.accepted, self._length, self._refused = [], length, refused
+
+    @property
+    def ended(self):
+        return len(self.accepted) >= self._length
+
+    def mask(self, scores):
+        return scores
+
+    def accept(self, token):
+        if token == self._refused:
+            raise ConstraintError("this token may not follow")
+        self.accepted.append(token)
+
+
+def test_a_complete_constraint_ends_the_answer(loaded):
+    ids, ends = encode(loaded, "one two three"), []
+    constraint = Counting(2)
+    request = Request(0, loaded, [5], Sampling(max_tokens=9), constraint=constraint, on_done=ends.append)
+    for token in ids[:2]:
+        assert not request.done
+        request.append(token, None)
+    assert request.done and request.result.finish_reason == "stop" and ends == [request]
+    assert constraint.accepted == request.result.token_ids == ids[:2]
+    assert request.result.text == loaded.tokenizer.decode(ids[:2])
+
+
+def test_a_token_that_a_constraint_refuses_is_not_appended(loaded):
+    request = Request(0, loaded, [5], Sampling(max_tokens=9), constraint=Counting(9, refused=8))
+    request.append(7, None)
+    with pytest.raises(ConstraintError):
+        request.append(8, None)
+    assert request.result.token_ids == [7]
+
+
+def test_special_tokens_that_are_kept_have_a_text(loaded):
+    special = loaded.tokenizer.encode("<|im_start|>", special=False)
+    assert len(special) == 1 and loaded.tokenizer.decode(special) == ""
+    ids = [*encode(loaded, "a 😀")[:-1], *special, *encode(loaded, " b")]
+    for kept, text in ((frozenset(special), "a \ufffd<|im_start|> b"), (frozenset(), "a \ufffd b")):
+        request = Request(0, loaded, [5], Sampling(max_tokens=len(ids), ignore_eos=True), keep_special=kept)
+        for token in ids:
+            request.append(token, None)
+        assert request.done and re.sub("\ufffd+", "\ufffd", request.result.text) == text
+
+
+def test_an_unknown_token_in_a_bias(loaded):
+    check_request(loaded, [5], Sampling(logit_bias=((299, 1),)))
+    with pytest.raises(UsageError, match="300"):
+        check_request(loaded, [5], Sampling(logit_bias=((300, 1), (2, 1))))

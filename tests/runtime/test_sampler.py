@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit.errors import QuantkitError, UsageError
-from quantkit.runtime.sampler import MIN_TEMPERATURE, Sampler, Sampling, adjust
+from quantkit.runtime.sampler import MIN_TEMPERATURE, Sampler, Sampling, adjust, sample_tokens
+from quantkit.structure.base import ConstraintError
 
 settings_of = st.builds(
     Sampling, temperature=st.sampled_from([MIN_TEMPERATURE, 0.3, 0.8, 1.0, 5.0, 100.0]),
@@ -176,3 +177,97 @@ def test_a_bad_setting_is_named(field, value):
 def test_a_list_of_stop_strings_is_taken():
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")
     assert hash(Sampling(stop=["a"])) == hash(Sampling(stop=("a",)))
+
+
+class Only:
+    """A constraint that allows a few tokens."""
+
+    ended = False
+
+    def __init__(self, *allowed):
+        self.allowed, self.seen = list(allowed), []
+
+    def mask(self, scores):
+        self.seen.append(scores)
+        return torch.full_like(scores, -torch.inf).index_copy(
+            0, torch.tensor(self.allowed, dtype=torch.long), scores[self.allowed])
+
+    def accept(self, token):
+        pass
+
+
+def test_presence_counts_once_and_frequency_every_time_in_the_answer_only():
+    logits, history = torch.tensor([1.0, 1.0, 1.0, 1.0]), [3, 3, 0, 1, 1, 1]  # the prompt is 3, 3
+    assert adjust(logits, history, Sampling(presence_penalty=0.5), 2).tolist() == [0.5, 0.5, 1.0, 1.0]
+    assert adjust(logits, history, Sampling(frequency_penalty=0.5), 2).tolist() == [0.5, -0.5, 1.0, 1.0]
+    both = Sampling(presence_penalty=-1, frequency_penalty=0.25)
+    assert adjust(logits, history, both, 2).tolist() == [1.75, 1.25, 1.0, 1.0]
+    assert adjust(logits, history[:2], both, 2).tolist() == [1.0] * 4
+
+
+def test_a_bias_is_added_before_the_repetition_penalty_and_the_others():
+    sampling = Sampling(logit_bias=[[0, 2], (1, -1.5)], repetition_penalty=2, presence_penalty=1)
+    assert adjust(torch.tensor([0.0, 0.5, 3.0]), [2, 1, 0], sampling, 1).tolist() == [0.0, -3.0, 1.5]
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=5, max_size=30), st.data())
+def test_penalties_are_openais_formula(row, data):
+    logits, ids = torch.tensor(row), st.integers(0, len(row) - 1)
+    history = data.draw(st.lists(ids, max_size=20))
+    prompt = data.draw(st.integers(0, len(history)))
+    numbers = st.sampled_from([-2.0, -0.5, 0.0, 0.3, 2.0])
+    presence, frequency = data.draw(numbers), data.draw(numbers)
+    bias = data.draw(st.dictionaries(ids, st.floats(-100, 100, width=32)))
+    scores = adjust(logits, history, Sampling(presence_penalty=presence, frequency_penalty=frequency,
+                                              logit_bias=tuple(bias.items())), prompt)
+    for token, logit in enumerate(row):
+        count = history[prompt:].count(token)
+        expected = logit + bias.get(token, 0) - count * frequency - (count > 0) * presence
+        assert math.isclose(scores[token], expected, abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(), Sampling(temperature=1, seed=1), Sampling(temperature=1, top_k=1, seed=2),
+    Sampling(temperature=100, top_p=1e-6, seed=3), Sampling(temperature=1, min_p=1, seed=4),
+    Sampling(logit_bias=((0, 100),)), Sampling(temperature=0.5, repetition_penalty=0.01, seed=5)])
+def test_a_constraint_masks_before_tokens_are_dropped(sampling):
+    logits = torch.tensor([9.0, 8.0, 7.0, 1.0, 0.0])  # top-k, top-p and min-p alone would leave only token 0
+    sampler = Sampler(sampling, 1, Only(3, 4))
+    assert sampler.on_host
+    chosen = {sampler(logits, [0]) for _ in range(20)}
+    assert chosen <= {3, 4} and (3 in chosen or not sampling.greedy)
+    assert logits.tolist() == [9.0, 8.0, 7.0, 1.0, 0.0]
+
+
+def test_a_constraint_that_fails_is_its_own_rows_error():
+    class Broken(Only):
+        def mask(self, scores):
+            raise RuntimeError("lost the thread")
+
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    samplers = [Sampler(Sampling(), 0, Broken()), Sampler(Sampling(), 0, Only()), Sampler(Sampling())]
+    broken, empty, fine = sample_tokens(logits, samplers, [[]] * 3)
+    assert isinstance(broken, ConstraintError) and "lost the thread" in str(broken)
+    assert isinstance(empty, ConstraintError) and "no token" in str(empty)
+    assert fine == 2
+
+
+@pytest.mark.parametrize(("settings", "name"), [
+    ({"logit_bias": {1: 2}}, "logit_bias"), ({"logit_bias": ((1, 101),)}, "logit_bias"),
+    ({"logit_bias": ((1, float("nan")),)}, "logit_bias"), ({"logit_bias": ((-1, 1),)}, "logit_bias"),
+    ({"logit_bias": ((1, 1), (1, 2))}, "logit_bias"), ({"logit_bias": ((1,),)}, "logit_bias"),
+    ({"logit_bias": (([], 1),)}, "logit_bias"), ({"logit_bias": ((1, True),)}, "logit_bias"),
+    ({"logit_bias": tuple((i, 1) for i in range(301))}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"), ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": "1"}, "frequency_penalty"),
+    ({"presence_penalty": float("inf")}, "presence_penalty")])
+def test_biases_and_penalties_out_of_range(settings, name):
+    with pytest.raises(UsageError, match=name):
+        Sampling(**settings)
+
+
+def test_without_bias_penalty_or_constraint_nothing_is_done_on_the_host():
+    Sampling(logit_bias=tuple((i, 100) for i in range(300)))
+    assert not Sampler(Sampling(temperature=1, top_k=5)).on_host
+    for settings in ({"logit_bias": ((1, 1),)}, {"presence_penalty": 1}, {"frequency_penalty": -1}):
+        assert Sampler(Sampling(**settings)).on_host

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -20,8 +21,11 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.serve.address import bind, url
 from quantkit.serve.app import Application, create_app
+from quantkit.serve.models import ServedEngine
 from quantkit.serve.server import Server
+from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.testing import tiny_model
+from quantkit.text.tokenizer import Tokenizer
 
 CONTEXT = 2**16
 DEADLINE = 60.0
@@ -73,21 +77,28 @@ def loaded(folder) -> LoadedModel:
 
 
 @contextmanager
-def running(loaded: LoadedModel, *, name: str = "tiny", host: str = "127.0.0.1", max_batch: int = 8,
-            max_queue: int = 64, **options: Any) -> Iterator[Live]:
-    engine, errors = Engine(loaded, max_batch=max_batch, max_queue=max_queue), []
-    application = create_app(engine, loaded, name=name, on_error=errors.append, **options)
+def running(loaded: LoadedModel, *, models: dict[str, LoadedModel] | None = None, name: str = "tiny",
+            host: str = "127.0.0.1", max_batch: int = 8, max_queue: int = 64, parse_special: bool = False,
+            **options: Any) -> Iterator[Live]:
+    """A server; of several ``models`` the first is the one that :class:`Live` shows."""
+    errors: list[BaseException] = []
+    served = [ServedEngine(Engine(model, max_batch=max_batch, max_queue=max_queue), model, called,
+                           parse_special)
+              for called, model in (models or {name: loaded}).items()]
+    application = create_app(served, on_error=errors.append, **options)
     loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
     with bind(host, 0, has_key="key" in options) as bound:
-        server = Server(application, engine, drain_timeout=DEADLINE, on_drain=lambda active: None,
+        server = Server(application, drain_timeout=DEADLINE, on_drain=lambda active: None,
                         on_ready=lambda: loops.put(asyncio.get_running_loop()))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        engine.start()
+        for model in served:
+            model.engine.start()
         thread.start()
         try:
-            yield Live(url(bound), engine, application, loaded, server, errors, loops.get(timeout=DEADLINE))
+            yield Live(url(bound), served[0].engine, application, served[0].loaded, server, errors,
+                       loops.get(timeout=DEADLINE))
         finally:
-            engine.close()
+            application.close()
             server.should_exit = True
             thread.join(DEADLINE)
     assert not thread.is_alive()
@@ -118,3 +129,66 @@ def eventually() -> Callable[[Callable[[], Any]], None]:
             time.sleep(0.01)
 
     return wait
+
+
+class ScriptedTurn:
+    """A parser that finds in any text what its script says: one delta, or several, for each piece of text."""
+
+    def __init__(self, script: list[list[TurnDelta]]) -> None:
+        self._left = list(script)
+
+    def push(self, text: str) -> list[TurnDelta]:
+        return self._left.pop(0) if self._left else []
+
+    def finish(self) -> list[TurnDelta]:
+        return [delta for deltas in self._left for delta in deltas]
+
+
+SCRIPT: list[list[TurnDelta]] = [
+    [ReasoningDelta("I need ")], [ReasoningDelta("a tool.")], [TextDelta("Let me ")], [TextDelta("look.")],
+    [ToolCallDelta(0, id="call_a", name="look")], [ToolCallDelta(0, '{"place": ')],
+    [ToolCallDelta(0, '"here"}')],
+    [ToolCallDelta(1, "{}", id="call_b", name="wait")]]
+"""A turn with everything that a turn may have."""
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> Callable[..., None]:
+    """``scripted(script)``: every turn is read as this, whatever the model writes."""
+
+    def script(deltas: list[list[TurnDelta]] = SCRIPT) -> None:
+        monkeypatch.setattr("quantkit.serve.turns.parser", lambda *_: ScriptedTurn(deltas))
+
+    return script
+
+
+def lookup(name: str = "look", **more: Any) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    return {"type": "function", "function": {"name": name, "description": "Look.", "parameters": parameters,
+                                             **more}}
+
+
+@pytest.fixture
+def tools() -> list[dict[str, Any]]:
+    """Two tools."""
+    return [lookup(), lookup("wait", parameters={"type": "object", "properties": {}})]
+
+
+@pytest.fixture
+def prepared(monkeypatch) -> list[tuple[Any, ...]]:
+    """Conversations that were made ready for a template: messages, tools, and the template's options."""
+    seen: list[tuple[Any, ...]] = []
+    chat = Tokenizer.chat
+
+    def prepare(format, messages, tools):
+        seen.append((messages, tools))
+        return [{"role": "user", "content": "the cat"}], None
+
+    def noted(self, *args, options=MappingProxyType({}), **rest):
+        seen[-1] += (dict(options),)
+        return chat(self, *args, **rest)
+
+    monkeypatch.setattr("quantkit.serve.turns.prepare", prepare)
+    monkeypatch.setattr(Tokenizer, "chat", noted)
+    return seen

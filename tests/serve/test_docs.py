@@ -5,7 +5,8 @@ import re
 import pytest
 
 from quantkit.cli.serve_local import command
-from quantkit.serve.schema import ChatRequest, CompletionRequest
+from quantkit.serve.openai.chat_request import ChatRequest
+from quantkit.serve.openai.completion_request import CompletionRequest
 
 
 @pytest.fixture(scope="module")

@@ -59,12 +59,11 @@ def test_a_parameter_out_of_range_is_named(shared, path, change, param):
 
 
 @pytest.mark.parametrize(("path", "change"), [
-    (CHAT, {"tools": [{"type": "function"}]}), (CHAT, {"tool_choice": "required"}),
-    (CHAT, {"functions": [{}]}),
-    (CHAT, {"response_format": {"type": "json_object"}}), (CHAT, {"logit_bias": {"5": 1}}),
-    (CHAT, {"presence_penalty": 0.5}), (CHAT, {"modalities": ["audio"]}), (CHAT, {"audio": {}}),
+    (CHAT, {"functions": [{}]}), (TEXT, {"tools": [{"type": "function"}]}),
+    (TEXT, {"tool_choice": "required"}),
+    (CHAT, {"modalities": ["audio"]}), (CHAT, {"audio": {}}),
     (CHAT, {"reasoning_effort": "high"}), (CHAT, {"prediction": {"type": "content"}}),
-    (TEXT, {"suffix": "x"}), (TEXT, {"frequency_penalty": -1}), (TEXT, {"logit_bias": {"5": -100}}),
+    (TEXT, {"suffix": "x"}),
     (TEXT, {"best_of": 3}), (TEXT, {"chat_template": "{{ 1 }}"}), (CHAT, {"chat_template": "{{ 1 }}"}),
     (CHAT, {"echo": True}),
 ])
@@ -84,9 +83,10 @@ def test_what_changes_nothing_is_taken(shared):
 
 @pytest.mark.parametrize(("messages", "param"), [
     ([], "messages"), ("hi", "messages"), ([{"role": "user"}], "messages[0].content"), ([3], "messages[0]"),
-    ([{"role": "tool", "content": "x"}], "messages[0].role"), ([{"content": "x"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+    ([{"content": "x"}], "messages[0].role"),
     ([*USER, {"role": "user", "content": None}], "messages[1].content"),
-    ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
     ([{"role": "user", "content": "x", "nme": "y"}], "messages[0].nme"),
     ([{"role": "user", "content": []}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/"}}]}],
@@ -249,7 +249,7 @@ def test_choices_are_queued_all_or_none(live, eventually):
 def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, monkeypatch, stream):
     made = live()
     kind, count = type(made.engine.loaded.model), iter(range(100))
-    push = kind.__call__
+    push = kind.forward
 
     def breaks(self, *args, **options):
         if next(count) == 2:
@@ -257,7 +257,7 @@ def test_an_error_in_the_engine_is_told_and_the_server_lives(live, eventually, m
         return push(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "__call__", breaks)
+        patch.setattr(kind, "forward", breaks)
         with pytest.raises(openai.APIError, match="not finite"):
             answer = made.openai().completions.create(model="tiny", prompt="a", max_tokens=9, stream=stream,
                                                       extra_body={"ignore_eos": True})

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quantkit.runtime.engine import EngineFull
-from quantkit.serve import app
+from quantkit.serve import respond
 from quantkit.serve.threads import BoundedThreads
 from quantkit.text.tokenizer import Tokenizer
 
@@ -116,10 +116,10 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
                                               extra_body={"ignore_eos": True})
     # ids are read by the same threads, so this one has to come first
     next(iter(stream))
-    reading = [ask(f"hold {number}") for number in range(app.PREPARING)]
-    eventually(lambda: len(texts) == app.PREPARING)
+    reading = [ask(f"hold {number}") for number in range(respond.PREPARING)]
+    eventually(lambda: len(texts) == respond.PREPARING)
     waiting = [ask(f"hold, waiting {number}") for number in range(3)]
-    eventually(lambda: made.application.guard.active == 1 + app.PREPARING + 3)
+    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING + 3)
     for _ in range(20):
         assert next(iter(stream)).choices, "others' tokens go on"
     with made.http as client:
@@ -129,11 +129,11 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
     assert refused.headers["retry-after"]
     for raw in waiting:
         raw.close()
-    eventually(lambda: made.application.guard.active == 1 + app.PREPARING)
+    eventually(lambda: made.application.guard.active == 1 + respond.PREPARING)
     going.set()
     for raw in reading:
         assert raw.recv(2**16).startswith(b"HTTP/1.1 200 ")
         raw.close()
     assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
-    assert len(texts) == app.PREPARING, "the prompts of those who left were not read"
+    assert len(texts) == respond.PREPARING, "the prompts of those who left were not read"
     stream.close()

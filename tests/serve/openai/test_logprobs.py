@@ -5,7 +5,8 @@ import math
 import pytest
 
 from quantkit.runtime.request import TokenInfo
-from quantkit.serve.logprobs import TextOffsets, TokenTexts, chat_logprobs, text_logprobs
+from quantkit.serve.openai.logprobs import TextOffsets, chat_logprobs, text_logprobs
+from quantkit.serve.token_texts import TokenTexts
 
 
 @pytest.fixture(scope="module")

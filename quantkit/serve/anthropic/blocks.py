@@ -1,0 +1,109 @@
+"""Blocks of messages as Anthropic's API has them, and the messages that they are for a chat template."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from quantkit.serve.conversation import called
+from quantkit.serve.schema import JsonObject, RequestPart, String, printable
+from quantkit.serve.tools import CallId, ToolName
+
+MAX_BLOCKS = 1024
+
+
+class Block(RequestPart):
+    """Base of all blocks. Where a prompt may be cached is no request's affair here: all of it may."""
+
+    ignored = frozenset({"cache_control"})
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        return f"{printable(name)} is not supported in a block"
+
+
+class TextBlock(Block):
+    """A text."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: String
+
+
+class ToolUseBlock(Block):
+    """A call in an earlier turn."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: JsonObject
+
+
+class ToolResultBlock(Block):
+    """The result of a call. A result that is an error is told to the model as such."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)] = ""
+    is_error: bool = False
+
+
+class ThinkingBlock(Block):
+    """What an earlier turn thought. There are no signatures."""
+
+    ignored = Block.ignored | {"signature"}
+
+    type: Literal["thinking"]
+    thinking: String
+
+
+class RedactedThinkingBlock(Block):
+    """What another server's model thought and nobody can read; it is left out."""
+
+    ignored = Block.ignored | {"data"}
+
+    type: Literal["redacted_thinking"]
+
+
+ContentBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+                         Field(discriminator="type")]
+Text = String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+class MessageParam(RequestPart):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: String | Annotated[list[ContentBlock], Field(
+        min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The turn as messages that chat templates read: results of tools have messages of their own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        messages: list[dict[str, Any]] = []
+        texts: list[str] = []
+        turn: dict[str, Any] = {}
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ToolUseBlock):
+                turn.setdefault("tool_calls", []).append(called(block.name, block.input, block.id))
+            elif isinstance(block, ThinkingBlock):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+            elif isinstance(block, ToolResultBlock):
+                result = plain_text(block.content)
+                messages.append({"role": "tool", "tool_call_id": block.tool_use_id,
+                                 "content": f"Error: {result}" if block.is_error else result})
+        if texts or turn:
+            messages.append({"role": self.role, "content": "".join(texts), **turn})
+        return messages
+
+
+def plain_text(content: str | list[TextBlock]) -> str:
+    """A text, or the texts of blocks."""
+    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -1,0 +1,176 @@
+"""``/metrics``: what Prometheus reads, under vLLM's names, so that its dashboards and alerts work.
+
+Numbers that the engines count anyway are read from them when somebody asks. Of each request its times are
+observed at its end, and of each token the gap before it, which takes about a microsecond.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.request import Request
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "cancelled": "abort"}
+"""Why a request ended, in vLLM's words."""
+_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+            480.0, 960.0, 1920.0, 7680.0)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+        80.0)
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    Args:
+        engines: of all models, by their names.
+    """
+
+    def __init__(self, engines: Sequence[tuple[str, Engine]]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engines))
+
+        def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"vllm:{name}", about, LABELS, registry=self._registry, buckets=buckets)
+
+        histograms = {
+            "first_token": histogram("time_to_first_token_seconds",
+                                     "Seconds from a request's arrival to its first token.", _FIRST_TOKEN),
+            "gap": histogram("inter_token_latency_seconds", "Seconds between two tokens of a request.", _GAP),
+            "whole": histogram("e2e_request_latency_seconds",
+                               "Seconds from a request's arrival to its end.", _LATENCY),
+            "queue": histogram("request_queue_time_seconds", "Seconds that a request waited.", _LATENCY),
+            "prefill": histogram("request_prefill_time_seconds",
+                                 "Seconds from a request's admission to its first token.", _LATENCY),
+            "decode": histogram("request_decode_time_seconds",
+                                "Seconds from a request's first token to its last.", _LATENCY),
+            "prompt": histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS),
+            "answer": histogram("request_generation_tokens", "Tokens of a request's answer.", _TOKENS),
+        }
+        success = Counter("vllm:request_success", "Requests that ended, by the reason.",
+                          (*LABELS, "finished_reason"), registry=self._registry)
+        self._models = {
+            name: ModelMetrics({key: part.labels(name, str(i)) for key, part in histograms.items()},
+                               {ended: success.labels(name, str(i), said) for ended, said in REASONS.items()})
+            for i, (name, _) in enumerate(engines)}
+
+    def of(self, name: str) -> ModelMetrics:
+        """Those of one model."""
+        return self._models[name]
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """What requests to one model tell.
+
+    Args:
+        histograms: by what they observe.
+        ended: counts requests by the reason for their end.
+    """
+
+    def __init__(self, histograms: dict[str, Histogram], ended: dict[str, Counter]) -> None:
+        self.histograms, self.ended = histograms, ended
+
+    def clock(self) -> RequestClock:
+        """For one request, which arrives now."""
+        return RequestClock(self)
+
+
+class RequestClock:
+    """The times of one request. It belongs to the engine's thread once the request is queued."""
+
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._metrics, self._arrived = metrics, time.perf_counter()
+        self._first: float | None = None
+        self._last = self._arrived
+        self._observe_gap = metrics.histograms["gap"].observe
+
+    def token(self) -> None:
+        """A token came."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now
+            self._metrics.histograms["first_token"].observe(now - self._arrived)
+        else:
+            self._observe_gap(now - self._last)
+        self._last = now
+
+    def done(self, request: Request) -> None:
+        """It ended."""
+        observed, now = self._metrics.histograms, time.perf_counter()
+        self._metrics.ended[request.result.finish_reason].inc()
+        if request.result.finish_reason == "cancelled":
+            return
+        first = now if self._first is None else self._first
+        admitted = request.admitted_at
+        for name, value in (("whole", now - self._arrived), ("queue", admitted - self._arrived),
+                            ("prefill", first - admitted), ("decode", self._last - first),
+                            ("prompt", request.prompt_tokens), ("answer", len(request.result.token_ids))):
+            observed[name].observe(max(value, 0))
+
+
+class _EngineCollector(Collector):
+    """Reads what the engines count."""
+
+    def __init__(self, engines: Sequence[tuple[str, Engine]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        """All of it, as it is now."""
+        stats = [((name, str(i)), engine.stats()) for i, (name, engine) in enumerate(self._engines)]
+        for key, name, about in (
+                ("running", "num_requests_running", "Requests that are read or decoded."),
+                ("waiting", "num_requests_waiting", "Requests that wait.")):
+            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS)
+            for labels, values in stats:
+                gauge.add_metric(labels, values[key])
+            yield gauge
+        for key, name, about in (
+                ("prefix_queries", "prefix_cache_queries", "Prompt tokens that were looked up in the prefix "
+                                                           "cache."),
+                ("prefix_hits", "prefix_cache_hits", "Prompt tokens that were found there."),
+                ("preemptions", "num_preemptions", "Requests that gave their memory back to go on later."),
+                ("prompt_tokens", "prompt_tokens", "Prompt tokens that were read."),
+                ("tokens_generated", "generation_tokens", "Tokens that were generated.")):
+            counter = CounterMetricFamily(f"vllm:{name}", about, labels=LABELS)
+            for labels, values in stats:
+                counter.add_metric(labels, values[key])
+            yield counter
+        yield from self._memory(stats)
+        yield self._steps(stats)
+
+    def _memory(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Iterator[Metric]:
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the KV cache's memory the part that is in "
+                                  "use, from 0 to 1; 0 where the cache grows.", labels=LABELS)
+        config = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is kept; always 1.",
+                                   labels=(*LABELS, "cache_dtype", "kv_total_bytes", "prefix_cache_bytes"))
+        for (labels, values), (_, engine) in zip(stats, self._engines, strict=True):
+            total = values["kv_allocated_bytes"] if engine.reservation is not None else 0
+            usage.add_metric(labels, values["kv_used_bytes"] / total if total else 0)
+            config.add_metric((*labels, str(engine.cache.spec), str(total or "grows"),
+                               str(values["prefix_cache_bytes"])), 1)
+        yield usage
+        yield config
+
+    def _steps(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Metric:
+        # how many tokens each step had isn't kept: sum and count give the mean
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step; sum and count only.",
+                                       labels=LABELS)
+        for labels, values in stats:
+            steps = values["steps"]
+            tokens = values["prompt_tokens"] + values["tokens_generated"]
+            family.add_metric(labels, [("+Inf", steps)], sum_value=tokens)
+        return family

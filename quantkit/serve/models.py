@@ -1,0 +1,153 @@
+"""The models of one server, found by their names."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from quantkit.errors import SourceError, UsageError
+from quantkit.kvspec import parse_kv
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.loader import LoadedModel
+from quantkit.serve.errors import ApiError
+from quantkit.serve.token_texts import TokenTexts
+from quantkit.spec import KVSpec
+from quantkit.structure.base import TokenConstraint
+from quantkit.structure.grammar import Compiler, Structure
+from quantkit.structure.turns import TurnFormat, turn_format
+
+MAX_LISTED = 10
+"""Names of models in an error."""
+
+
+class ServedEngine:
+    """One model that is served.
+
+    Args:
+        engine: runs it; starting and closing it is the caller's.
+        loaded: its tokenizer, shape and label.
+        name: as requests call it.
+        parse_special: whether control tokens written out in messages are control tokens.
+
+    Attributes:
+        texts: of its tokens.
+        created: Unix time, seconds.
+    """
+
+    def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False) -> None:
+        self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
+        self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.loaded.config.max_position_embeddings
+
+    @property
+    def max_queue(self) -> int:
+        """Requests that may wait."""
+        return int(self.engine.stats()["max_queue"])
+
+    @functools.cached_property
+    def format(self) -> TurnFormat:
+        """How it writes tool calls and reasoning."""
+        return turn_format(self.loaded.tokenizer)
+
+    @functools.cached_property
+    def compiler(self) -> Compiler:
+        """Makes constraints of what an answer must look like. UsageError if llguidance isn't installed."""
+        return Compiler(self.loaded.tokenizer, self.format, self.loaded.config.vocab_size)
+
+    def prepare(self) -> None:
+        """Work out now what the first conversation would otherwise wait for."""
+        self.loaded.tokenizer.prepare()
+
+    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+        """What makes a constraint for each choice.
+
+        Raises:
+            ApiError: the structure can't be compiled.
+        """
+        try:
+            return self.compiler.compile(structure)
+        except UsageError as error:
+            raise ApiError(400, "; ".join(filter(None, (error.what, error.why))),
+                           code="invalid_structure") from None
+
+    def kv(self, text: str | None) -> KVSpec | None:
+        """A request's KV setting, ready for its use.
+
+        Raises:
+            ApiError: it can't be read or used.
+        """
+        if text is None:
+            return None
+        try:
+            spec = parse_kv(text)
+            self.engine.prepare(spec)
+            return spec
+        except UsageError as error:
+            raise ApiError(400, f"kv: {error.what}: {error.why}", param="kv", code="invalid_value") from None
+
+    def about(self) -> dict[str, Any]:
+        """Its entry in the list of models."""
+        loaded = self.loaded
+        try:
+            chat = loaded.tokenizer.has_chat
+        except SourceError:  # there is a template and it can't be used; a request to chat is told why
+            chat = False
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "quantkit",
+                "max_model_len": self.context, "chat": chat, "method": loaded.label,
+                "dtype": str(loaded.dtype).removeprefix("torch."), "kv": str(self.engine.cache.spec)}
+
+
+class ServedModels:
+    """All models of one server.
+
+    Args:
+        models: at least one, each with its own name.
+
+    Raises:
+        UsageError: none, or two of one name.
+    """
+
+    def __init__(self, models: Sequence[ServedEngine]) -> None:
+        self._by_name = {model.name: model for model in models}
+        if not models or len(self._by_name) < len(models):
+            raise UsageError("no model is to be served" if not models else "two models have the same name",
+                             why="requests choose a model by its name",
+                             next="--name NAME for each model, in their order")
+
+    def __iter__(self) -> Iterator[ServedEngine]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were given."""
+        return list(self._by_name)
+
+    def find(self, name: str | None) -> ServedEngine:
+        """The model of that name; without a name the only one.
+
+        Raises:
+            ApiError: there is none, or several and no name.
+        """
+        if name is None:
+            if len(self) == 1:
+                return next(iter(self._by_name.values()))
+            raise ApiError(400, f"model is missing; this server has {self._listed()}", param="model",
+                           code="missing_parameter")
+        if name not in self._by_name:
+            raise ApiError(404, f"no model is called {name[:200]!r}; this server has {self._listed()}",
+                           param="model", code="model_not_found")
+        return self._by_name[name]
+
+    def _listed(self) -> str:
+        names = self.names
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        return ", ".join(map(repr, names[:MAX_LISTED])) + more

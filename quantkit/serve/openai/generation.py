@@ -1,0 +1,72 @@
+"""What bodies of ``/v1/chat/completions`` and ``/v1/completions`` share.
+
+The fields are OpenAI's, vLLM's (``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority``)
+and one of ours (``kv``). See https://platform.openai.com/docs/api-reference/chat/create.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from quantkit.runtime.sampler import MAX_BIASES, MAX_TOKENS, Sampling
+from quantkit.serve.openai.structured import StructuredFields
+from quantkit.serve.schema import INT64, RequestPart, String
+from quantkit.serve.settings import KV, Priority, Stop, Stops, sampling
+
+MAX_N, MAX_LOGPROBS = 16, 20
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+
+
+class StreamOptions(RequestPart):
+    """What a stream has beside the text. Obfuscation is taken and not done."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(StructuredFields):
+    """What both kinds of request have. Defaults are OpenAI's: temperature 1, all of the distribution."""
+
+    ignored = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                         "prompt_cache_retention"})
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "functions": ([],), "function_call": ("none", "auto"), "suffix": ("",), "modalities": (["text"],),
+        "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": ("medium",),
+        "web_search_options": (), "moderation": (),
+    }
+
+    model: String
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="Prompt and answer must fit the model's context.")
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    n: int = Field(default=1, ge=1, le=MAX_N, description="Prompts by n must fit the server's queue.")
+    stop: Stop | Stops = Field(default_factory=list)
+    seed: int | None = Field(default=None, ge=-INT64, le=INT64 - 1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=MAX_BIASES, description="By token id, written as text.")
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    ignore_eos: bool = False
+    priority: Priority = 0
+    kv: KV | None = None
+
+    def sampling(self) -> Sampling:
+        """Settings of the first choice, without its number of tokens.
+
+        Raises:
+            UsageError: a value that only the sampler refuses.
+        """
+        return sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            ignore_eos=self.ignore_eos, repetition_penalty=self.repetition_penalty, seed=self.seed,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias)

@@ -1,0 +1,85 @@
+"""``/v1/responses``: https://platform.openai.com/docs/api-reference/responses/object."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quantkit.serve.errors import ApiError
+from quantkit.serve.models import ServedEngine
+from quantkit.serve.openai.response_events import ResponseEvents, new_id, output_item
+from quantkit.serve.openai.responses_request import ResponsesRequest
+from quantkit.serve.openai.usage import response_usage
+from quantkit.serve.reply import Reply
+from quantkit.serve.turns import TurnEnd, Turns
+from quantkit.serve.work import RequestWork
+
+
+class ResponsesReply(Reply):
+    """A response. Raises what :class:`Turns` does."""
+
+    event_names = True
+    ends_with_done = False
+
+    def __init__(self, model: ServedEngine, body: ResponsesRequest) -> None:
+        self.model, self.stream, self._body = model, body.stream, body
+        self._turns = Turns(model, body.conversation())
+        self.jobs = self._turns.jobs
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._events = ResponseEvents()
+
+    async def whole(self, work: RequestWork) -> dict[str, Any]:
+        """The complete response."""
+        (turn,) = await self._turns.whole(work)
+        assert turn.end is not None
+        status = _status(turn.end)
+        # all but the last item are complete, however the turn ended
+        states = ["completed"] * (len(turn.parts) - 1) + [status]
+        items = [output_item(part, new_id(part), state) for part, state in zip(turn.parts, states)]
+        return self._response(status, items, turn.end)
+
+    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+        """Events, each with its number."""
+        events = self._events
+        yield events.event("response.created", response=self._response("in_progress", []))
+        yield events.event("response.in_progress", response=self._response("in_progress", []))
+        async for event in self._turns.events(work):
+            for delta in event.deltas:
+                for made in events.delta(delta):
+                    yield made
+            if event.end is not None:
+                status = _status(event.end)
+                for made in events.close(status):
+                    yield made
+                yield events.event(f"response.{status}",
+                                   response=self._response(status, events.items, event.end))
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """``error``."""
+        return self._events.event("error", code=error.code, message=error.detail, param=error.param)
+
+    def _response(self, status: str, output: list[dict[str, Any]],
+                  end: TurnEnd | None = None) -> dict[str, Any]:
+        body = self._body
+        choice = body.tool_choice
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id, "object": "response", "created_at": self._created, "status": status,
+            "model": self.model.name, "output": output, "error": None, "incomplete_details": cut,
+            "instructions": body.instructions, "metadata": body.metadata, "temperature": body.temperature,
+            "top_p": body.top_p, "max_output_tokens": body.max_output_tokens, "background": False,
+            "previous_response_id": None, "store": False, "truncation": "disabled",
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            "tools": [{"type": "function", "name": tool.name, "description": tool.description,
+                       "parameters": tool.parameters, "strict": tool.strict} for tool in body.tools],
+            "text": {"format": body.text.format.model_dump(by_alias=True)},
+            "reasoning": {"effort": None, "summary": None},
+            "usage": None if end is None else response_usage(self._turns.usage([end])),
+        }
+
+
+def _status(end: TurnEnd) -> str:
+    return "incomplete" if end.reason == "length" else "completed"

@@ -1,0 +1,118 @@
+"""The routes, but for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from quantkit.serve.answers import HealthResponse, ModelList, ModelState, ReadyResponse, ServedModel
+from quantkit.serve.anthropic.answers import AnthropicEvent, MessageAnswer, TokenCount
+from quantkit.serve.anthropic.messages import MessagesReply, count_tokens
+from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
+from quantkit.serve.errors import RETRY_AFTER, ApiError
+from quantkit.serve.metrics import CONTENT_TYPE, Metrics
+from quantkit.serve.models import ServedModels
+from quantkit.serve.openai.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Detokenized,
+    EmbeddingList,
+    TextChunk,
+    TextCompletion,
+    Tokenized,
+)
+from quantkit.serve.openai.chat import ChatReply
+from quantkit.serve.openai.chat_request import ChatRequest
+from quantkit.serve.openai.completion_request import CompletionRequest
+from quantkit.serve.openai.completions import CompletionReply
+from quantkit.serve.openai.embeddings import EmbeddingReply, EmbeddingRequest
+from quantkit.serve.openai.response_answers import ResponseAnswer, ResponseEvent
+from quantkit.serve.openai.responses import ResponsesReply
+from quantkit.serve.openai.responses_request import ResponsesRequest
+from quantkit.serve.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from quantkit.serve.openapi import anthropic_responses, responses, text_responses
+from quantkit.serve.respond import Responder
+
+MAY = (404, 413, 503)
+"""Statuses of errors that whatever a model answers may have."""
+
+
+def add_generation(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
+    """Routes on which a model writes. ``locked``: what is answered without the key, if there is one."""
+
+    @api.post("/v1/chat/completions", summary="The next turn of a conversation",
+              responses=responses(ChatCompletion, *MAY, *locked, chunk=ChatChunk))
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: ChatReply(model, body))
+
+    @api.post("/v1/completions", summary="The continuation of one or more prompts",
+              responses=responses(TextCompletion, *MAY, *locked, chunk=TextChunk))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: CompletionReply(model, body))
+
+    @api.post("/v1/responses", summary="The next turn of a conversation, in items",
+              responses=responses(ResponseAnswer, *MAY, *locked, chunk=ResponseEvent, done=False))
+    async def response(body: ResponsesRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: ResponsesReply(model, body))
+
+    @api.post("/v1/messages", summary="The next turn of a conversation, as Anthropic's API has it",
+              responses=anthropic_responses(MessageAnswer, *MAY, *locked, chunk=AnthropicEvent))
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await responder.generate(request, body.model, lambda model: MessagesReply(model, body))
+
+
+def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> None:
+    """Routes that read texts and write none."""
+
+    @api.post("/v1/messages/count_tokens", summary="How many tokens a conversation has",
+              responses=anthropic_responses(TokenCount, *MAY, *locked))
+    async def count(body: CountRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: count_tokens(model, body))
+
+    @api.post("/v1/embeddings", summary="Vectors of texts", responses=responses(EmbeddingList, *MAY, *locked))
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await responder.embed(request, body.model, lambda model: EmbeddingReply(model, body))
+
+    @api.post("/tokenize", summary="Tokens of a text or a conversation",
+              responses=responses(Tokenized, *MAY, *locked))
+    async def tokens(body: TokenizeRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: tokenize(model, body))
+
+    @api.post("/detokenize", summary="The text of tokens", responses=responses(Detokenized, *MAY, *locked))
+    async def text(body: DetokenizeRequest, request: Request) -> Response:
+        return await responder.compute(request, body.model, lambda model: detokenize(model, body))
+
+
+def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, draining: Callable[[], bool],
+              locked: Sequence[int]) -> None:
+    """Routes that say what the server is and does. ``draining``: whether it is ending."""
+
+    @api.get("/v1/models", summary="What is served", responses=responses(ModelList, *locked))
+    async def listed() -> dict[str, Any]:
+        return {"object": "list", "data": [model.about() for model in models]}
+
+    @api.get("/v1/models/{name:path}", summary="One model by its name",
+             responses=responses(ServedModel, 404, *locked))
+    async def one(name: str) -> dict[str, Any]:
+        return models.find(name).about()
+
+    @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @api.get("/ready", summary="Whether it takes requests, and what it is doing",
+             responses=responses(ReadyResponse, 503, *locked))
+    async def ready() -> dict[str, Any]:
+        if draining():
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
+        states = {model.name: {key: value for key, value in model.engine.stats().items()
+                               if key in ModelState.model_fields} for model in models}
+        total = {key: sum(state[key] for state in states.values()) for key in ModelState.model_fields}
+        return {"status": "ready", **total, "models": states}
+
+    @api.get("/metrics", summary="What Prometheus reads, under vLLM's names",
+             responses=text_responses(*locked))
+    async def measured() -> Response:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,39 @@
+"""Settings of an answer that several APIs have, and how the sampler takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from quantkit.kvspec import MAX_LENGTH as MAX_KV
+from quantkit.runtime.sampler import MAX_STOP_LENGTH, MIN_TEMPERATURE, Sampling
+from quantkit.serve.schema import INT64, Unicode
+
+MAX_STOPS = 16
+MIN_TOP_P = 1e-9
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+KV = Annotated[str, Field(min_length=1, max_length=MAX_KV, description=(
+    'How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')), Unicode]
+Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description="Lower ones come first.")]
+
+
+def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0,
+             ignore_eos: bool = False, repetition_penalty: float = 1.0, seed: int | None = None,
+             stop: Sequence[str] = (), presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+             logit_bias: Mapping[str, float] | None = None) -> Sampling:
+    """Settings as the sampler takes them, from values as JSON has them.
+
+    Raises:
+        UsageError: a value that only the sampler refuses.
+    """
+    return Sampling(
+        # what is greedy in all but name is asked for in both of these ways
+        temperature=float(temperature) if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=max(float(top_p), MIN_TOP_P), top_k=top_k, min_p=float(min_p), ignore_eos=ignore_eos,
+        repetition_penalty=float(repetition_penalty), seed=None if seed is None else seed % INT64,
+        stop=tuple(stop), presence_penalty=float(presence_penalty),
+        frequency_penalty=float(frequency_penalty),
+        logit_bias=tuple((int(token), float(bias)) for token, bias in (logit_bias or {}).items()))

@@ -1,0 +1,70 @@
+"""Tools and structures, in no API's words: what a model is given, and what its turn must look like."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from quantkit.errors import SourceError
+from quantkit.serve.conversation import MAX_ARGUMENTS, MAX_DESCRIPTION, TOOL_NAME
+from quantkit.serve.errors import RefusedValue
+from quantkit.serve.schema import Unicode, check_json
+from quantkit.strict_json import parse_object
+from quantkit.structure.grammar import Structure
+from quantkit.structure.turns import Tool
+
+
+def read_arguments(arguments: str) -> dict[str, Any]:
+    """Arguments of a call in an earlier turn; none at all are an empty object.
+
+    Raises:
+        ValueError: they are no JSON object.
+    """
+    try:
+        return check_json(parse_object((arguments or "{}").encode(), "the text", next="send a JSON object"))
+    except SourceError as error:
+        raise ValueError(f"the arguments of a tool call must be a JSON object: {error.what}") from None
+
+
+def _arguments(arguments: str) -> str:
+    read_arguments(arguments)
+    return arguments
+
+
+ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION), Unicode]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS), Unicode, AfterValidator(_arguments)]
+CallId = Annotated[str, Field(min_length=1, max_length=256), Unicode]
+
+
+def choose_tools(tools: list[Tool], choice: str | None, required: bool, structure: Structure | None,
+                 param: str = "tool_choice") -> tuple[tuple[Tool, ...], Structure | None]:
+    """Tools that the model is given, and what its turn must look like.
+
+    Args:
+        tools: all that are given.
+        choice: ``none``, ``auto``, or with ``required`` the name of a tool, or ``None``: any tool.
+        required: whether the turn must be a call.
+        structure: what is asked for beside.
+        param: the parameter that the choice comes from.
+
+    Raises:
+        RefusedValue: an unknown or doubled tool, a choice without tools, or a structure beside tools.
+    """
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise RefusedValue("tools", "two tools have the same name", "invalid_value")
+    if required and not tools:
+        raise RefusedValue(param, f"{param} asks for a tool call, and no tools are given", "invalid_value")
+    if required and choice is not None and choice not in names:
+        raise RefusedValue(param, f"{param} names {choice!r}, which is none of the tools", "invalid_value")
+    if not required and (choice == "none" or not tools):
+        return (), structure
+    if structure is not None:
+        raise RefusedValue(param, "a structured answer and tools in one request are not supported; send "
+                           f"{param}: none with the structure, or no structure")
+    if required:
+        return tuple(tools), Structure(tools=tuple(tools), tool_choice=choice or "required")
+    strict = any(tool.strict for tool in tools)
+    return tuple(tools), Structure(tools=tuple(tools), tool_choice="auto") if strict else None

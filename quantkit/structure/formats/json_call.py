@@ -1,0 +1,79 @@
+"""One call as a JSON object, ``{"name": …, "arguments": {…}}``, whose arguments come as they are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from quantkit.structure.json_scanner import JsonScanner
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+class JsonCall:
+    """Reads one call.
+
+    Args:
+        names: of the tools that can be called.
+
+    Attributes:
+        name: of the tool, once the call has begun: its name is known, and where its arguments begin.
+        done: whether the object is complete.
+        broken: whether it is no call, or stopped being one.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.name: str | None = None
+        self.done = self.broken = False
+        self._names, self._scanner, self._raw = names, JsonScanner(), ""
+        self._named: str | None = None
+        self._streams = False
+
+    def feed(self, char: str) -> str:
+        """Read a character; returns what it adds to the arguments."""
+        scanner, before = self._scanner, self._scanner.depth
+        self._raw += char
+        if not scanner.feed(char):
+            self.broken = True
+            return ""
+        if self._streams:
+            self._streams = scanner.depth > 1
+            return char
+        if scanner.ended_value and scanner.depth == 1 and scanner.key == "name":
+            self._named = scanner.string
+        if (before == 1 and scanner.depth == 2 and char == "{" and scanner.key in ARGUMENTS
+                and self.name is None and _text(self._named) in self._names):
+            self.name, self._streams = _text(self._named), True
+            return char
+        if scanner.done:
+            self.done = True
+            return self._whole()
+        return ""
+
+    def _whole(self) -> str:
+        """The arguments of a complete object, if they didn't come as they were written."""
+        if self.name is not None:
+            return ""
+        call: dict[str, Any] = json.loads(self._raw)
+        name = call.get("name")
+        arguments: Any = next((call[key] for key in ARGUMENTS if key in call), {})
+        if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
+            try:
+                arguments = json.loads(arguments, parse_constant=_refuse)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            self.broken = True
+            return ""
+        self.name = name
+        return json.dumps(arguments)  # all ASCII: there may be halves of surrogate pairs in it
+
+
+def _text(string: str | None) -> str | None:
+    """The content of a JSON string."""
+    return None if string is None else str(json.loads(f'"{string}"'))
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

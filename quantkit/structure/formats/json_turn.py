@@ -1,0 +1,109 @@
+"""Calls as plain JSON that is the turn: Llama 3 and models without a format of their own.
+
+One object ``{"name": …, "parameters": {…}}`` or several (separated by ``;``, a comma or white space, or in a
+list), perhaps behind Llama 3's ``<|python_tag|>``, perhaps in a fence of Markdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from quantkit.structure.formats.json_call import JsonCall
+from quantkit.structure.formats.scanner import TurnScanner
+
+PYTHON_TAG = "<|python_tag|>"
+_FENCES = ("```json\n", "```\n", "```json", "```")
+
+
+class JsonTurn(TurnScanner):
+    """The parser of a turn in this format.
+
+    Args:
+        names: of the tools that can be called.
+        marks: texts that announce calls where they aren't the beginning of the turn.
+        reasoning, opened: as the scanner's.
+    """
+
+    def __init__(self, names: Collection[str], marks: tuple[str, ...] = (),
+                 reasoning: tuple[str, str] | None = None, opened: bool = False) -> None:
+        self._tools = bool(names)
+        self._fenced = self._listed = False
+        super().__init__(names, marks if names else (), reasoning, opened)
+
+    def _answer(self) -> Callable[[str], None]:
+        return self._lead if self._tools else self._text
+
+    def _marked(self, mark: str) -> Callable[[str], None]:
+        return self._lead
+
+    def _lead(self, char: str) -> None:
+        """Where a call may begin: what may stand before it."""
+        self._raw += char
+        begun = self._raw.strip(" \t\r\n") if not self._raw.strip() else self._raw.lstrip()
+        for mark in self._marks:
+            if begun.startswith(mark):
+                begun = begun[len(mark):].lstrip()
+        if not begun or any(mark.startswith(begun) for mark in self._marks):
+            return
+        if begun in _FENCES or any(fence.startswith(begun) for fence in _FENCES):
+            return
+        fenced = begun.startswith("```")
+        if fenced:
+            begun = begun.removeprefix("```").removeprefix("json").lstrip()
+        if begun == "[":
+            self._fenced, self._listed = fenced, True
+        elif begun in ("{", "[{") or (self._listed and begun[-1] == "{" and begun[1:-1].isspace()):
+            self._fenced = fenced
+            self._next(char)
+        elif begun and not (self._listed and begun[1:].isspace()):
+            self._listed = False
+            self._broken()
+
+    def _next(self, char: str) -> None:
+        self._object, self._state, self._begun = JsonCall(self._names), self._call_text, False
+        self._object.feed(char)
+
+    def _call_text(self, char: str) -> None:
+        call = self._object
+        self._raw += char
+        arguments = call.feed(char)
+        if call.broken:
+            if self._begun:
+                self._raw, self._state = "", self._text
+                self._again(char)
+            else:
+                self._broken()
+            return
+        if call.name is not None and not self._begun:
+            self._call(call.name)
+        if arguments:
+            self._arguments(arguments)
+        if call.done:
+            self._raw, self._state = "", self._between
+
+    def _between(self, char: str) -> None:
+        """Behind a call: another one, the end of the list or fence, or text."""
+        self._raw += char
+        begun = self._raw.strip()
+        if self._listed:
+            begun = begun.removeprefix("]").lstrip()
+        if self._fenced:
+            begun = begun.removeprefix("```").lstrip()
+        begun = begun.lstrip(",; \t\r\n")
+        marks = (*self._marks, *(("```",) if self._fenced else ()))
+        if begun == "{":
+            self._next(char)
+        elif begun in self._marks:
+            self._state = self._lead
+            self._fenced = self._listed = False
+            self._begun = False
+        elif begun and not any(mark.startswith(begun) for mark in marks):
+            self._raw, self._state = "", self._text
+            self._again(begun)
+
+    def _end(self) -> bool:
+        if self._state == self._between and self._raw.strip(" \t\r\n,;]`"):
+            raw, self._raw, self._state = self._raw, "", self._text
+            self._again(raw)
+            return False
+        return super()._end()

@@ -1,0 +1,110 @@
+"""Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``; newer models ``[TOOL_CALLS]name[ARGS]{…}``."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+
+from quantkit.structure.formats.json_call import JsonCall
+from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.structure.json_scanner import JsonScanner
+
+OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+ID_LENGTH = 9
+"""Characters of a call's id; the templates refuse others."""
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class MistralTurn(TurnScanner):
+    """The parser of a turn in either format."""
+
+    def __init__(self, names: Collection[str], reasoning: tuple[str, str] | None = None,
+                 opened: bool = False) -> None:
+        super().__init__(names, (OPEN,) if names else (), reasoning, opened)
+
+    def _call_id(self) -> str:
+        return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
+
+    def _marked(self, mark: str) -> Callable[[str], None]:
+        self._listed = False
+        self._name = ""
+        return self._lead
+
+    def _lead(self, char: str) -> None:
+        """Behind the marker: a list, an object, or a name."""
+        self._raw += char
+        if char.isspace():
+            return
+        if char == "[":
+            if self._listed:
+                self._broken()
+            self._listed = True
+        elif char == "{":
+            self._next(char)
+        else:
+            self._state = self._named
+            self._name = char
+            if self._listed:
+                self._broken()
+
+    def _next(self, char: str) -> None:
+        self._object, self._state, self._begun = JsonCall(self._names), self._call_text, False
+        self._object.feed(char)
+
+    def _call_text(self, char: str) -> None:
+        call = self._object
+        self._raw += char
+        arguments = call.feed(char)
+        if call.broken:
+            self._cut(char)
+            return
+        if call.name is not None and not self._begun:
+            self._call(call.name)
+        if arguments:
+            self._arguments(arguments)
+        if call.done:
+            self._raw, self._state = "", self._between if self._listed else self._text
+
+    def _cut(self, char: str) -> None:
+        """What is read isn't a call, or stops being one."""
+        if not self._begun:
+            self._broken()
+        else:
+            self._raw, self._state = "", self._text
+            self._again(char)
+
+    def _between(self, char: str) -> None:
+        """Behind an object of a list."""
+        self._raw += char
+        if char == "{":
+            self._next(char)
+        elif char == "]":
+            self._raw, self._state = "", self._text
+        elif not char.isspace() and char != ",":
+            raw, self._raw, self._state = self._raw, "", self._text
+            self._again(raw.lstrip(", \t\r\n"))
+
+    def _named(self, char: str) -> None:
+        """A name, up to its arguments."""
+        self._raw += char
+        if char == "{":
+            name = self._name.removesuffix(ARGS).partition(CALL_ID)[0].strip()
+            if name not in self._names:
+                self._broken()
+                return
+            self._call(name)
+            self._scanner, self._state = JsonScanner(), self._arguments_text
+            self._arguments_text(char)
+            return
+        self._name += char
+        if len(self._name) > 256 or char == "\n":
+            self._broken()
+
+    def _arguments_text(self, char: str) -> None:
+        if not self._scanner.feed(char):
+            self._cut(char)
+            return
+        self._arguments(char)
+        if self._scanner.done:
+            self._raw, self._state = "", self._text

@@ -1,0 +1,277 @@
+"""Compiles what an answer must look like into constraints on tokens, with llguidance.
+
+Everything here comes from a request, so everything is bounded: sizes before anything is read, time and memory
+of compiling by a trial in another process (:mod:`quantkit.structure.trial`), and time per token by
+llguidance's limits and by :class:`~quantkit.structure.constraint.GrammarConstraint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit import isolated
+from quantkit.errors import UsageError
+from quantkit.structure.base import TokenConstraint
+from quantkit.structure.lark import LarkWriter, regex_literal, schema_text
+from quantkit.structure.turns import Tool, TurnFormat
+from quantkit.text.tokenizer import Tokenizer
+
+MAX_SCHEMA, MAX_DEPTH, MAX_VALUES = 128 * 2**10, 48, 20_000
+"""Characters of a JSON schema, objects and lists within each other, and values in all."""
+MAX_REGEX, MAX_GRAMMAR = 8 * 2**10, 64 * 2**10
+"""Characters."""
+MAX_CHOICES, MAX_CHOICE = 1000, 1000
+"""Texts to choose from, and characters of one."""
+MAX_TOOLS = 128
+SECONDS, MEMORY = 3.0, 2 * 2**30
+"""Of the trial."""
+MAX_COMPILED = 32
+"""Compiled grammars that are kept."""
+_trials = threading.BoundedSemaphore(2)  # templates are rendered in processes of the same pool, and go on
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer must look like: exactly one of the first five, or tools with a choice.
+
+    Attributes:
+        json_schema: JSON by this schema.
+        json_object: any JSON object.
+        regex: a text that this regular expression matches as a whole, in Rust's syntax without lookaround.
+        choice: one of these texts.
+        grammar: a text of this grammar, in llguidance's variant of Lark, or in EBNF as llama.cpp has it
+            (GBNF, with ``::=``).
+        tools: what may be called.
+        tool_choice: ``required`` (the turn is calls in the model's own format), a tool's name (one call of
+            it), or ``auto`` (text, in which a call that begins must be one).
+        parallel_tool_calls: whether there may be several calls.
+        reasoning: the turn may begin with reasoning, in the model's own format.
+        prompt_opens_reasoning: the turn begins within it.
+    """
+
+    json_schema: dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str | None = None
+    parallel_tool_calls: bool = True
+    reasoning: bool = False
+    prompt_opens_reasoning: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UsageError: not exactly one kind of structure."""
+        kinds = [self.json_schema is not None, self.json_object, self.regex is not None,
+                 self.choice is not None, self.grammar is not None, self.tool_choice is not None]
+        if sum(kinds) != 1:
+            raise UsageError(f"an answer has {sum(kinds)} structures", why="it must have exactly one",
+                             next="give a JSON schema, json_object, a regex, a choice, a grammar, or tools")
+
+
+class Compiler:
+    """Compiles for one served model. Any thread may call it.
+
+    Args:
+        tokenizer: the model's.
+        format: how it writes calls and reasoning.
+        vocab_size: its logits' width.
+
+    Raises:
+        UsageError: llguidance isn't installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, format: TurnFormat, vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise UsageError("structured output needs llguidance", why="it is not installed",
+                             next="pip install 'quantkit[structure]'") from None
+        self._library, self._tokenizer, self._format = llguidance, tokenizer, format
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        special = tokenizer.special_tokens
+        # for llguidance, an added token in angle brackets is never part of a text, special or not
+        self._special = {text: number for text, number in tokenizer.added_tokens.items()
+                         if text in special or (text.startswith("<") and text.endswith(">"))}
+        self._writer = LarkWriter(format, self._special)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._vocabulary: Any = None
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, which the first answer would otherwise wait for.
+
+        Raises:
+            UsageError: llguidance can't use the model's tokenizer.
+        """
+        self._read_vocabulary()
+
+    def compile(self, structure: Structure) -> Callable[[], TokenConstraint]:
+        """Compile a structure, or find it among the last ones.
+
+        Returns:
+            Makes a constraint; each sequence needs its own.
+
+        Raises:
+            UsageError: the structure is malformed, unsupported or too large, and why.
+        """
+        from quantkit.structure.constraint import GrammarConstraint
+
+        check_structure(structure)
+        key = json.dumps(dataclasses.asdict(structure))
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+        if matcher is None:
+            matcher = self._compile(structure)
+            with self._lock:
+                self._compiled[key] = matcher
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+
+        def make() -> TokenConstraint:
+            with self._lock:  # the library's object is not to be used by two threads at once
+                return GrammarConstraint(matcher.deep_copy(), self._vocab_size, self._tokenizer.eos_ids)
+
+        return make
+
+    def _compile(self, structure: Structure) -> Any:
+        what, lark = self._grammar(structure)
+        special = {text: number for text, number in self._special.items()
+                   if text in self._format.marks or structure.grammar is not None}
+        eos = min(self._tokenizer.eos_ids, default=self._vocab_size)
+        arguments = {"lark": lark, "given": structure.grammar, "vocab_size": self._vocab_size,
+                     "special": special, "eos": eos}
+        try:
+            with _trials:
+                outcome = isolated.call("quantkit.structure.trial:trial", arguments, seconds=SECONDS,
+                                        memory=MEMORY)
+        except isolated.LimitError as error:
+            raise UsageError(f"{what} can't be used", why=f"compiling it {error}",
+                             next="make it smaller or simpler") from None
+        except isolated.RaisedError as error:
+            raise UsageError(f"{what} can't be used", why=str(error)) from None
+        if "error" in outcome:
+            raise _refused(what, outcome["error"])
+        vocabulary = self._read_vocabulary()
+        from quantkit.structure.trial import limits
+
+        matcher = self._library.LLMatcher(vocabulary, outcome["grammar"], log_level=0, limits=limits())
+        if matcher.is_error():
+            raise _refused(what, matcher.get_error())
+        return matcher
+
+    def _read_vocabulary(self) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._library.LLTokenizer(
+                        self._tokenizer.serialized(), n_vocab=self._vocab_size,
+                        eos_token=sorted(self._tokenizer.eos_ids) or None)
+                except BaseException as error:  # panics of the library are no Exceptions
+                    if isinstance(error, KeyboardInterrupt | SystemExit):
+                        raise
+                    raise UsageError("this model's answers can't be constrained",
+                                     why="llguidance can't use its tokenizer: "
+                                         + " ".join(str(error).split())[:200]) from None
+            return self._vocabulary
+
+    def _grammar(self, structure: Structure) -> tuple[str, str | None]:
+        """What to call the structure in errors, and the grammar that we write: none around a given one."""
+        rules = ""
+        if structure.grammar is not None:
+            what, answer = "the grammar", "@given"
+        elif structure.regex is not None:
+            what, answer = "the regular expression", regex_literal(structure.regex)
+        elif structure.choice is not None:
+            what, answer = "the choice", " | ".join(json.dumps(text) for text in structure.choice)
+        elif structure.tool_choice is not None:
+            what, answer = "the tools' schemas", "answer"
+            rules = self._writer.turn(structure.tools, structure.tool_choice, structure.parallel_tool_calls)
+        else:
+            what = "the JSON schema"
+            schema = {"type": "object"} if structure.json_schema is None else structure.json_schema
+            answer = "%json " + schema_text(schema)
+        before = ""
+        if self._format.reasoning is not None and (structure.reasoning or structure.prompt_opens_reasoning):
+            before = "reasoning " if structure.prompt_opens_reasoning else "reasoning? "
+            rules += self._writer.reasoning(structure.prompt_opens_reasoning)
+        if structure.grammar is not None and not before:
+            return what, None
+        return what, f"%llguidance {{}}\nstart: {before}body\nbody: {answer}\n{rules}"
+
+
+def check_structure(structure: Structure) -> None:
+    """Raises UsageError: a structure is larger than may be compiled, or malformed; it says in what."""
+    if structure.json_schema is not None:
+        check_schema(structure.json_schema, "the JSON schema")
+    for name, text, limit in (("regex", structure.regex, MAX_REGEX),
+                              ("grammar", structure.grammar, MAX_GRAMMAR)):
+        if text is not None and not 0 < len(text) <= limit:
+            raise UsageError(f"the {name} has {len(text)} characters", why=f"1 to {limit} are allowed")
+    if structure.grammar is not None and structure.grammar.lstrip().startswith("{"):
+        raise UsageError("the grammar is JSON", why="it must be Lark or EBNF",
+                         next="give a JSON schema as such")
+    if structure.choice is not None:
+        if not 0 < len(structure.choice) <= MAX_CHOICES:
+            raise UsageError(f"the choice has {len(structure.choice)} texts",
+                             why=f"1 to {MAX_CHOICES} are allowed")
+        if bad := [text for text in structure.choice if not 0 < len(text) <= MAX_CHOICE]:
+            raise UsageError(f"a text to choose has {len(bad[0])} characters",
+                             why=f"1 to {MAX_CHOICE} are allowed")
+    if structure.tool_choice is None:
+        return
+    names = [tool.name for tool in structure.tools]
+    if len(names) > MAX_TOOLS or len(set(names)) != len(names):
+        raise UsageError(f"there are {len(names)} tools, {len(set(names))} by different names",
+                         why=f"at most {MAX_TOOLS} are allowed, and each needs a name of its own")
+    if not names or structure.tool_choice not in (*names, "required", "auto"):
+        raise UsageError(f"tool_choice is {structure.tool_choice!r}",
+                         why=f"tools: {', '.join(names)[:200] or 'none'}",
+                         next="name one of the tools, or give the tool")
+    for tool in structure.tools:
+        check_schema(tool.parameters, f"the schema of {tool.name}")
+    check_schema([tool.parameters for tool in structure.tools], "all tools' schemas together")
+
+
+def check_schema(schema: Any, what: str) -> None:
+    """Raises UsageError: a schema is too large or too deep, or has options of the compiler in it."""
+    depth, values, level = 0, 0, [schema]
+    while level:
+        depth, values = depth + 1, values + len(level)
+        if depth > MAX_DEPTH + 1 or values > MAX_VALUES:
+            raise UsageError(f"{what} is too {'deep' if depth > MAX_DEPTH + 1 else 'large'}",
+                             why=f"{MAX_DEPTH} levels and {MAX_VALUES} values are allowed")
+        level = [item for value in level if isinstance(value, dict | list)
+                 for item in (value.values() if isinstance(value, dict) else value)]
+    if (size := len(json.dumps(schema))) > MAX_SCHEMA:
+        raise UsageError(f"{what} has {size} characters", why=f"{MAX_SCHEMA} are allowed")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise UsageError(f"{what} has a key 'x-guidance'", why="it would change how the schema is read",
+                         next="leave it out")
+
+
+def _refused(what: str, error: str) -> UsageError:
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    reason = next(iter(lines), "llguidance refuses it")
+    if not what.startswith("the grammar"):  # places in what we wrote around it mean nothing to anybody
+        reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason)
+    if "error:" in error:  # of a regular expression, under a drawing of it
+        reason = next((line for line in lines if line.startswith("error:")), reason)
+    step = None
+    if "oneOf" in reason:
+        reason, step = "oneOf is supported only where no two of its schemas overlap", "use anyOf"
+    elif reason.startswith("Unimplemented keys:"):
+        reason = "these keywords are not supported: " + reason.partition(":")[2].strip(" []").replace('"', "")
+        step = "leave them out"
+    elif reason.startswith("NoExtension"):
+        reason = "no text fits it"
+    return UsageError(f"{what} can't be used", why=reason[:300], next=step)

@@ -1,0 +1,192 @@
+"""``/v1/messages``: every answer and every event is what the official client's types say."""
+
+import json
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from quantkit.runtime.generate import generate
+from quantkit.runtime.sampler import Sampling
+
+PATH = "/v1/messages"
+GREEDY = {"temperature": 0}
+"""The newest client has no parameter for it."""
+USER = [{"role": "user", "content": "the cat"}]
+TOOL = {"name": "look", "description": "Look.",
+        "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}}}
+EVENT = TypeAdapter(RawMessageStreamEvent)
+
+
+@pytest.fixture
+def client(shared):
+    return anthropic.Anthropic(base_url=shared.url, api_key="none", max_retries=0, timeout=60)
+
+
+def post(shared, **body):
+    return shared.post(PATH, {"messages": USER, "max_tokens": 30, **body})
+
+
+def events(answer):
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        found.append(event)
+    return found
+
+
+def test_a_text(client, loaded):
+    ids = loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, *USER])
+    wanted = generate(loaded, [ids], Sampling(max_tokens=9))[0]
+    answer = client.messages.create(model="tiny", system="Be brief.", messages=USER, max_tokens=9,
+                                    extra_body=GREEDY)
+    Message.model_validate(answer.model_dump())
+    assert answer.content[0].text == wanted.text and answer.role == "assistant"
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(ids)
+    assert answer.usage.output_tokens == len(wanted.token_ids)
+    assert answer.stop_reason == ("max_tokens" if wanted.finish_reason == "length" else "end_turn")
+
+
+def test_a_stop_sequence_is_named(client):
+    whole = client.messages.create(model="tiny", messages=USER, max_tokens=9,
+                                   extra_body=GREEDY).content[0].text
+    stop = whole[3:5]
+    answer = client.messages.create(model="tiny", messages=USER, max_tokens=9, extra_body=GREEDY,
+                                    stop_sequences=["never there", stop])
+    assert answer.stop_reason == "stop_sequence" and answer.stop_sequence == stop
+    assert answer.content[0].text == whole[:whole.index(stop)]
+
+
+def test_a_whole_turn_in_blocks(client, scripted):
+    scripted()
+    answer = client.messages.create(model="tiny", messages=USER, max_tokens=30, tools=[TOOL])
+    Message.model_validate(answer.model_dump())
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
+    thinking, text, call, other = answer.content
+    assert thinking.thinking == "I need a tool." and text.text == "Let me look."
+    assert (call.id, call.name, call.input) == ("call_a", "look", {"place": "here"})
+    assert (other.id, other.name, other.input) == ("call_b", "wait", {})
+
+
+def test_events_come_in_their_order(shared, scripted):
+    scripted()
+    found = events(post(shared, tools=[TOOL], stream=True))
+    assert [found[0]["type"], found[-2]["type"], found[-1]["type"]] == ["message_start", "message_delta",
+                                                                        "message_stop"]
+    inside = [event for event in found if event["type"].startswith("content_block")]
+    assert [event["index"] for event in inside] == sorted(event["index"] for event in inside)
+    for index, kind in enumerate(["thinking", "text", "tool_use", "tool_use"]):
+        block = [event for event in inside if event["index"] == index]
+        assert block[0]["type"] == "content_block_start" and block[0]["content_block"]["type"] == kind
+        assert block[-1]["type"] == "content_block_stop" and {event["type"] for event in block[1:-1]} == {
+            "content_block_delta"}
+    assert found[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == 30
+
+
+def test_the_official_client_streams(client, scripted):
+    scripted()
+    with client.messages.stream(model="tiny", messages=USER, max_tokens=30, tools=[TOOL]) as stream:
+        assert "".join(stream.text_stream) == "Let me look."
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert final.content[2].input == {"place": "here"}
+
+
+def test_one_call_alone_ends_the_turn_with_tool_use(client, scripted):
+    scripted()
+    answer = client.messages.create(
+        model="tiny", messages=USER, max_tokens=2000, tools=[TOOL],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert answer.stop_reason == "tool_use"
+    assert [block.type for block in answer.content].count("tool_use") == 1
+
+
+def test_content_can_be_sent_back_with_a_result(client, scripted, prepared):
+    scripted()
+    answer = client.messages.create(model="tiny", messages=USER, max_tokens=30, tools=[TOOL])
+    client.messages.create(
+        model="tiny", max_tokens=1, tools=[TOOL], thinking={"type": "disabled"},
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[*USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "call_a", "content": [{"type": "text", "text": "a hat"}]},
+            {"type": "tool_result", "tool_use_id": "call_b", "content": "no", "is_error": True},
+            {"type": "text", "text": "go on"}]}])
+    messages, given, options = prepared[-1]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool",
+                                                         "user"]
+    assert messages[2]["content"] == "Let me look." and messages[2]["reasoning_content"] == "I need a tool."
+    assert messages[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"place": "here"}}
+    assert messages[3] == {"role": "tool", "tool_call_id": "call_a", "content": "a hat"}
+    assert messages[4]["content"] == "Error: no"
+    assert options == {"enable_thinking": False} and [tool.name for tool in given] == ["look"]
+
+
+def test_tokens_are_counted(client, shared):
+    count = client.messages.count_tokens(model="tiny", system="Be brief.", messages=USER).input_tokens
+    assert count == len(shared.loaded.tokenizer.chat([{"role": "system", "content": "Be brief."}, *USER]))
+
+
+def test_errors_have_its_shape(client, shared, live):
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(model="other", messages=USER, max_tokens=1)
+    assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "not_found_error"
+    assert "'tiny'" in caught.value.body["error"]["message"]
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(model="tiny", messages=USER, max_tokens=10**6)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with shared.http as plain:
+        for answer, kind in ((plain.get(PATH), "invalid_request_error"),
+                             (plain.post(PATH, content=b"{"), "invalid_request_error"),
+                             (plain.post(PATH, headers={"host": "evil.example"}), "permission_error"),
+                             (plain.post(PATH, content=b" " * 5_000_000), "request_too_large")):
+            body = answer.json()
+            assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+            assert body["type"] == "error" and body["error"]["type"] == kind
+    made = live(key="sesame-1234")
+    for key, status in (("sesame-1234", 200), ("sesame", 401), ("", 401)):
+        answer = made.post(PATH, {"messages": USER, "max_tokens": 1}, headers={
+            "x-api-key": key, "anthropic-version": "2023-06-01"})
+        assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"max_tokens": None}, "max_tokens"), ({"messages": []}, "messages: it is empty"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tool_choice": {"type": "any"}}, "no tools"), ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"mcp_servers": [{"url": "http://127.0.0.1:9/"}]}, "mcp_servers"), ({"container": "x"}, "container"),
+    ({"messages": [*USER, {"role": "assistant", "content": "He"}]}, "going on with it is not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {
+        "type": "url", "url": "http://127.0.0.1:9/"}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+     "messages[0].content[0].tool_use_id"),
+    ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"unheard_of": 1}, "unheard_of"),
+])
+def test_what_cant_be_is_refused_by_name(shared, change, said):
+    answer = post(shared, **change)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
+def test_what_changes_nothing_is_taken(shared):
+    harmless = {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": [], "top_k": 5,
+                "tools": [],
+                "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": []}
+    assert post(shared, **harmless, max_tokens=1).status_code == 200
+
+
+def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
+    made = live()
+    kind, count = type(made.engine.loaded.model), iter(range(100))
+    push = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
+        1 / 0 if next(count) == 2 else push(self, *args, **options)))
+    answer = made.post(PATH, {"messages": USER, "max_tokens": 9, "stream": True})
+    assert answer.text.split("\n\n")[-2].split("\n")[0] == "event: error"
+    assert json.loads(answer.text.split("\n\n")[-2].split("data: ")[1])["error"]["type"] == "api_error"

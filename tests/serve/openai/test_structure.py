@@ -1,0 +1,89 @@
+"""Answers that must look like something do, in all three APIs, whatever a random model would write."""
+
+import json
+
+import pytest
+
+pytest.importorskip("llguidance", reason="structured output needs the extra 'structure'")
+
+USER = [{"role": "user", "content": "the cat"}]
+SCHEMA = {"type": "object", "properties": {"place": {"enum": ["here", "there"]}, "loud": {"type": "boolean"}},
+          "required": ["place", "loud"], "additionalProperties": False}
+NAMED = {"name": "look", "description": "Look.", "parameters": SCHEMA}
+
+
+def chat(shared, **body):
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "seed": 3, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def right(arguments):
+    value = json.loads(arguments)
+    return value["place"] in ("here", "there") and isinstance(value["loud"], bool) and len(value) == 2
+
+
+@pytest.mark.parametrize("body", [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    {"structured_outputs": {"json": SCHEMA}}, {"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}])
+def test_json_by_a_schema(shared, body):
+    choice = chat(shared, **body)
+    assert right(choice["message"]["content"]) and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("body", "allowed"), [
+    ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+    ({"structured_outputs": {"regex": "(ab){3}"}}, ("ababab",)),
+    ({"guided_grammar": 'start: "x" | "y"'}, ("x", "y"))])
+def test_other_structures_in_chat_and_completions(shared, body, allowed):
+    assert chat(shared, **body)["message"]["content"] in allowed
+    text = shared.post("/v1/completions", {"prompt": "a", "max_tokens": 50, **body}).json()["choices"][0]
+    assert text["text"] in allowed and text["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_call_that_must_be(shared, choice):
+    answer = chat(shared, tools=[{"type": "function", "function": NAMED}], tool_choice=choice,
+                  parallel_tool_calls=False)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "look" and right(call["function"]["arguments"])
+    assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+
+
+def test_choices_of_one_request_each_have_their_own(shared):
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "n": 4, "seed": 1,
+                                                  "guided_json": SCHEMA})
+    assert all(right(choice["message"]["content"]) for choice in answer.json()["choices"])
+
+
+def test_responses(shared):
+    answer = shared.openai().responses.create(
+        model="tiny", input="the cat", max_output_tokens=4000,
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}})
+    assert right(answer.output_text)
+    answer = shared.openai().responses.create(
+        model="tiny", input="the cat", max_output_tokens=4000, tools=[{"type": "function", **NAMED}],
+        tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.output
+    assert call.type == "function_call" and right(call.arguments) and answer.status == "completed"
+
+
+def test_messages(shared):
+    body = {"messages": USER, "max_tokens": 4000}
+    answer = shared.post("/v1/messages", {**body, "output_config": {"format": {
+        "type": "json_schema", "schema": SCHEMA}}}).json()
+    assert right(answer["content"][0]["text"])
+    answer = shared.post("/v1/messages", {
+        **body, "tools": [{"name": "look", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}).json()
+    (call,) = answer["content"]
+    assert call["type"] == "tool_use" and right(json.dumps(call["input"]))
+    assert answer["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("body", [{"guided_regex": "(?=a)b"}, {"guided_grammar": "start: nothing_like_it"},
+                                  {"guided_json": {"type": "nothing"}}])
+def test_what_cant_be_compiled_is_refused(shared, body):
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 5, **body})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_structure", answer.text
+    assert shared.errors == []

@@ -1,0 +1,67 @@
+"""``/metrics``: vLLM's names, and numbers that are what happened."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+NAMES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
+         "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success",
+         "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+         "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+         "request_prompt_tokens", "request_generation_tokens", "iteration_tokens_total", "cache_config_info"}
+
+
+def read(made):
+    with made.http as client:
+        answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    labels = ("le", "finished_reason")
+    return {sample.name + "".join(sample.labels.get(label, "") for label in labels): sample
+            for sample in samples}, answer.text
+
+
+def test_names_and_labels(shared):
+    samples, text = read(shared)
+    families = {line.split()[2].removesuffix("_total")
+                for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {f"vllm:{name}".removesuffix("_total") for name in NAMES} <= families
+    assert all(sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
+               for sample in samples.values() if not sample.name.endswith("_created"))
+
+
+def test_what_is_counted(live, eventually):
+    made = live()
+    prompt, n = "the cat", 2
+    body = {"prompt": prompt, "max_tokens": 5, "n": n, "ignore_eos": True}
+    usage = made.post("/v1/completions", body).json()["usage"]
+    eventually(lambda: made.engine.stats()["tokens_generated"] == 10)
+    samples, _ = read(made)
+
+    def value(name):
+        return samples[f"vllm:{name}"].value
+
+    assert value("request_success_totallength") == n
+    assert value("request_generation_tokens_sum") == usage["completion_tokens"] == 10
+    assert value("request_prompt_tokens_sum") == n * usage["prompt_tokens"]
+    assert value("generation_tokens_total") == 10
+    assert value("time_to_first_token_seconds_count") == value("e2e_request_latency_seconds_count") == n
+    assert value("inter_token_latency_seconds_count") == n * 4
+    assert 0 < value("time_to_first_token_seconds_sum") <= value("e2e_request_latency_seconds_sum")
+    assert value("num_requests_running") == value("num_requests_waiting") == 0
+
+
+def test_a_request_that_is_given_up_is_an_abort(live, eventually):
+    made = live()
+    stream = made.openai().completions.create(model="tiny", prompt="a", max_tokens=50_000, stream=True,
+                                              extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert read(made)[0]["vllm:num_requests_running"].value == 1
+    stream.close()
+    eventually(lambda: read(made)[0]["vllm:request_success_totalabort"].value == 1)
+
+
+@pytest.mark.parametrize(("key", "status"), [("sesame-1234", 200), ("sesame", 401)])
+def test_it_needs_the_key(live, key, status):
+    with live(key="sesame-1234").http as client:
+        assert client.get("/metrics", headers={"authorization": f"Bearer {key}"}).status_code == status
