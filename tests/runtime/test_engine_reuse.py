@@ -69,7 +69,7 @@ def run(engine, requests, forced=None):
     """Tokens with their exact log-probabilities, a list for each request, and the requests.
 
     Args:
-        forced: seed of steps in which a request is preempted though pages are left.
+        forced: seed of steps in which a request is preempted though pages are left; at most six.
     """
     heard, submitted, now = [[] for _ in requests], [None] * len(requests), 0
     draw = random.Random(forced)
@@ -88,7 +88,7 @@ def run(engine, requests, forced=None):
                     on_token=lambda info, index=index: listen(index, info))
         now += 1
         scheduler = engine._scheduler
-        if forced is not None and draw.random() < 0.2 and scheduler.running:
+        if forced is not None and scheduler.preemptions < 6 and scheduler.running and draw.random() < 0.2:
             scheduler.preempt(draw.choice([*scheduler.prefilling, *scheduler.decoding]))
         if not engine.step() and all(submitted):
             break
