@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import threading
@@ -106,11 +107,10 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         turn = threading.Lock() if len(models) > 1 else None
         for model in models:
             start = ServingStart()
+            plan = functools.partial(show_plan, model, kv=spec, dtype=dtype, max_batch=max_batch,
+                                     kv_memory=memory, overcommit=overcommit)
             loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                                on_open=lambda source, place, model=model: show_plan(
-                                    model, source, place, kv=spec, dtype=dtype, max_batch=max_batch,
-                                    kv_memory=memory, overcommit=overcommit),
-                                on_tokenizer=start.take_tokenizer)
+                                on_open=plan, on_tokenizer=start.take_tokenizer)
             engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
                             max_itl=max_itl / 1000, prefix_cache=prefixes, turn=turn)
             start.take_engine(engine)

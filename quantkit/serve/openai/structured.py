@@ -108,18 +108,18 @@ def structures(*, schema: dict[str, Any] | str | None = None, json_object: bool 
                regex: str | None = None, choice: list[str] | None = None,
                grammar: str | None = None) -> list[Structure]:
     """One for each that is given. Raises RefusedValue: a schema as text that is no JSON object."""
-    found = []
+    asked = []
     if schema is not None:
-        found.append(Structure(json_schema=_read_schema(schema)))
+        asked.append(Structure(json_schema=_read_schema(schema)))
     if json_object:
-        found.append(Structure(json_object=True))
+        asked.append(Structure(json_object=True))
     if regex is not None:
-        found.append(Structure(regex=regex))
+        asked.append(Structure(regex=regex))
     if choice is not None:
-        found.append(Structure(choice=tuple(choice)))
+        asked.append(Structure(choice=tuple(choice)))
     if grammar is not None:
-        found.append(Structure(grammar=grammar))
-    return found
+        asked.append(Structure(grammar=grammar))
+    return asked
 
 
 def _read_schema(schema: dict[str, Any] | str) -> dict[str, Any]:
