@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +40,10 @@ MAX_NAME = 200
 @click.option("--name", "names", multiple=True,
               help="Name of the model in requests; by default the last part of MODEL. For several models "
                    "it is given for each, in their order.")
-@click.option("--kv", metavar="TEXT",
-              help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\";"
-                   " by default the checkpoint's.")
+@click.option("--kv", "kvs", multiple=True, metavar="TEXT",
+              help="KV setting: int8, \"window(1024, sinks=4)+int8\", \"snapkv(0.5)\"; by default the "
+                   "checkpoint's. May be repeated: the first is the default, and where the memory is fixed "
+                   "requests may choose only among these, each with an even part of it.")
 @click.option("--kv-memory", metavar="SIZE",
               help="Memory that the KV cache of each model reserves at the start, 8GB or 500MiB; requests "
                    "wait for free pages. By default it grows; on a GPU it takes what is left.")
@@ -52,8 +52,8 @@ MAX_NAME = 200
                    "keeps none. By default a sixteenth of the machine's memory, at most 4 GiB, or the pages "
                    "that are free where --kv-memory is given.")
 @overcommit_option
-@click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Largest number of sequences that are decoded together.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=16, show_default=True,
+              help="Largest number of sequences that run side by side.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
               help="Largest number of waiting requests; others are told to try again.")
 @click.option("--max-itl", type=click.FloatRange(min=0), default=50.0, show_default=True, metavar="MS",
@@ -74,7 +74,7 @@ MAX_NAME = 200
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
-            names: tuple[str, ...], kv: str | None, kv_memory: str | None, prefix_cache: str | None,
+            names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
             overcommit: bool, max_batch: int, max_queue: int, max_itl: float, drain_timeout: float,
             parse_special: bool, revision: str | None, dtype: str, device: str, verify: bool,
             as_json: bool) -> None:
@@ -93,7 +93,8 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
     from quantkit.serve.address import bind, is_loopback, url
     from quantkit.text import rendering
 
-    spec = None if kv is None else parse_kv(kv)
+    settings = [parse_kv(kv) for kv in kvs]
+    spec = settings[0] if settings else None
     memory, prefixes = _bytes("--kv-memory", kv_memory), _bytes("--prefix-cache", prefix_cache)
     # everything that can be refused is refused before a model is loaded
     with bind(host, port, has_key=key is not None) as bound:
@@ -102,17 +103,20 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         import_large("quantkit.runtime.loader")
         from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import Engine
+        from quantkit.runtime.turns import Turns
 
         made = []
-        turn = threading.Lock() if len(models) > 1 else None
+        turn = Turns() if len(models) > 1 else None
         for model in models:
             start = ServingStart()
-            plan = functools.partial(show_plan, model, kv=spec, dtype=dtype, max_batch=max_batch,
-                                     kv_memory=memory, overcommit=overcommit)
             loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                                on_open=plan, on_tokenizer=start.take_tokenizer)
-            engine = Engine(loaded, kv=spec, max_batch=max_batch, max_queue=max_queue, memory=memory,
-                            max_itl=max_itl / 1000, prefix_cache=prefixes, turn=turn)
+                                on_open=functools.partial(
+                                    show_plan, model, kv=spec, dtype=dtype, max_batch=max_batch,
+                                    kv_memory=memory, prefix_cache=prefixes, overcommit=overcommit),
+                                on_tokenizer=start.take_tokenizer)
+            engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
+                            max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
+                            prefix_cache=prefixes, turn=turn)
             start.take_engine(engine)
             _tell(loaded, engine)
             start.wait()

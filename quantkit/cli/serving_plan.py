@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.checkpoint.open import AnyCheckpoint
-    from quantkit.fit.serving import MemoryPart, ServingPlan
+    from quantkit.fit.serving import ServingPlan
     from quantkit.sources.base import ModelSource
 
 overcommit_option = click.option(
@@ -28,23 +27,29 @@ overcommit_option = click.option(
 
 def show_plan(model: str, source: ModelSource | AnyCheckpoint, device: torch.device, *,
               kv: KVSpec | None = None, dtype: str = "auto", max_batch: int = 8,
-              kv_memory: int | None = None, also: Sequence[MemoryPart] = (),
+              kv_memory: int | None = None, prefix_cache: int | None = None,
               overcommit: bool = False) -> None:
     """Print what a server of an open model will take; nothing for a model that can't be counted.
 
     Args:
         model: what it is called.
-        source, device, kv, dtype, also: as for :func:`quantkit.fit.serving.serving_plan`.
+        source, device, kv, dtype: as for :func:`quantkit.fit.serving.serving_plan`.
         max_batch: sequences that decode side by side, at most.
         kv_memory: bytes that the KV cache may take, if that is fixed.
+        prefix_cache: bytes of prefixes that are kept beside running sequences; 0: none; ``None``: the default
+            part of the memory.
         overcommit: go on where the weights don't fit.
 
     Raises:
         QuantkitError: the weights don't fit into the memory that is available.
         UsageError: the KV setting doesn't fit the model.
     """
-    from quantkit.fit.serving import serving_plan
+    from quantkit.fit.serving import MemoryPart, serving_plan
+    from quantkit.runtime.kv_manager import default_prefix_bytes
 
+    also = []
+    if device.type == "cpu" and kv_memory is None and prefix_cache != 0:  # else they take pages that are free
+        also.append(MemoryPart("prefix cache", prefix_cache or default_prefix_bytes()))
     plan = serving_plan(source, device, kv=kv, dtype=dtype, sequences=max_batch, kv_bytes=kv_memory,
                         also=also)
     if plan is None:

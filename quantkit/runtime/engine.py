@@ -22,13 +22,14 @@ from quantkit.runtime.runner import ModelRunner, StepOutput
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.timing import Timing
+from quantkit.runtime.turns import Turns
 from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
 
 PREFILL_CHUNK = 512
 """Prompt tokens that go through the model at once, at most; other requests decode between two chunks."""
 RETRIES = 3
-"""Steps with others that may fail before a request that was in all of them fails."""
+"""Steps with others that may fail until a request that was in all of them fails too."""
 
 
 class Engine:
@@ -74,7 +75,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
                  max_batch: int = 8, max_queue: int = 64, memory: int | None = None,
                  context: int | None = None, max_itl: float | None = None, prefix_cache: int | None = 0,
-                 turn: threading.Lock | None = None,
+                 turn: Turns | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
@@ -265,9 +266,10 @@ class Engine:
             request.kv.prompt_ended(request)
         for request, error in output.failed:
             self._fail(request, error)
-        for request in output.lost:
-            if request.preemptions >= RETRIES:
-                self._fail(request, QuantkitError("steps with this request failed again and again"))
+        for request, error in output.lost:
+            request.retries += 1
+            if request.retries > RETRIES:
+                self._fail(request, error)
             else:
                 self._scheduler.preempt(request)
         prompts = {id(request) for request in self._scheduler.prefilling}
@@ -281,9 +283,9 @@ class Engine:
                     self._heard(functools.partial(request.finish, "stop"))
                 else:
                     self._scheduler.start_decoding(request)
-        if output.logits:
-            requests = [request for request, _ in output.logits]
-            self._sample(requests, torch.stack([logits for _, logits in output.logits]))
+        for requests, logits in output.logits:
+            for request, token, row in zip(requests, next_tokens(requests, logits), logits, strict=True):
+                self._append_token(request, token, row)
 
     def _count(self, reads: object, prompt_tokens: int, decoded: int, seconds: float) -> None:
         """Add a step to the times, shared out by tokens where it had both kinds."""
@@ -293,11 +295,6 @@ class Engine:
         self.timing.decode_tokens += decoded
         self.timing.decode_s += (1 - share) * seconds
         self._prompt_tokens += prompt_tokens
-
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Choose and append the next token of each request, from ``logits [n, vocab]``."""
-        for request, token, row in zip(requests, next_tokens(requests, logits), logits, strict=True):
-            self._append_token(request, token, row)
 
     def _append_token(self, request: Request, token: int | QuantkitError, logits: torch.Tensor
                       | None) -> None:

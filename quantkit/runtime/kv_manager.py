@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
@@ -12,8 +14,17 @@ from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.spec import KVSpec
 
+PREFIX_SHARE = 16
+"""By default prefixes take at most this part of the machine's memory where the cache grows."""
+PREFIX_MOST = 4 << 30
+"""And at most so many bytes."""
 FORKS = 8
 """States of texts that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
+
+
+def default_prefix_bytes() -> int:
+    """Bytes of prefixes that are kept by default, where the cache's size isn't fixed."""
+    return min(PREFIX_MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PREFIX_SHARE)
 
 
 class KVCacheManager:
@@ -28,8 +39,8 @@ class KVCacheManager:
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
             every so many tokens.
-        prefix_bytes: pages of prefixes that are kept, in bytes; 0: none. Where the size is fixed they are
-            kept in pages that nobody needs.
+        prefix_bytes: bytes of prefixes that are kept; 0: none. ``None``: the default where the cache grows,
+            and where its size is fixed all pages that nobody needs.
 
     Attributes:
         cache: the KV cache.
@@ -47,7 +58,7 @@ class KVCacheManager:
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, *, memory: int | None, parts: int, sequences: int,
-                 context: int, chunk: int, prefix_bytes: int) -> None:
+                 context: int, chunk: int, prefix_bytes: int | None) -> None:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
@@ -60,9 +71,11 @@ class KVCacheManager:
         self.reservation = None
         if memory is not None:
             self.reservation = PageReservation(cache, memory // parts, sequences, context, chunk,
-                                               FORKS if prefix_bytes and not cache.divisible else 0)
-        self.prefixes = PrefixCache(cache, prefix_bytes, FORKS if memory is not None else None
-                                    ) if prefix_bytes else None
+                                               FORKS if prefix_bytes != 0 and not cache.divisible else 0)
+        elif prefix_bytes is None:
+            prefix_bytes = default_prefix_bytes()
+        self.prefixes = None if prefix_bytes == 0 else PrefixCache(
+            cache, prefix_bytes, None if self.reservation is None else FORKS)
         policies = [layer.policy for layer in cache.layers]
         self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
                                                        and policy.visible is None) for policy in policies)

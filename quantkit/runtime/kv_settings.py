@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 
@@ -13,15 +12,6 @@ from quantkit.spec import KVSpec
 
 MAX_SETTINGS = 8
 """Settings beside the default that are kept ready; one that nobody uses makes room for another."""
-PREFIX_SHARE = 16
-"""By default prefixes take at most this part of the machine's memory where the cache grows."""
-PREFIX_MOST = 4 << 30
-"""And at most so many bytes."""
-
-
-def default_prefix_bytes() -> int:
-    """Bytes of prefixes that are kept by default, where the cache's size isn't fixed."""
-    return min(PREFIX_MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PREFIX_SHARE)
 
 
 class KVSettings:
@@ -45,7 +35,7 @@ class KVSettings:
     def __init__(self, loaded: LoadedModel, default: KVSpec, more: Sequence[KVSpec], *, memory: int | None,
                  sequences: int, context: int, chunk: int, prefix_bytes: int | None) -> None:
         self._loaded, self._sequences, self._context, self._chunk = loaded, sequences, context, chunk
-        self._prefix_bytes = default_prefix_bytes() if prefix_bytes is None else prefix_bytes
+        self._prefix_bytes = prefix_bytes
         self._lock = threading.Lock()
         specs = {str(spec): spec for spec in (default, *more)}
         self._managers: dict[str, KVCacheManager] = {}  # by the setting's text

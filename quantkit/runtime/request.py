@@ -121,6 +121,7 @@ class Request:
         deferred: what its KV policy still has to do at the prompt's end; each item does a part of it.
         last_logits: ``[1, vocab]`` of the prompt's last token, kept until that is done.
         preemptions: how often it gave up its pages.
+        retries: how often a step failed that it shared with others.
         waited: whether it waits for another's prompt, which begins like its own.
         isolated: its chunks go through the model by themselves, because a step that it was in failed.
         block_names: of its text's blocks, see :func:`quantkit.kv.prefix_cache.block_names`.
@@ -139,7 +140,7 @@ class Request:
         self.status, self.cancelled = Status.WAITING, False
         self.computed_tokens, self.sequence = 0, -1
         self.pool = None if pooling is None else Pool(pooling)
-        self.priority, self.preemptions = priority, 0
+        self.priority, self.preemptions, self.retries = priority, 0, 0
         self.isolated = self.waited = False
         self.kv: KVCacheManager
         self.deferred: Generator[int, None, None] | None = None

@@ -22,20 +22,21 @@ class StepOutput:
     """What came of a step.
 
     Attributes:
-        logits: requests that get a token now, each with the ``[vocab]`` that it is chosen from.
+        logits: requests that get a token now, with the ``[n, vocab]`` that their tokens are chosen from.
         advanced: requests whose chunk went through the model.
         ended: requests whose prompt has been read, and whose policy has acted.
         failed: requests that failed, and why.
-        lost: requests that shared a step which failed; what they had in the cache must be computed anew.
+        lost: requests that shared a step which failed, and why; what they had in the cache must be computed
+            anew.
         prompt_tokens: tokens of prompts that went through the model.
         acted: whether policies acted, so that the step's time says nothing about tokens.
     """
 
-    logits: list[tuple[Request, torch.Tensor]] = field(default_factory=list)
+    logits: list[tuple[list[Request], torch.Tensor]] = field(default_factory=list)
     advanced: list[Request] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    lost: list[Request] = field(default_factory=list)
+    lost: list[tuple[Request, Exception]] = field(default_factory=list)
     prompt_tokens: int = 0
     acted: bool = False
 
@@ -112,16 +113,15 @@ class ModelRunner:
         except Exception as error:
             self._take_apart(rows, error, output)
             return
-        chosen = iter(logits)
-        for (request, end), wants in zip(rows, wanted):
+        for request, end in rows:
             if end >= 0:
                 output.prompt_tokens += end - request.computed_tokens
                 request.computed_tokens = end
                 output.advanced.append(request)
                 if end == len(request.prompt):
                     output.ended.append(request)
-            if wants:
-                output.logits.append((request, next(chosen)))
+        if any(wanted):
+            output.logits.append(([request for (request, _), wants in zip(rows, wanted) if wants], logits))
 
     def _take_apart(self, rows: Sequence[tuple[Request, int]], error: Exception, output: StepOutput) -> None:
         """A step failed, and nobody knows whose fault it was: those with a chunk go by themselves from now
@@ -129,12 +129,9 @@ class ModelRunner:
         if len(rows) == 1 or all(end < 0 for _, end in rows):
             output.failed += [(request, error) for request, _ in rows]
             return
-        for request, end in rows:
-            if request.isolated and end < 0:
-                output.failed.append((request, error))
-                continue
+        for request, _ in rows:
             request.isolated = True
-            output.lost.append(request)
+            output.lost.append((request, error))
 
     def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:
         """Take one request's chunk through the model, and let its policy act."""
@@ -196,7 +193,7 @@ class ModelRunner:
         """A prompt's policy has done all that it does at its end."""
         output.ended.append(request)
         if request.last_logits is not None and not request.result.token_ids:
-            output.logits.append((request, request.last_logits))
+            output.logits.append(([request], request.last_logits[None]))
         request.last_logits = None
 
     def _token_budget(self) -> int:

@@ -126,14 +126,14 @@ def settings_of(examples):
                     phases=[Phase.explicit, Phase.generate])
 
 
-@pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize(("name", "kv"), [*(("qwen3", kv) for kv in KV), ("mixtral", "none"),
+                                          ("mixtral", "int4"), ("mixtral", "h2o(40, interval=7)")])
 def test_order_company_chunks_prefixes_and_preemption_change_no_bit(models, name, kv, monkeypatch):
     cut = random.Random(1)
     monkeypatch.setattr(ChunkSizer, "tokens_in", lambda self, seconds: cut.choice((1, 16, 40, 64, 128)))
     loaded = models[name]
 
-    @settings_of(10 if name == "qwen3" else 4)
+    @settings_of(6 if name == "qwen3" else 3)
     @given(st.lists(REQUESTS, min_size=2, max_size=8), st.integers(1, 8), st.integers(0, 2**16),
            st.sampled_from([None, 1 << 20]))
     def holds(requests, max_batch, forced, prefix):
