@@ -1,7 +1,7 @@
 """A conversation and what is asked of its next turn, in no API's words.
 
 Every API that chats reads its body into a :class:`Conversation`, and writes what
-:class:`quantkit.serve.turns.Turns` makes of it.
+:class:`quantkit.serve.turns.NextTurn` makes of it.
 """
 
 from __future__ import annotations

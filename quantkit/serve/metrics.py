@@ -61,7 +61,8 @@ class Metrics:
                           (*LABELS, "finished_reason"), registry=self._registry)
         self._models = {
             name: ModelMetrics({key: part.labels(name, str(i)) for key, part in histograms.items()},
-                               {ended: success.labels(name, str(i), said) for ended, said in REASONS.items()})
+                               {ended: success.labels(name, str(i), reason)
+                                for ended, reason in REASONS.items()})
             for i, (name, _) in enumerate(engines)}
 
     def of(self, name: str) -> ModelMetrics:

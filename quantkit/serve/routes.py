@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from quantkit.serve.answers import HealthResponse, ModelList, ModelState, ReadyResponse, ServedModel
-from quantkit.serve.anthropic.answers import AnthropicEvent, MessageAnswer, TokenCount
+from quantkit.serve.anthropic.answers import AnthropicEvent, MessageAnswer, MessageTokenCount
 from quantkit.serve.anthropic.messages import MessagesReply, count_tokens
 from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.errors import RETRY_AFTER, ApiError
@@ -67,7 +67,7 @@ def add_tokens(api: FastAPI, responder: Responder, locked: Sequence[int]) -> Non
     """Routes that read texts and write none."""
 
     @api.post("/v1/messages/count_tokens", summary="How many tokens a conversation has",
-              responses=anthropic_responses(TokenCount, *MAY, *locked))
+              responses=anthropic_responses(MessageTokenCount, *MAY, *locked))
     async def count(body: CountRequest, request: Request) -> Response:
         return await responder.compute(request, body.model, lambda model: count_tokens(model, body))
 

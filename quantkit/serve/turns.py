@@ -1,6 +1,6 @@
 """The next turn of a conversation: the engine's jobs for it, and what their tokens mean.
 
-A :class:`Turns` stands between all APIs that chat and the engine. It renders and encodes the conversation,
+A :class:`NextTurn` stands between all APIs that chat and the engine. It renders and encodes the conversation,
 compiles the structure, and parses each choice's tokens into deltas: text, reasoning and tool calls.
 """
 
@@ -120,7 +120,7 @@ class Turn:
         self.end = event.end or self.end
 
 
-class Turns:
+class NextTurn:
     """The choices for one conversation's next turn.
 
     Args:
@@ -193,7 +193,7 @@ class Turns:
 class _Choice:
     """What one choice's tokens mean."""
 
-    def __init__(self, turns: Turns, number: int, work: RequestWork) -> None:
+    def __init__(self, turns: NextTurn, number: int, work: RequestWork) -> None:
         self._number, self._work, self._asked = number, work, turns._asked
         self._parser = parser(turns._model.format, turns._asked.tools, turns._in_reasoning)
         self._characters = self._tokens = self._reasoning = 0

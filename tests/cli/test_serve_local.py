@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from quantkit.cli.main import main
-from quantkit.cli.serve_local import _called, _key
+from quantkit.cli.serve_local import _called, _key, _names
 from quantkit.errors import UsageError
 from quantkit.runtime.generate import generate
 from quantkit.runtime.loader import load
@@ -231,3 +231,24 @@ def test_its_help_imports_no_server():
                            "'torch', 'fastapi', 'uvicorn') if m in sys.modules])"],
                           capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]" and "serve-local" in main.list_commands(None)
+
+
+def test_several_models_each_under_its_name(serving, checkpoint, long):
+    with serving(checkpoint, long, "--name", "first", "--name", "second") as process:
+        assert process.where["model"] == "first" and process.where["models"] == ["first", "second"]
+        assert [model.id for model in process.client.models.list()] == ["first", "second"]
+        for name, model in (("first", checkpoint), ("second", long)):
+            loaded = load(str(model))
+            wanted = generate(loaded, [loaded.tokenizer.encode("the cat")], Sampling(max_tokens=9))[0].text
+            answer = process.client.completions.create(model=name, prompt="the cat", max_tokens=9,
+                                                       temperature=0)
+            assert answer.choices[0].text == wanted
+        process.child.send_signal(signal.SIGTERM)
+        assert process.ended()[0] == 0
+
+
+@pytest.mark.parametrize(("names", "problem"), [(("a",), "2 models and 1 names"), (("a", "a"), "same name"),
+                                                ((), "same name")])
+def test_names_that_do_not_fit(names, problem):
+    with pytest.raises(UsageError, match=problem):
+        _names(("x/model", "y/model"), names)

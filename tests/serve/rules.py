@@ -18,6 +18,8 @@ SIMPLE = {"kv": (256, "int8"), "regex": (2**13, "[a-z]+"), "guided_regex": (2**1
 """Up to which length a text is replaced, and by what."""
 LONG = {2**14, 2**14 - 1}
 """Lengths that are allowed; several such texts don't fit the context."""
+MANY = {"messages": 4096, "tools": 128, "tool_calls": 128, "content": 1024, "system": 1024, "input": 4096}
+"""Lists of up to so many are allowed; as many don't fit the context."""
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -63,7 +65,10 @@ def _valid_texts(value: Any, key: str = "") -> Any:
             return {str(int(name) % VOCABULARY): bias for name, bias in value.items()}
         return {name: _valid_texts(item, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_valid_texts(item) for item in value]
+        most = MANY.get(key, 0)
+        # one text more than embeddings take stays one too many
+        fits = 3 < len(value) <= most and (key, len(value)) != ("input", 2049)
+        return [_valid_texts(item) for item in (value[:3] if fits else value)]
     if isinstance(value, str) and value:
         limit, simple = SIMPLE.get(key, (0, ""))
         if len(value) <= limit:

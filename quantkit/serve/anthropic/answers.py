@@ -77,7 +77,7 @@ class AnthropicEvent(ResponsePart):
     type: str
 
 
-class TokenCount(ResponsePart):
+class MessageTokenCount(ResponsePart):
     """How many tokens a conversation has."""
 
     input_tokens: Count

@@ -11,7 +11,7 @@ from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.reply import Reply
-from quantkit.serve.turns import TurnCall, TurnEnd, Turns, TurnUsage, render
+from quantkit.serve.turns import TurnCall, TurnEnd, NextTurn, TurnUsage, render
 from quantkit.serve.work import RequestWork
 from quantkit.strict_json import parse_object
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
@@ -26,14 +26,14 @@ def count_tokens(model: ServedEngine, body: CountRequest) -> dict[str, int]:
 
 
 class MessagesReply(Reply):
-    """A message. Raises what :class:`Turns` does."""
+    """A message. Raises what :class:`NextTurn` does."""
 
     event_names = True
     ends_with_done = False
 
     def __init__(self, model: ServedEngine, body: MessagesRequest) -> None:
         self.model, self.stream = model, body.stream
-        self._turns = Turns(model, body.conversation())
+        self._turns = NextTurn(model, body.conversation())
         self.jobs = self._turns.jobs
         self._id = f"msg_{uuid.uuid4().hex}"
 

@@ -54,19 +54,19 @@ class ChatLogprobs(ResponsePart):
     refusal: None
 
 
-class CalledFunction(ResponsePart):
+class AnswerFunction(ResponsePart):
     """What is called; the arguments are JSON."""
 
     name: str
     arguments: str
 
 
-class ToolCall(ResponsePart):
+class AnswerToolCall(ResponsePart):
     """A call that the client is to make."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: AnswerFunction
 
 
 class AssistantMessage(ResponsePart):
@@ -76,7 +76,7 @@ class AssistantMessage(ResponsePart):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
 class ChatChoice(ResponsePart):
@@ -106,7 +106,7 @@ class FunctionDelta(ResponsePart):
     arguments: str
 
 
-class ToolCallDelta(ResponsePart):
+class CallDelta(ResponsePart):
     """The same, with the call's number; its first has the id and the name."""
 
     index: Count
@@ -122,7 +122,7 @@ class MessageDelta(ResponsePart):
     content: str | None = None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatDelta(ResponsePart):
@@ -174,7 +174,7 @@ class TextCompletion(ResponsePart):
     usage: Usage
 
 
-class TextDelta(ResponsePart):
+class TextChoiceDelta(ResponsePart):
     """What is new of one choice; the last has a reason."""
 
     index: Count
@@ -190,7 +190,7 @@ class TextChunk(ResponsePart):
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[TextDelta]
+    choices: list[TextChoiceDelta]
     usage: Usage | None = None
 
 

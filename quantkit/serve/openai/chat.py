@@ -13,17 +13,17 @@ from quantkit.serve.openai.chat_request import ChatRequest
 from quantkit.serve.openai.logprobs import chat_logprobs
 from quantkit.serve.openai.usage import completion_usage
 from quantkit.serve.reply import FINISH, Reply
-from quantkit.serve.turns import Turn, TurnCall, TurnEnd, Turns
+from quantkit.serve.turns import Turn, TurnCall, TurnEnd, NextTurn
 from quantkit.serve.work import RequestWork
 from quantkit.structure.base import ReasoningDelta, ToolCallDelta, TurnDelta
 
 
 class ChatReply(Reply):
-    """The assistant's next turn. Raises what :class:`Turns` does."""
+    """The assistant's next turn. Raises what :class:`NextTurn` does."""
 
     def __init__(self, model: ServedEngine, body: ChatRequest) -> None:
         self.model, self.stream, self._body = model, body.stream, body
-        self._turns = Turns(model, body.conversation())
+        self._turns = NextTurn(model, body.conversation())
         self.jobs = self._turns.jobs
         self._envelope = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()),
                           "model": model.name}

@@ -63,8 +63,8 @@ class Message(RequestPart):
             raise RefusedValue("tool_call_id", "a tool's message must say which call it answers",
                                "missing_parameter")
         if data.get("content") is None and not (role == "assistant" and calls):
-            said = "content is null" if "content" in data else "content is missing"
-            raise RefusedValue("content", f"{said}; a message must have a text (only an assistant's with "
+            problem = "content is null" if "content" in data else "content is missing"
+            raise RefusedValue("content", f"{problem}; a message must have a text (only an assistant's with "
                                "tool_calls may do without)", "missing_parameter")
 
     @classmethod

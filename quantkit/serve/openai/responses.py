@@ -13,19 +13,19 @@ from quantkit.serve.openai.response_events import ResponseEvents, new_id, output
 from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.usage import response_usage
 from quantkit.serve.reply import Reply
-from quantkit.serve.turns import TurnEnd, Turns
+from quantkit.serve.turns import TurnEnd, NextTurn
 from quantkit.serve.work import RequestWork
 
 
 class ResponsesReply(Reply):
-    """A response. Raises what :class:`Turns` does."""
+    """A response. Raises what :class:`NextTurn` does."""
 
     event_names = True
     ends_with_done = False
 
     def __init__(self, model: ServedEngine, body: ResponsesRequest) -> None:
         self.model, self.stream, self._body = model, body.stream, body
-        self._turns = Turns(model, body.conversation())
+        self._turns = NextTurn(model, body.conversation())
         self.jobs = self._turns.jobs
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._events = ResponseEvents()

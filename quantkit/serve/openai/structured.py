@@ -10,8 +10,10 @@ from quantkit.errors import SourceError
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import MAX_JSON_BYTES, JsonObject, RequestPart, Unicode, check_json
 from quantkit.strict_json import parse_object
-from quantkit.structure.grammar import MAX_CHOICE, MAX_CHOICES, MAX_GRAMMAR, MAX_REGEX, Structure
+from quantkit.structure.grammar import MAX_CHOICE, MAX_GRAMMAR, MAX_REGEX, Structure
 
+MAX_CHOICES = 512
+"""A row of llguidance's parser has at most 1,000 items."""
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX), Unicode]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), Unicode]
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE), Unicode]
@@ -108,18 +110,18 @@ def structures(*, schema: dict[str, Any] | str | None = None, json_object: bool 
                regex: str | None = None, choice: list[str] | None = None,
                grammar: str | None = None) -> list[Structure]:
     """One for each that is given. Raises RefusedValue: a schema as text that is no JSON object."""
-    found = []
+    asked = []
     if schema is not None:
-        found.append(Structure(json_schema=_read_schema(schema)))
+        asked.append(Structure(json_schema=_read_schema(schema)))
     if json_object:
-        found.append(Structure(json_object=True))
+        asked.append(Structure(json_object=True))
     if regex is not None:
-        found.append(Structure(regex=regex))
+        asked.append(Structure(regex=regex))
     if choice is not None:
-        found.append(Structure(choice=tuple(choice)))
+        asked.append(Structure(choice=tuple(choice)))
     if grammar is not None:
-        found.append(Structure(grammar=grammar))
-    return found
+        asked.append(Structure(grammar=grammar))
+    return asked
 
 
 def _read_schema(schema: dict[str, Any] | str) -> dict[str, Any]:
