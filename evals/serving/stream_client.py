@@ -105,13 +105,15 @@ def stream_times(response: Response) -> StreamTimes:
 
 
 async def send(url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float = 600.0,
-               leave_after: int | None = None) -> Response:
+               leave_after: int | None = None, into: Response | None = None) -> Response:
     """Send one request, POST where there is a body.
 
     Args:
+        into: is filled while the answer comes, so that another task can watch it.
         leave_after: close the connection after this many events; 0: as soon as the request is sent.
     """
-    response = Response(sent=time.perf_counter())
+    response = Response() if into is None else into
+    response.sent = time.perf_counter()
     try:
         async with asyncio.timeout(timeout):
             await _exchange(response, url, path, body, leave_after)
