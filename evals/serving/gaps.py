@@ -2,10 +2,10 @@
 
     python evals/serving/gaps.py [NAME=]URL [[NAME=]URL …] [--streams 4,8] [--characters N]
 
-Streams decode alone for a while, then the prompt comes. Printed are the gaps between tokens before, the gaps
-beside the prompt, and when the prompt's own first token comes. Servers alternate within a run: other engines, or
-the same one with the default ``--max-itl`` and with ``--max-itl 1e9``, where the prompt's chunks are the
-largest. Each round has another prompt, so that no cache helps.
+Streams decode alone for a while, then the prompt comes. The script prints the gaps between tokens before the
+prompt and beside it, and when the prompt's own first token comes. Servers alternate within a run: different
+engines, or the same one with the default ``--max-itl`` and with ``--max-itl 1e9``, where the prompt's chunks
+are the largest. Each round has another prompt, so that no cache helps.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def line(rounds: list[dict[str, Any]]) -> str:
     before = [gap for run in rounds for gap in run["before"]]
     beside = [gap for run in rounds for gap in run["beside"]]
     first = ", ".join(f"{run['ttft'] / 1e3:.2f}" for run in rounds)
-    return (f"usual gap {quantile(before, 0.5):5.1f} ms (p99 {quantile(before, 0.99):.1f}); beside the prompt median "
-            f"{quantile(beside, 0.5):6.1f}, p90 {quantile(beside, 0.9):6.1f}, p99 {quantile(beside, 0.99):6.1f}, "
-            f"longest {max(beside):6.1f} ms; its first token after "
-            f"{median(run['ttft'] for run in rounds) / 1e3:.2f} s ({first})")
+    p50, p90, p99 = (quantile(beside, part) for part in (0.5, 0.9, 0.99))
+    return (f"usual gap {quantile(before, 0.5):5.1f} ms (p99 {quantile(before, 0.99):.1f}); beside the prompt "
+            f"median {p50:6.1f}, p90 {p90:6.1f}, p99 {p99:6.1f}, longest {max(beside):6.1f} ms; its first token "
+            f"after {median(run['ttft'] for run in rounds) / 1e3:.2f} s ({first})")
 
 
 def main() -> int:
@@ -85,7 +85,8 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("urls", nargs="+", metavar="[NAME=]URL")
     parser.add_argument("--streams", default="4,8", help="numbers of running answers, separated by commas")
-    parser.add_argument("--characters", type=int, default=11600, help="of the long prompt; about 3.9 are a token")
+    parser.add_argument("--characters", type=int, default=11600,
+                        help="of the long prompt; about 3.9 are a token")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=float, default=2.0, help="seconds of streams alone")
     parser.add_argument("--seed", default="1", help="the prompts depend on it")
@@ -106,8 +107,8 @@ def main() -> int:
                     rounds.setdefault((streams, name), []).append(
                         asyncio.run(measure(servers[name], models[name], streams, prompt, args.settle)))
     for streams in counts:
-        print(f"{streams} answers, then a prompt of {rounds[streams, next(iter(servers))][0]['prompt_tokens']} "
-              "tokens")
+        length = rounds[streams, next(iter(servers))][0]["prompt_tokens"]
+        print(f"{streams} answers, then a prompt of {length} tokens")
         for name in servers:
             print(f"{name:>12} {line(rounds[streams, name])}")
     print(f"client: {100 * clock.cpu:.0f}% of a core")

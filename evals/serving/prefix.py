@@ -2,7 +2,7 @@
 
     python evals/serving/prefix.py [NAME=]URL [[NAME=]URL …] [--characters N] [--again N]
 
-A round sends a chat whose first message is a text of the project's documents (about 2,800 tokens), with a short
+A round sends a chat whose message is a text of the project's documents (about 2,800 tokens) with a short
 question at its end, and then the same text with other questions. Every round has another text, so that its
 first request meets no cache. Servers alternate. The server's own count of cached tokens is printed where it
 reports one. ``--fresh URL`` names a server of the first one's model that has its prefix cache turned off: it
@@ -81,14 +81,15 @@ def main() -> int:
         later = [value for run in several for value in run["ttft"][1:]]
         repeats[name] = median(later)
         cached = [run["cached"][1:] for run in several]
-        print(f"{name:>12} prompt of {median(run['prompt_tokens'] for run in several):.0f} tokens: first token "
-              f"after {first:.0f} ms, with the prefix again {repeats[name]:.0f} ms "
-              f"({min(later):.0f}–{max(later):.0f}), {first / repeats[name]:.1f} times as fast; cached tokens "
-              f"{cached[-1]}")
+        length = median(run["prompt_tokens"] for run in several)
+        print(f"{name:>12} prompt of {length:.0f} tokens: first token after {first:.0f} ms, with the prefix "
+              f"again {repeats[name]:.0f} ms ({min(later):.0f}–{max(later):.0f}), "
+              f"{first / repeats[name]:.1f} times as fast; cached tokens {cached[-1]}")
     for name in list(servers)[1:]:
         pairs = zip(rounds[best], rounds[name], strict=True)
         ratio = median(ours["ttft"][0] / theirs["ttft"][0] for ours, theirs in pairs)
-        print(f"  {best} / {name}: first {ratio:.2f}, with the prefix again {repeats[best] / repeats[name]:.2f}")
+        print(f"  {best} / {name}: first {ratio:.2f}, "
+              f"with the prefix again {repeats[best] / repeats[name]:.2f}")
     if args.fresh:
         print(f"{differ} answers of {best} differ from those without a prefix cache")
     if args.out:

