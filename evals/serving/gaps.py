@@ -74,9 +74,10 @@ def line(rounds: list[dict[str, Any]]) -> str:
     beside = [gap for run in rounds for gap in run["beside"]]
     first = ", ".join(f"{run['ttft'] / 1e3:.2f}" for run in rounds)
     p50, p90, p99 = (quantile(beside, part) for part in (0.5, 0.9, 0.99))
-    return (f"usual gap {quantile(before, 0.5):5.1f} ms (p99 {quantile(before, 0.99):.1f}); beside the prompt "
-            f"median {p50:6.1f}, p90 {p90:6.1f}, p99 {p99:6.1f}, longest {max(beside):6.1f} ms; its first token "
-            f"after {median(run['ttft'] for run in rounds) / 1e3:.2f} s ({first})")
+    return (f"usual gap {quantile(before, 0.5):5.1f} ms (p99 {quantile(before, 0.99):.1f}); "
+            f"beside the prompt median {p50:6.1f}, p90 {p90:6.1f}, p99 {p99:6.1f}, "
+            f"longest {max(beside):6.1f} ms; its first token after "
+            f"{median(run['ttft'] for run in rounds) / 1e3:.2f} s ({first})")
 
 
 def main() -> int:

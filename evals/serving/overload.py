@@ -3,13 +3,13 @@
     quantkit serve-local MODEL --port 8001 --max-batch 4 --max-queue 8
     python evals/serving/overload.py http://127.0.0.1:8001 [--clients 64] [--times 10] [--minutes 3]
 
-First every request is sent alone, and its answer is kept. Then the server's capacity is measured: requests a
-second that a few clients get answered. Then clients send ten times as many for three minutes: chats and texts,
-streaming and not, long and short, sampled, with tools and schemas, and some that hang up. Every answer is
-checked: its status is 200, or 503 with ``Retry-After`` and an error body; JSON and events are whole and have
-OpenAI's shape; text, calls, finish reason and usage equal those of the same request alone. ``/health`` must
-answer all the while. Resident memory is sampled every second. At the end no request may be left in the
-server, and all must give the same answers again.
+First every request is sent alone, and its answer is kept. Then the server's capacity is measured: the
+requests that a few clients get answered in a second. Then clients send ten times as many for three minutes:
+chats and texts, streaming and not, long and short, sampled, with tools and schemas, and some that hang up.
+Every answer is checked: its status is 200, or 503 with ``Retry-After`` and an error body; JSON and events are
+whole and have OpenAI's shape; text, calls, finish reason and usage equal those of the same request alone.
+``/health`` must answer all the while. Resident memory is sampled every second. At the end no request may be
+left in the server, and all must give the same answers again.
 
 Kinds of requests that the server refuses with 400 when they are alone, for instance schemas without the extra
 for them, are named and left out. Exit code 1 if anything is wrong: a body, a 503 later than 100 ms for more

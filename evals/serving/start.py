@@ -60,7 +60,8 @@ def main() -> None:
         env["LD_LIBRARY_PATH"] = libraries(args.bin.resolve())
         command = [str(args.bin.resolve() / "llama-server"), "-m", str(args.model), "--port", port,
                    "--host", "127.0.0.1", "-np", sequences, "-c", str(CONTEXT * args.sequences),
-                   "-t", threads, "-tb", threads, "-fa", "on", "--kv-unified", "--cache-reuse", "64", "--metrics", "--jinja"]
+                   "-t", threads, "-tb", threads, "-fa", "on", "--kv-unified",
+                   "--cache-reuse", "64", "--metrics", "--jinja"]
     else:
         cores = sorted(os.sched_getaffinity(0))[:args.threads]
         env |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

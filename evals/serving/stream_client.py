@@ -86,7 +86,10 @@ def stream_times(response: Response) -> StreamTimes:
     """Raises RuntimeError if the stream failed, was cut or has no text."""
     if response.status != 200 or response.error:
         raise RuntimeError(f"status {response.status}: {response.error or response.body[:300]!r}")
-    arrivals, text, usage, timings = [], "", {}, {}
+    arrivals: list[float] = []
+    usage: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
+    text = ""
     for at, chunk in response.chunks():
         if "error" in chunk:
             raise RuntimeError(f"the stream failed: {chunk['error']}")
