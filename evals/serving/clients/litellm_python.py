@@ -17,7 +17,9 @@ from importlib.metadata import version
 from suite import PLACE, QUESTION, TEXTS, WEATHER, Suite, fits, server
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # before the import, which would download a list
-import litellm  # noqa: E402
+import litellm
+
+litellm.suppress_debug_info = True
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather of a city.",
                                            "parameters": WEATHER}}]

@@ -155,5 +155,5 @@ await check("errors: 404 and 400 by the client's classes, with code and param", 
   await assert.rejects(client.chat.completions.create({ ...ask, temperature: 9 }),
     (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
 });
-console.log(`openai ${require("openai/package.json").version} for Node: ${passed} passed, ${failed} failed`);
+console.log(`openai ${require("openai/version").VERSION} for Node: ${passed} passed, ${failed} failed`);
 process.exit(failed ? 1 : 0);
