@@ -1,4 +1,4 @@
-"""schemathesis over a running server's ``/openapi.json``: every phase, every check, valid and invalid requests.
+"""schemathesis over a running server's ``/openapi.json``: all phases and checks, valid and invalid requests.
 
     quantkit serve-local smollm2-int4
     python evals/serving/clients/schemathesis_openapi.py [URL] [--python PYTHON] [--examples N]
@@ -7,8 +7,8 @@ PYTHON belongs to an environment with ``pip install schemathesis``; by default t
 allows must be accepted and what it forbids refused, every status and body must be described, and none may be
 5xx. The rules between fields that no JSON schema says (tokens of prompt and answer together, for instance)
 are kept by the hooks that the tests use, ``tests/serve/rules.py``; they assume a context of 8,192 tokens and
-the default ``--max-queue``. The last line is ``N passed, M failed``, in operations and their links; exit
-code 1 if anything was found.
+the default ``--max-queue``. The last line is ``N passed, M failed``, in requests; exit code 1 if anything was
+found.
 """
 
 from __future__ import annotations
