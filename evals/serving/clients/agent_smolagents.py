@@ -3,9 +3,9 @@
     quantkit serve-local MODEL
     python evals/serving/clients/agent_smolagents.py [URL]
 
-Needs ``pip install smolagents openai``. The framework sends ``tool_choice: required`` in every step; which tool
-is called is the model's choice, its own ``final_answer`` included. The last line is ``N passed, M failed``; exit
-code 1 if any failed.
+Needs ``pip install smolagents openai``. The framework sends ``tool_choice: required`` in every step; which
+tool is called is the model's choice, its own ``final_answer`` included. The last line is ``N passed, M
+failed``; exit code 1 if any failed.
 """
 
 from __future__ import annotations
