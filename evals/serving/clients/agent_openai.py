@@ -82,11 +82,11 @@ async def run_checks(suite: Suite, kind: Any, client: AsyncOpenAI, name: str) ->
     with suite.check(f"{label}: an answer without tools"):
         assert (await Runner.run(agent(None, []), "Hello")).final_output.strip()
     for tool in ("lookup", "calculate"):
-        with suite.check(f"{label}: {tool} runs, then a text comes"):
+        with suite.check(f"{label}: {tool} runs, then an answer of the output type comes"):
             calls = Calls()
             offered = [one for one in tools(calls) if one.name == tool]
-            done = await Runner.run(agent(tool, offered), TASK, max_turns=3)
-            assert calls.names == [tool] and done.final_output.strip()
+            done = await Runner.run(agent(tool, offered, output_type=Place), TASK, max_turns=3)
+            assert calls.names == [tool] and isinstance(done.final_output, Place)
     with suite.check(f"{label}: required, until both tools ran, then a text comes"):
         calls = Calls()
         helper = agent("required", list(tools(calls)), reset_tool_choice=False)
@@ -96,11 +96,11 @@ async def run_checks(suite: Suite, kind: Any, client: AsyncOpenAI, name: str) ->
                                  [*state.to_input_list(), {"role": "user", "content": TASK}], max_turns=2)
         done = await Runner.run(agent(None, []), [*state.to_input_list(), {"role": "user", "content": TASK}])
         assert set(calls.names) == {"lookup", "calculate"} and done.final_output.strip()
-    with suite.check(f"{label}: a tool and a text, streamed"):
+    with suite.check(f"{label}: a tool and an answer, streamed"):
         calls = Calls()
-        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]]), TASK, max_turns=3)
+        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]], output_type=Place), TASK, max_turns=3)
         kinds = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
-        assert calls.names == ["lookup"] and run.final_output.strip()
+        assert calls.names == ["lookup"] and isinstance(run.final_output, Place)
         assert {"tool_called", "tool_output", "message_output_created"} <= set(kinds), kinds
     with suite.check(f"{label}: an output type"):
         done = await Runner.run(agent(None, [], output_type=Place), "Describe Paris.")
