@@ -11,7 +11,7 @@ from quantkit.serve.anthropic.request import CountRequest, MessagesRequest
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.reply import Reply
-from quantkit.serve.turns import TurnCall, TurnEnd, NextTurn, TurnUsage, render
+from quantkit.serve.turns import NextTurn, TurnCall, TurnEnd, TurnUsage, render
 from quantkit.serve.work import RequestWork
 from quantkit.strict_json import parse_object
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta

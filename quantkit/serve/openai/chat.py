@@ -13,7 +13,7 @@ from quantkit.serve.openai.chat_request import ChatRequest
 from quantkit.serve.openai.logprobs import chat_logprobs
 from quantkit.serve.openai.usage import completion_usage
 from quantkit.serve.reply import FINISH, Reply
-from quantkit.serve.turns import Turn, TurnCall, TurnEnd, NextTurn
+from quantkit.serve.turns import NextTurn, Turn, TurnCall, TurnEnd
 from quantkit.serve.work import RequestWork
 from quantkit.structure.base import ReasoningDelta, ToolCallDelta, TurnDelta
 

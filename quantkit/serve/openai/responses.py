@@ -13,7 +13,7 @@ from quantkit.serve.openai.response_events import ResponseEvents, new_id, output
 from quantkit.serve.openai.responses_request import ResponsesRequest
 from quantkit.serve.openai.usage import response_usage
 from quantkit.serve.reply import Reply
-from quantkit.serve.turns import TurnEnd, NextTurn
+from quantkit.serve.turns import NextTurn, TurnEnd
 from quantkit.serve.work import RequestWork
 
 
