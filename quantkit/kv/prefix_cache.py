@@ -119,18 +119,18 @@ class PrefixCache:
             tokens: at most.
             step: its number of tokens is a multiple of this one.
         """
-        found = last = None
+        end = last = None
         for name in names[:tokens // PAGE]:
             if (block := self._blocks.get(name)) is None:
                 break
             last = block
             if block.fork is not None and block.depth * PAGE % step == 0:
-                found = block
+                end = block
         if last is not None:
             self._touch(last)
-        if found is None:
+        if end is None:
             return None
-        return PrefixMatch(found.depth * PAGE, found.depth if self._cache.divisible else 0, found)
+        return PrefixMatch(end.depth * PAGE, end.depth if self._cache.divisible else 0, end)
 
     def take(self, match: PrefixMatch, max_length: int) -> int:
         """Begin a sequence with a beginning that is there. Returns its number.

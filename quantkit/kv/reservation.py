@@ -120,15 +120,15 @@ class PageReservation:
     def _there_are(self, more: Sequence[int], *, alone: bool) -> bool:
         """Whether there are this many pages by layer beside all that is held and reserved."""
         future = [0] * len(self._groups)
-        held: list[set[int]] = [set() for _ in self._groups]
+        pages_of: list[set[int]] = [set() for _ in self._groups]
         for number, (_, needed) in self._reserved.items():
             for layer, (pages, has) in enumerate(zip(needed, self._held(number))):
                 future[layer] += max(0, pages - has)
             if alone:
-                for taken, state in zip(held, self._cache.sequence(number).layers):
+                for taken, state in zip(pages_of, self._cache.sequence(number).layers):
                     taken.update(*state.pages)
         for layer, group in enumerate(self._groups):
-            used = len(held[layer]) if alone else self._cache.layers[layer].store.pages.used
+            used = len(pages_of[layer]) if alone else self._cache.layers[layer].store.pages.used
             if used + future[layer] + more[layer] > self._available[group] * self._cache.heads:
                 return False
         return True

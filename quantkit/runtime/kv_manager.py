@@ -226,8 +226,8 @@ class KVCacheManager:
             return False
         names, others = self._names(request), self._names(other)
         shared = 0
-        for one, two in zip(names, others):
-            if one != two:
+        for name, other_name in zip(names, others):
+            if name != other_name:
                 break
             shared += 1
         usable = min(shared * PAGE, len(request.prompt) - 1)
@@ -243,11 +243,11 @@ class KVCacheManager:
         there is no answer yet."""
         if self.prefixes is None or not request.reuses_prefix:
             return None
-        most, names = len(request.prompt) - 1, self._names(request)
+        limit, names = len(request.prompt) - 1, self._names(request)
         if request.result.token_ids and self.cache.divisible and self.invariant:
-            most = len(request.tokens)
+            limit = len(request.tokens)
             names = request.block_names = block_names(request.tokens, names, self._salt(request))
-        return self.prefixes.match(names, most, PAGE if self.invariant else self._chunk)
+        return self.prefixes.match(names, limit, PAGE if self.invariant else self._chunk)
 
     def _names(self, request: Request) -> list[bytes]:
         """Of a request's blocks, those of its prompt at least."""

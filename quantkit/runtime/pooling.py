@@ -13,7 +13,7 @@ _STEPS = 2.0**32
 _LARGEST = 2.0**17
 
 
-class Pool:
+class Pooler:
     """Pools the normalized hidden states of a prompt that comes in chunks. How it was cut makes no
     difference.
 

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.errors import UsageError
 from quantkit.runtime.loader import LoadedModel
-from quantkit.runtime.pooling import Pool, Pooling
+from quantkit.runtime.pooling import Pooler, Pooling
 from quantkit.runtime.sampler import Sampler, Sampling
 from quantkit.runtime.stop import StopStrings
 from quantkit.structure.base import TokenConstraint
@@ -139,7 +139,7 @@ class Request:
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
         self.computed_tokens, self.sequence = 0, -1
-        self.pool = None if pooling is None else Pool(pooling)
+        self.pool = None if pooling is None else Pooler(pooling)
         self.priority, self.preemptions, self.retries = priority, 0, 0
         self.isolated = self.waited = False
         self.kv: KVCacheManager

@@ -36,7 +36,7 @@ CITIES = Literal["Paris", "London", "Rome"]
 Small = Annotated[int, Field(ge=0, le=1000)]
 
 
-class Place(BaseModel):
+class AgentPlace(BaseModel):
     """A final answer with a shape."""
 
     city: CITIES
@@ -85,8 +85,8 @@ async def run_checks(suite: Suite, kind: Any, client: AsyncOpenAI, name: str) ->
         with suite.check(f"{label}: {tool} runs, then an answer of the output type comes"):
             calls = Calls()
             offered = [one for one in tools(calls) if one.name == tool]
-            done = await Runner.run(agent(tool, offered, output_type=Place), TASK, max_turns=3)
-            assert calls.names == [tool] and isinstance(done.final_output, Place)
+            done = await Runner.run(agent(tool, offered, output_type=AgentPlace), TASK, max_turns=3)
+            assert calls.names == [tool] and isinstance(done.final_output, AgentPlace)
     with suite.check(f"{label}: required, until both tools ran, then a text comes"):
         calls = Calls()
         helper = agent("required", list(tools(calls)), reset_tool_choice=False)
@@ -98,13 +98,13 @@ async def run_checks(suite: Suite, kind: Any, client: AsyncOpenAI, name: str) ->
         assert set(calls.names) == {"lookup", "calculate"} and done.final_output.strip()
     with suite.check(f"{label}: a tool and an answer, streamed"):
         calls = Calls()
-        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]], output_type=Place), TASK, max_turns=3)
+        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]], output_type=AgentPlace), TASK, max_turns=3)
         kinds = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
-        assert calls.names == ["lookup"] and isinstance(run.final_output, Place)
+        assert calls.names == ["lookup"] and isinstance(run.final_output, AgentPlace)
         assert {"tool_called", "tool_output", "message_output_created"} <= set(kinds), kinds
     with suite.check(f"{label}: an output type"):
-        done = await Runner.run(agent(None, [], output_type=Place), "Describe Paris.")
-        assert isinstance(done.final_output, Place)
+        done = await Runner.run(agent(None, [], output_type=AgentPlace), "Describe Paris.")
+        assert isinstance(done.final_output, AgentPlace)
     with suite.check(f"{label}: a handoff to another agent, which answers"):
         other = agent(None, []).clone(name="other")
         done = await Runner.run(agent("transfer_to_other", [], handoffs=[other]), TASK, max_turns=3)

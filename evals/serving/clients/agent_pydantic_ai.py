@@ -30,7 +30,7 @@ CITIES = Literal["Paris", "London", "Rome"]
 Small = Annotated[int, Field(ge=0, le=1000)]
 
 
-class Place(BaseModel):
+class TypedPlace(BaseModel):
     """A final answer with a shape."""
 
     city: CITIES
@@ -113,9 +113,9 @@ def main() -> int:
             text, messages = asyncio.run(streamed(agent(model(), calls, order)))
             check_run(messages, calls, order, text)
         with suite.check(f"{kind.__name__}: a final answer by an output tool that must be called"):
-            shaped = Agent(model(), output_type=ToolOutput(Place), retries=0,
+            shaped = Agent(model(), output_type=ToolOutput(TypedPlace), retries=0,
                            model_settings=ModelSettings(temperature=0, max_tokens=128))
-            assert isinstance(shaped.run_sync("Describe Paris.").output, Place)
+            assert isinstance(shaped.run_sync("Describe Paris.").output, TypedPlace)
     return suite.finish()
 
 

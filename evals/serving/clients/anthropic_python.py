@@ -24,7 +24,7 @@ ORDER = ("message_start", "content_block_start", "content_block_delta", "content
          "message_stop")
 
 
-class Place(BaseModel):
+class MessagePlace(BaseModel):
     """An answer for ``parse``."""
 
     kind: Literal["city", "village"]
@@ -113,7 +113,7 @@ def schemas(suite: Suite, client: anthropic.Anthropic, model: str) -> None:
                                                                        "schema": PLACE}})
         assert fits(json.loads(done.content[0].text), PLACE) and done.stop_reason == "end_turn"
     with suite.check("messages.parse with a pydantic model"):
-        assert isinstance(client.messages.parse(**ask, output_format=Place).parsed_output, Place)
+        assert isinstance(client.messages.parse(**ask, output_format=MessagePlace).parsed_output, MessagePlace)
 
 
 def errors(suite: Suite, client: anthropic.Anthropic, model: str) -> None:

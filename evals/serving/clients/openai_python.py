@@ -27,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Th
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-class Place(BaseModel):
+class ChatPlace(BaseModel):
     """An answer for ``parse``."""
 
     kind: Literal["city", "village"]
@@ -128,8 +128,8 @@ def structure(suite: Suite, client: openai.OpenAI, model: str) -> None:
         else:  # a small model may never close it
             assert done.choices[0].message.content.lstrip().startswith("{")
     with suite.check("chat.completions.parse with a pydantic model"):
-        done = client.chat.completions.parse(**ask, response_format=Place)
-        assert isinstance(done.choices[0].message.parsed, Place)
+        done = client.chat.completions.parse(**ask, response_format=ChatPlace)
+        assert isinstance(done.choices[0].message.parsed, ChatPlace)
     with suite.check("tools: a named one is called with arguments that fit"):
         done = client.chat.completions.create(**ask, tools=TOOLS, tool_choice=NAMED)
         call = done.choices[0].message.tool_calls[0]

@@ -24,7 +24,7 @@ ORDER = ("response.created", "response.in_progress", "response.output_item.added
          "response.content_part.done", "response.output_item.done", "response.completed")
 
 
-class Place(BaseModel):
+class ResponsePlace(BaseModel):
     """An answer for ``parse``."""
 
     kind: Literal["city", "village"]
@@ -82,8 +82,8 @@ def main() -> int:
             "type": "json_schema", "name": "place", "schema": PLACE, "strict": True}})
         assert fits(json.loads(done.output_text), PLACE) and done.status == "completed"
     with suite.check("responses.parse with a pydantic model"):
-        done = client.responses.parse(**ask | {"max_output_tokens": 200}, text_format=Place)
-        assert isinstance(done.output_parsed, Place)
+        done = client.responses.parse(**ask | {"max_output_tokens": 200}, text_format=ResponsePlace)
+        assert isinstance(done.output_parsed, ResponsePlace)
     calls = ask | {"tools": TOOLS, "tool_choice": NAMED, "max_output_tokens": 200}
     with suite.check("a tool that is named is called, and its result answered"):
         done = client.responses.create(**calls)
