@@ -1,7 +1,7 @@
 """Streaming clients of a running server, one at a time and all at once: are texts the same, and how fast.
 
-``quantkit serve-local MODEL``, then ``python evals/clients.py [URL] [--clients N] [--tokens N]``. Needs the
-``openai`` package. Exit code 1 if a greedy text depends on who else is served.
+``quantkit serve-local MODEL``, then ``python evals/serving/equal_texts.py [URL] [--clients N] [--tokens N]``.
+Needs the ``openai`` package. Exit code 1 if a greedy text depends on who else is served.
 """
 
 from __future__ import annotations

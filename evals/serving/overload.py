@@ -37,6 +37,9 @@ from stream_client import Clock, Response, model_of, quantile, send
 
 from quantkit.bench.machine import machine
 
+LATE = 100
+"""Milliseconds within which a request must be refused."""
+
 
 @dataclass
 class Tally:
@@ -45,6 +48,7 @@ class Tally:
     answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
+    late: Counter[str] = field(default_factory=Counter)
     health: list[float] = field(default_factory=list)
     rss: list[tuple[float, int]] = field(default_factory=list)
 
@@ -55,6 +59,8 @@ class Tally:
             if response.status == 503:
                 check_refusal(response)
                 self.refused.append(took)
+                if took > LATE:
+                    self.late[case.kind] += 1
                 self.answers["503"] += 1
             elif case.leave_after is not None:
                 if response.error or response.status not in (0, 200):
@@ -191,10 +197,11 @@ def report(args: argparse.Namespace, tally: Tally, clock: Clock, able: float, se
     total = sum(tally.answers.values()) + len(tally.wrong)
     print(f"{total} answers in {clock.wall:.0f} s ({total / clock.wall / able:.1f} times the capacity): "
           + ", ".join(f"{count} {kind}" for kind, count in tally.answers.most_common()))
-    late = sum(took > 100 for took in tally.refused)
+    late = tally.late.total()
     if tally.refused:
         print(f"503 after {median(tally.refused):.1f} ms, p99 {quantile(tally.refused, 0.99):.1f}, longest "
-              f"{max(tally.refused):.1f}; {late} of {len(tally.refused)} later than 100 ms")
+              f"{max(tally.refused):.1f}; {late} of {len(tally.refused)} later than {LATE} ms"
+              + "".join(f", {count} {kind}" for kind, count in tally.late.most_common(6)))
     print(f"/health after {median(tally.health):.1f} ms, longest {max(tally.health):.1f}; "
           f"client {100 * clock.cpu:.0f}% of a core")
     problems = [f"{late} refusals were late"] * (late > 0.01 * len(tally.refused))
