@@ -67,8 +67,8 @@ class Tally:
                     raise WrongBodyError(f"status {response.status} {response.error}")
                 self.answers[case.kind] += 1
             elif response.status != 200:
-                said = response.error or response.body[:300]
-                raise WrongBodyError(f"status {response.status}: {said!r}")
+                reason = response.error or response.body[:300]
+                raise WrongBodyError(f"status {response.status}: {reason!r}")
             else:
                 if (answer := answer_of(case, response)) != expected:
                     raise WrongBodyError(f"{answer} but alone {expected}")

@@ -44,7 +44,7 @@ def text(random_: random.Random, characters: int) -> str:
     return " ".join(taken)
 
 
-def requests(seed: str, count: int, least: int = 32, most: int = 160) -> list[PromptRequest]:
+def requests(seed: str, count: int, least: int = 32, longest: int = 160) -> list[PromptRequest]:
     """A list that depends on the seed alone.
 
     Each message begins with words of its own, so that no server can take it from a cache by accident. The
@@ -61,6 +61,6 @@ def requests(seed: str, count: int, least: int = 32, most: int = 160) -> list[Pr
         salt = f"{random_.choice(words())} {random_.randrange(10**6)}."
         body = text(random_, random_.randint(bounds[1], bounds[2])) if bounds[2] else ""
         message = f"{salt} {random_.choice(TASKS)}\n\n{body}" if body else f"{salt} {random_.choice(SHORT)}"
-        made.append(PromptRequest(message, random_.randint(least, most)))
+        made.append(PromptRequest(message, random_.randint(least, longest)))
     random_.shuffle(made)
     return made

@@ -32,10 +32,10 @@ CONTEXT = 4096
 
 def main() -> None:
     """Doesn't return: the process becomes the server."""
-    own, extra = sys.argv[1:], []
-    if "--" in own:
-        place = own.index("--")
-        own, extra = own[:place], own[place + 1:]
+    given, extra = sys.argv[1:], []
+    if "--" in given:
+        place = given.index("--")
+        given, extra = given[:place], given[place + 1:]
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("quantkit", "llama", "vllm"))
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--bin", type=Path, help="folder of llama-server")
     parser.add_argument("--python", type=Path, help="Python of the environment with vLLM")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of vLLM")
-    args = parser.parse_args(own)
+    args = parser.parse_args(given)
     needed = {"llama": ("bin", args.bin), "vllm": ("python", args.python)}.get(args.kind)
     if needed and not needed[1]:
         parser.error(f"{args.kind} needs --{needed[0]}")

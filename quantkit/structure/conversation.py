@@ -97,9 +97,9 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         for number, call in enumerate(calls):
             content = message["content"] if number == 0 else ""
             out.append({**message, "content": content, "tool_calls": [call]})
-            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            out += own
-            results = [result for result in results if result not in own]
+            answers = [result for result in results if result.get("tool_call_id") == call.get("id")]
+            out += answers
+            results = [result for result in results if result not in answers]
         out += results
     return out
 

@@ -96,8 +96,8 @@ def turn_format(tokenizer: Tokenizer, name: str = "auto") -> TurnFormat:
         variant = "4" if GEMMA4.open in template else "function"
     elif family == "json" and ("system" not in template or "System role not supported" in template):
         variant = "user"
-    found = TurnFormat(family, reasoning, variant=variant)
-    return TurnFormat(family, reasoning, tokenizer.special_ids(found.marks), variant)
+    unmarked = TurnFormat(family, reasoning, variant=variant)
+    return TurnFormat(family, reasoning, tokenizer.special_ids(unmarked.marks), variant)
 
 
 def _family(template: str) -> str:

@@ -42,7 +42,7 @@ def chats(suite: Suite, provider: str, base: str, model: str) -> None:
     with suite.check(f"{provider}: acompletion, eight at once"):
         async def many() -> list[str]:
             done = await asyncio.gather(*(litellm.acompletion(**ask, num_retries=3) for _ in range(8)))
-            return [one.choices[0].message.content for one in done]
+            return [answer.choices[0].message.content for answer in done]
 
         assert asyncio.run(many()) == [text] * 8
     with suite.check(f"{provider}: a tool that is named is called with arguments that fit"):

@@ -54,13 +54,13 @@ def chats(suite: Suite, client: openai.OpenAI, model: str) -> None:
         assert chunks[-1].usage.completion_tokens == tokens and not chunks[-1].choices
         assert len({c.id for c in chunks}) == 1
     with suite.check("chat, the client's stream helper"):
-        whole = ask | {"stop": [","]}  # the helper raises where max_tokens cuts an answer
-        with client.chat.completions.stream(**whole) as stream:
+        complete = ask | {"stop": [","]}  # the helper raises where max_tokens cuts an answer
+        with client.chat.completions.stream(**complete) as stream:
             kinds = {event.type for event in stream}
             final = stream.get_final_completion()
         assert {"chunk", "content.delta", "content.done"} <= kinds
         assert final.choices[0].message.content == \
-            client.chat.completions.create(**whole).choices[0].message.content
+            client.chat.completions.create(**complete).choices[0].message.content
     with suite.check("a stream that is closed early doesn't disturb the next request"):
         stream = client.chat.completions.create(**ask | {"max_tokens": 500}, stream=True)
         next(iter(stream))
@@ -142,10 +142,10 @@ def structure(suite: Suite, client: openai.OpenAI, model: str) -> None:
         for call in done.choices[0].message.tool_calls:
             assert fits(json.loads(call.function.arguments), schemas[call.function.name])
     with suite.check("tools, streamed: the same calls"):
-        whole = client.chat.completions.create(**ask, tools=TOOLS, tool_choice=NAMED)
+        complete = client.chat.completions.create(**ask, tools=TOOLS, tool_choice=NAMED)
         with client.chat.completions.stream(**ask, tools=TOOLS, tool_choice=NAMED) as stream:
             done = stream.get_final_completion()
-        calls, other = (answer.choices[0].message.tool_calls for answer in (whole, done))
+        calls, other = (answer.choices[0].message.tool_calls for answer in (complete, done))
         assert [c.function.arguments for c in calls] == [c.function.arguments for c in other]
         assert [c.function.name for c in calls] == [c.function.name for c in other]
     with suite.check("tools: the turn after a result is a text"):
@@ -190,8 +190,8 @@ def texts(suite: Suite, client: openai.OpenAI, model: str) -> None:
     with suite.check("embeddings: floats and base64 are the same, and of length 1"):
         first = client.embeddings.create(model=model, input=list(TEXTS))  # the client asks for base64
         plain = client.embeddings.create(model=model, input=list(TEXTS), encoding_format="float")
-        for one, other in zip(first.data, plain.data, strict=True):
-            assert max(abs(a - b) for a, b in zip(one.embedding, other.embedding, strict=True)) < 1e-6
+        for item, other in zip(first.data, plain.data, strict=True):
+            assert max(abs(a - b) for a, b in zip(item.embedding, other.embedding, strict=True)) < 1e-6
             assert abs(sum(value * value for value in other.embedding) - 1) < 1e-3
         assert first.usage.prompt_tokens == first.usage.total_tokens > 0
         assert plain.data[0].embedding != plain.data[1].embedding
