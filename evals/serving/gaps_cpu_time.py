@@ -1,7 +1,7 @@
 """Gaps between tokens beside a long prompt, in CPU time on one thread: for a machine that is shared.
 
-``python evals/serving/gaps_cpu_time.py MODEL [--kv TEXT …] [--max-itl MS …]``. The engine sizes chunks by the same
-clock, and rounds alternate between the settings. ``--max-itl inf`` gives every chunk the largest size.
+``python evals/serving/gaps_cpu_time.py MODEL [--kv TEXT …] [--max-itl MS …]``. The engine sizes chunks by the
+same clock, and rounds alternate between the settings. ``--max-itl inf`` gives every chunk the largest size.
 """
 
 from __future__ import annotations
