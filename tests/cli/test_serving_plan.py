@@ -9,7 +9,6 @@ from quantkit.checkpoint.open import open_model
 from quantkit.cli.serving_plan import show_plan
 from quantkit.errors import QuantkitError
 from quantkit.fit import serving
-from quantkit.fit.serving import MemoryPart
 
 
 @pytest.fixture
@@ -39,13 +38,14 @@ def test_lines(said):
 
 
 def test_a_fixed_cache_and_other_parts(said):
-    joined = " ".join(said(10**12, kv_memory=10**5, also=[MemoryPart("prefix cache", 2 * 10**8,
-                                                                     "--prefix-cache")]).split())
-    assert "KV cache 100 kB (--kv-memory; " in joined and "prefix cache 200 MB (--prefix-cache), " in joined
+    joined = " ".join(said(10**12, kv_memory=10**5).split())
+    assert "KV cache 100 kB (--kv-memory; " in joined and "prefix" not in joined, "it takes free pages"
+    assert "prefix cache 200 MB, " in " ".join(said(10**12, prefix_cache=2 * 10**8).split())
+    assert "prefix" not in said(10**12, prefix_cache=0) and "prefix cache " in said(10**12)
 
 
 def test_too_much_in_all_is_a_warning(said):
-    text = said(6 * 10**8, max_batch=4096)
+    text = said(6 * 10**8, max_batch=4096, prefix_cache=0)
     assert "warning: the server may need " in text and "600 MB are available" in text
     assert "--kv-memory " in text and "full length fit" in text
     assert "give less to --kv-memory" in said(5 * 10**8, kv_memory=10**9, max_batch=4096)

@@ -103,7 +103,8 @@ async def run_checks(suite: Suite, kind: Any, client: AsyncOpenAI, name: str) ->
         assert set(calls.names) == {"lookup", "calculate"} and done.final_output.strip()
     with suite.check(f"{label}: a tool and an answer, streamed"):
         calls = Calls()
-        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]], output_type=AgentPlace), TASK, max_turns=3)
+        run = Runner.run_streamed(agent("lookup", [tools(calls)[0]], output_type=AgentPlace), TASK,
+                                  max_turns=3)
         kinds = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]
         assert calls.names == ["lookup"] and isinstance(run.final_output, AgentPlace)
         assert {"tool_called", "tool_output", "message_output_created"} <= set(kinds), kinds

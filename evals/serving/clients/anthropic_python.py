@@ -113,7 +113,8 @@ def schemas(suite: Suite, client: anthropic.Anthropic, model: str) -> None:
                                                                        "schema": PLACE}})
         assert fits(json.loads(done.content[0].text), PLACE) and done.stop_reason == "end_turn"
     with suite.check("messages.parse with a pydantic model"):
-        assert isinstance(client.messages.parse(**ask, output_format=MessagePlace).parsed_output, MessagePlace)
+        parsed = client.messages.parse(**ask, output_format=MessagePlace).parsed_output
+        assert isinstance(parsed, MessagePlace)
 
 
 def errors(suite: Suite, client: anthropic.Anthropic, model: str) -> None:
