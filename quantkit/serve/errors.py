@@ -88,7 +88,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
     if isinstance(error, ContextLengthError):
         wanted, limit = error.context
-        return ApiError(400, f"the model's context is {limit} tokens; prompt and answer come to {wanted}",
+        return ApiError(400, f"This model's maximum context length is {limit} tokens; prompt and answer come "
+                        f"to {wanted}",
                         code="context_length_exceeded")
     if isinstance(error, ConstraintError):  # of a grammar that is too much work, or that no token fits
         return ApiError(400, _text(error), code="invalid_structure")

@@ -57,5 +57,6 @@ class PromptReader:
             size *= 2
 
     def _too_long(self, tokens: str) -> ApiError:
-        return ApiError(400, f"the model's context is {self._context} tokens; the prompt has {tokens}",
-                        param=self._param, code="context_length_exceeded")
+        # clients know this error by these words
+        return ApiError(400, f"This model's maximum context length is {self._context} tokens; the prompt has "
+                             f"{tokens}", param=self._param, code="context_length_exceeded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -50,7 +51,7 @@ def choose_tools(tools: list[Tool], choice: str | None, required: bool, structur
         param: the parameter that the choice comes from.
 
     Raises:
-        RefusedValue: an unknown or doubled tool, a choice without tools, or a structure beside tools.
+        RefusedValue: an unknown or doubled tool, or a choice without tools.
     """
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
@@ -61,10 +62,9 @@ def choose_tools(tools: list[Tool], choice: str | None, required: bool, structur
         raise RefusedValue(param, f"{param} names {choice!r}, which is none of the tools", "invalid_value")
     if not required and (choice == "none" or not tools):
         return (), structure
-    if structure is not None:
-        raise RefusedValue(param, "a structured answer and tools in one request are not supported; send "
-                           f"{param}: none with the structure, or no structure")
-    if required:
+    if required:  # the turn is calls, and what an answer would look like is for a later turn
         return tuple(tools), Structure(tools=tuple(tools), tool_choice=choice or "required")
+    if structure is not None:
+        return tuple(tools), replace(structure, tools=tuple(tools), tool_choice="auto")
     strict = any(tool.strict for tool in tools)
     return tuple(tools), Structure(tools=tuple(tools), tool_choice="auto") if strict else None

@@ -39,7 +39,8 @@ _trials = threading.BoundedSemaphore(2)  # templates are rendered in processes o
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must look like: exactly one of the first five, or tools with a choice.
+    """What an answer must look like: one of the first five, or tools with a choice. With both, and the choice
+    ``auto``, the turn is either calls or an answer of that kind.
 
     Attributes:
         json_schema: JSON by this schema.
@@ -69,10 +70,12 @@ class Structure:
 
     def __post_init__(self) -> None:
         """Raises UsageError: not exactly one kind of structure."""
-        kinds = [self.json_schema is not None, self.json_object, self.regex is not None,
-                 self.choice is not None, self.grammar is not None, self.tool_choice is not None]
-        if sum(kinds) != 1:
-            raise UsageError(f"an answer has {sum(kinds)} structures", why="it must have exactly one",
+        kinds = sum([self.json_schema is not None, self.json_object, self.regex is not None,
+                     self.choice is not None, self.grammar is not None])
+        structures = kinds + (self.tool_choice is not None)
+        if kinds > 1 or not structures or (kinds and self.tool_choice not in (None, "auto")):
+            raise UsageError(f"an answer has {structures} structures",
+                             why="it must have exactly one, or tools that may be called instead",
                              next="give a JSON schema, json_object, a regex, a choice, a grammar, or tools")
 
 
@@ -186,25 +189,30 @@ class Compiler:
 
     def _grammar(self, structure: Structure) -> tuple[str, str | None]:
         """What to call the structure in errors, and the grammar that we write: none around a given one."""
-        rules = ""
+        rules = what = answer = ""
         if structure.grammar is not None:
             what, answer = "the grammar", "@given"
         elif structure.regex is not None:
             what, answer = "the regular expression", regex_literal(structure.regex)
         elif structure.choice is not None:
             what, answer = "the choice", " | ".join(json.dumps(text) for text in structure.choice)
-        elif structure.tool_choice is not None:
-            what, answer = "the tools' schemas", "answer"
-            rules = self._writer.turn(structure.tools, structure.tool_choice, structure.parallel_tool_calls)
-        else:
+        elif structure.json_schema is not None or structure.json_object:
             what = "the JSON schema"
             schema = {"type": "object"} if structure.json_schema is None else structure.json_schema
             answer = "%json " + schema_text(schema)
+        if structure.tool_choice is not None:
+            choice = structure.tool_choice
+            if answer:  # instead of such an answer there may be calls
+                choice, what = "required", f"{what} with the tools' schemas"
+                rules, answer = f"instead: {answer}\n", "answer | instead"
+            else:
+                what, answer = "the tools' schemas", "answer"
+            rules += self._writer.turn(structure.tools, choice, structure.parallel_tool_calls)
         before = ""
         if self._format.reasoning is not None and (structure.reasoning or structure.prompt_opens_reasoning):
             before = "reasoning " if structure.prompt_opens_reasoning else "reasoning? "
             rules += self._writer.reasoning(structure.prompt_opens_reasoning)
-        if structure.grammar is not None and not before:
+        if structure.grammar is not None and not before and structure.tool_choice is None:
             return what, None
         return what, f"%llguidance {{}}\nstart: {before}body\nbody: {answer}\n{rules}"
 

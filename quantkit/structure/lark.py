@@ -17,6 +17,8 @@ MAX_CALLS = 16
 """In one turn that must have calls."""
 WHITE_SPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,4}"
 """Between the parts of JSON: a line break with its indentation, or a few spaces; never without end."""
+COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patternProperties"}
+"""Keywords beside which a key that an object doesn't name may be meant."""
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -62,7 +64,8 @@ class LarkWriter:
             quote = gemma_marks(self._format).quote
             return ArgumentsGrammar(self.literal(quote), quote in self._special).object(
                 tool.parameters, tool.strict, tool.name)
-        return "%json " + schema_text({"type": "object", **tool.parameters}, lenient=not tool.strict)
+        schema = closed({"type": "object", **tool.parameters})
+        return "%json " + schema_text(schema, lenient=not tool.strict)
 
     def _calls(self, tools: Sequence[Tool], write: Callable[[Tool, str], str]) -> str:
         return "call: " + "\n    | ".join(write(tool, f"arguments_{number}")
@@ -124,6 +127,20 @@ class LarkWriter:
         head = f"{_ANY_TEXT} {self.literal(mark)}"
         named = "head" if mark in self._special else "head[lazy]"
         return ["answer: whole* tail", f"tail: {_ANY_TEXT}", f"whole: head {rest}", f"{named}: {head}"]
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no keys but those that it names, where it doesn't say otherwise: a model
+    that may invent keys goes on inventing them. Parts that are combined with others stay as they are."""
+    if not isinstance(schema, dict) or COMBINED & schema.keys():
+        return schema
+    changed = dict(schema)
+    if isinstance(properties := schema.get("properties"), dict):
+        changed["properties"] = {name: closed(value) for name, value in properties.items()}
+        changed.setdefault("additionalProperties", False)
+    if "items" in schema:
+        changed["items"] = closed(schema["items"])
+    return changed
 
 
 def schema_text(schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:

@@ -24,6 +24,7 @@ from quantkit.structure.grammar import (
     Compiler,
     Structure,
 )
+from quantkit.structure.lark import closed
 from quantkit.structure.turns import MISTRAL_THINK, THINK, Tool, TurnFormat, parser
 
 PLAIN = TurnFormat("json")
@@ -418,8 +419,50 @@ def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypat
     assert len(other.result.token_ids) == 5
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name + format.variant)
+@pytest.mark.parametrize(("kind", "given", "answer"), [
+    ("json_schema", SCHEMAS["object"], '{"name": "Bo", "age": 3}'), ("choice", ("yes", "no"), "yes"),
+    ("grammar", 'start: "a" "b"\n', "ab")])
+def test_calls_or_an_answer_with_a_structure(compilers, real, format, kind, given, answer):
+    """Beside tools that may be called, an answer still has its structure."""
+    make = compilers("real", format).compile(Structure(tools=tuple(STRICT), tool_choice="auto", **{kind: given}))
+
+    def follows(text, ends=True):
+        constraint = make()
+        for token in real.tokenizer.encode(text, special=False):
+            if not torch.isfinite(constraint.mask(torch.zeros(real.config.vocab_size))[token]):
+                return False
+            constraint.accept(token)
+        scores = constraint.mask(torch.zeros(real.config.vocab_size))
+        return not ends or constraint.ended or bool(torch.isfinite(scores[min(real.tokenizer.eos_ids)]))
+
+    begin = {"hermes": '<tool_call>\n{"name": "time"', "llama3": '{"name": "time"', "json": '{"name": "time"',
+             "mistral": "[TOOL_CALLS]", "gemma": "<start_function_call>call:time"}[format.name]
+    if format.variant == "4":
+        begin = "<|tool_call>call:time"
+    assert follows(answer) and follows(begin, ends=False) and not follows(begin)
+    assert not follows("Hello", ends=False)
+
+
+def test_arguments_have_no_keys_but_those_that_a_schema_names(compilers, real):
+    """Where it doesn't say otherwise: a model that may invent keys goes on until it is cut off."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {
+        "type": "object", "properties": {"c": {"const": 1}}}}}
+    for more, may in (({}, False), ({"additionalProperties": True}, True), ({"anyOf": [{}]}, True)):
+        tool = Tool("f", "", parameters | more)
+        constraint = compilers("real").compile(Structure(tools=(tool,), tool_choice="f"))()
+        for token in real.tokenizer.encode('{"name": "f", "arguments": {"a": 1, "', special=False):
+            assert torch.isfinite(constraint.mask(torch.zeros(real.config.vocab_size))[token])
+            constraint.accept(token)
+        (other,) = real.tokenizer.encode("z", special=False)
+        assert bool(torch.isfinite(constraint.mask(torch.zeros(real.config.vocab_size))[other])) == may
+    assert closed(parameters)["properties"]["b"]["additionalProperties"] is False
+    assert "additionalProperties" not in parameters["properties"]["b"], "the given one is left as it is"
+
+
 @pytest.mark.parametrize(("arguments", "word"), [
-    ({}, "0 structures"), ({"json_object": True, "regex": "a"}, "2 structures")])
+    ({}, "0 structures"), ({"json_object": True, "regex": "a"}, "2 structures"),
+    ({"json_object": True, "tools": tuple(STRICT), "tool_choice": "required"}, "2 structures")])
 def test_exactly_one_structure(arguments, word):
     with pytest.raises(UsageError, match=word):
         Structure(**arguments)

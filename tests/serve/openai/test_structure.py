@@ -50,6 +50,19 @@ def test_a_call_that_must_be(shared, choice):
     assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
 
 
+def test_tools_beside_a_structure(shared):
+    """A call that must be, is one; a turn that may be a call has the structure if it is none."""
+    body = {"tools": [{"type": "function", "function": NAMED}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}
+    (call,) = chat(shared, **body, tool_choice="required", parallel_tool_calls=False)["message"]["tool_calls"]
+    assert right(call["function"]["arguments"])
+    answer = chat(shared, **body, parallel_tool_calls=False)
+    if answer["finish_reason"] == "tool_calls":
+        assert right(answer["message"]["tool_calls"][0]["function"]["arguments"])
+    else:
+        assert right(answer["message"]["content"]) and answer["finish_reason"] == "stop"
+
+
 def test_choices_of_one_request_each_have_their_own(shared):
     answer = shared.post("/v1/chat/completions", {"messages": USER, "max_tokens": 4000, "n": 4, "seed": 1,
                                                   "guided_json": SCHEMA})
