@@ -275,7 +275,7 @@ class Engine:
         prompts = {id(request) for request in self._scheduler.prefilling}
         for request in (*output.advanced, *output.ended):
             if (id(request) in prompts and request.deferred is None
-                    and request.computed_tokens >= len(request.tokens)):
+                    and request.computed_tokens >= request.length):
                 prompts.discard(id(request))
                 if request.pool is not None:
                     request.result.embedding = request.pool.result()

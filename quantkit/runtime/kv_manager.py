@@ -99,7 +99,7 @@ class KVCacheManager:
         """Begin a request's sequence with the longest prefix that is there; returns whether there are pages
         for its text so far."""
         match = self._match(request)
-        tokens = min(request.max_length, len(request.tokens) + LOOKAHEAD)
+        tokens = min(request.max_length, request.length + LOOKAHEAD)
         if not self._make_room(tokens, match):
             return False
         if match is not None:
@@ -192,7 +192,7 @@ class KVCacheManager:
         chunks, always at the same places. What a request had generated before it was preempted is decoded
         again in chunks; one token at a time where results depend on that.
         """
-        start, length, total = request.computed_tokens, len(request.prompt), len(request.tokens)
+        start, length, total = request.computed_tokens, len(request.prompt), request.length
         if start >= length:
             interval = self.cache.policy.decode_interval
             if not self.invariant:
@@ -245,7 +245,7 @@ class KVCacheManager:
             return None
         limit, names = len(request.prompt) - 1, self._names(request)
         if request.result.token_ids and self.cache.divisible and self.invariant:
-            limit = len(request.tokens)
+            limit = request.length
             names = request.block_names = block_names(request.tokens, names, self._salt(request))
         return self.prefixes.match(names, limit, PAGE if self.invariant else self._chunk)
 

@@ -170,6 +170,15 @@ class Request:
         return self.prompt + self.result.token_ids[:-1]
 
     @property
+    def length(self) -> int:
+        """Number of :attr:`tokens`."""
+        return len(self.prompt) + max(0, len(self.result.token_ids) - 1)
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """``tokens[start:end]``."""
+        return self.prompt[start:end] if end <= len(self.prompt) else self.tokens[start:end]
+
+    @property
     def reuses_prefix(self) -> bool:
         """Whether it may begin with keys and values that are there: nothing else of its prompt is needed."""
         return self.pool is None and not self.wants_prompt_logprobs

@@ -104,7 +104,7 @@ class ModelRunner:
                 phases.append("decode")
                 wanted.append(True)
             else:
-                tokens.append(request.tokens[request.computed_tokens:end])
+                tokens.append(request.tokens_between(request.computed_tokens, end))
                 phases.append(self._phase(request, end))
                 wanted.append(end == len(request.prompt) and not request.result.token_ids)
         batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases)
@@ -140,7 +140,7 @@ class ModelRunner:
         try:
             defer = self._token_budget if self._beside and ends else None
             batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
-            ids = gpu.sent(torch.tensor([request.tokens[start:end]]), model.device)
+            ids = gpu.sent(torch.tensor([request.tokens_between(start, end)]), model.device)
             logits = self._logits_of(request, ids, batch, end)
             request.computed_tokens, output.acted = end, output.acted or ends
             output.prompt_tokens += end - start

@@ -425,7 +425,8 @@ def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypat
     ("grammar", 'start: "a" "b"\n', "ab")])
 def test_calls_or_an_answer_with_a_structure(compilers, real, format, kind, given, answer):
     """Beside tools that may be called, an answer still has its structure."""
-    make = compilers("real", format).compile(Structure(tools=tuple(STRICT), tool_choice="auto", **{kind: given}))
+    structure = Structure(tools=tuple(STRICT), tool_choice="auto", **{kind: given})
+    make = compilers("real", format).compile(structure)
 
     def follows(text, ends=True):
         constraint = make()
