@@ -13,6 +13,8 @@ AIM = 0.95
 LEAST = 16
 """The least number of a prompt's tokens in a step, on any machine. With fewer, most of the time would
 be what any chunk takes, however small."""
+REFRESH = 64
+"""Steps with chunks after which one without a chunk shows the usual gap again."""
 GAPS, CHUNKS = 15, 3
 """The number of recent measurements whose median counts, so that a disturbed one doesn't."""
 
@@ -35,6 +37,7 @@ class ChunkSizer:
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens, and seconds of each token
         self._running = 0  # tokens of the chunk that a device was given in the last step
+        self._rows = self._age = 0  # sequences whose usual gap is known, and steps with chunks since then
 
     def tokens_in(self, seconds: float) -> int:
         """Tokens of the next chunk while others decode, if it may take so long."""
@@ -47,10 +50,16 @@ class ChunkSizer:
         tried = max(tokens for tokens, _ in self._chunks)
         return max(least, min(fits, 2 * tried, self._largest))
 
+    def begin(self, rows: int) -> None:
+        """A step in which ``rows`` sequences decode begins. What was usual with fewer or more isn't now."""
+        if abs(rows - self._rows) * 4 > self._rows:
+            self._rows = rows
+            self._gaps.clear()
+
     @property
     def blind(self) -> bool:
-        """Whether nobody's usual gap is known yet: a step without a chunk shows it."""
-        return self._max_itl is not None and not self._gaps
+        """Whether the usual gap isn't known, or was measured long ago: a step without a chunk shows it."""
+        return self._max_itl is not None and (not self._gaps or self._age >= REFRESH)
 
     @property
     def spare(self) -> float:
@@ -80,7 +89,9 @@ class ChunkSizer:
             self._running = 0
         if not tokens:
             self._gaps.append(seconds)
+            self._age = 0
             return
+        self._age += 1
         # where a step's time varies by more than the chunk takes, the chunk still takes something
         self._chunks.append((tokens, max(seconds - self._usual, seconds / 10) / tokens))
 

@@ -226,6 +226,7 @@ class Engine:
         scheduler.admit()
         begin, launched = self._clock(), self._ahead.pending
         decoding = bool(scheduler.decoding)
+        self._sizer.begin(len(scheduler.decoding))
         step = scheduler.plan(self._prompt_budget(decoding))
         if not (step.decode or step.chunks or step.deferred):
             return False

@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.kv.cache import KVCache
 from quantkit.kvspec import parse_kv
-from quantkit.runtime.chunk_size import CHUNKS, LEAST, SLOWDOWN, ChunkSizer
+from quantkit.runtime.chunk_size import CHUNKS, LEAST, REFRESH, SLOWDOWN, ChunkSizer
 from quantkit.runtime.cpu.model import CpuModel
 from quantkit.runtime.engine import PREFILL_CHUNK, Engine
 from quantkit.runtime.loader import load
@@ -326,3 +326,25 @@ def test_a_prompt_that_comes_before_the_usual_gap_is_known_residual_for_one_step
     for _ in range(40):
         engine.step()
     assert sum(model.chunks) >= 200 and max(model.chunks) > LEAST
+
+
+def test_the_usual_gap_is_that_of_as_many_sequences():
+    """With more of them everything takes longer, which isn't the prompt's doing; and it is measured again."""
+    sizer = ChunkSizer(PREFILL_CHUNK, ITL)
+    sizer.begin(2)
+    for _ in range(20):
+        sizer.observe(0.004, 0)
+    assert not sizer.blind and sizer.longest_gap == ITL
+    sizer.begin(2)
+    assert not sizer.blind
+    sizer.begin(16)
+    assert sizer.blind, "a step without a chunk comes first"
+    sizer.observe(0.03, 0)
+    assert not sizer.blind and sizer.longest_gap == pytest.approx(SLOWDOWN * 0.03)
+    for _ in range(REFRESH):
+        assert not sizer.blind
+        sizer.begin(17)
+        sizer.observe(0.08, 64)
+    assert sizer.blind and sizer.longest_gap == pytest.approx(SLOWDOWN * 0.03)
+    sizer.observe(0.032, 0)
+    assert not sizer.blind

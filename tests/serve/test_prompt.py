@@ -44,7 +44,7 @@ def test_a_text_that_cant_fit_is_refused_without_being_encoded(shared, encoded, 
     assert answer.status_code == 400, answer.text
     error, context = answer.json()["error"], shared.loaded.config.max_position_embeddings
     assert error["code"] == "context_length_exceeded" and error["param"] in ("prompt", "messages")
-    assert f"context is {context} tokens" in error["message"] and "at least " in error["message"]
+    assert f"context length is {context} tokens" in error["message"] and "at least " in error["message"]
     assert sum(encoded) <= 1
     assert shared.post(TEXT, {"prompt": "a", "max_tokens": 1}).status_code == 200
 

@@ -421,7 +421,8 @@ def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypat
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name + format.variant)
 @pytest.mark.parametrize(("kind", "given", "answer"), [
-    ("json_schema", SCHEMAS["object"], '{"name": "Bo", "age": 3}'), ("choice", ("yes", "no"), "yes"),
+    ("json_schema", {"properties": {"age": {"type": "integer"}, "name": WORD}, "required": ["age", "name"],
+                     "type": "object"}, '{"age": 3, "name": "Bo"}'), ("choice", ("yes", "no"), "yes"),
     ("grammar", 'start: "a" "b"\n', "ab")])
 def test_calls_or_an_answer_with_a_structure(compilers, real, format, kind, given, answer):
     """Beside tools that may be called, an answer still has its structure."""
@@ -429,8 +430,8 @@ def test_calls_or_an_answer_with_a_structure(compilers, real, format, kind, give
     make = compilers("real", format).compile(structure)
 
     def follows(text, ends=True):
-        constraint = make()
-        for token in real.tokenizer.encode(text, special=False):
+        constraint, tokens = make(), real.tokenizer.encode(text, special=False)
+        for token in tokens if ends else tokens[:-1]:  # the last one may be part of another in a longer text
             if not torch.isfinite(constraint.mask(torch.zeros(real.config.vocab_size))[token]):
                 return False
             constraint.accept(token)
@@ -442,7 +443,18 @@ def test_calls_or_an_answer_with_a_structure(compilers, real, format, kind, give
     if format.variant == "4":
         begin = "<|tool_call>call:time"
     assert follows(answer) and follows(begin, ends=False) and not follows(begin)
-    assert not follows("Hello", ends=False)
+    assert not follows("Hello there", ends=False)
+
+
+@pytest.mark.parametrize("format", FORMATS[:3], ids=lambda format: format.name)
+def test_an_answer_that_begins_as_a_call_does_is_refused(compilers, format):
+    structure = Structure(tools=tuple(STRICT), tool_choice="auto", json_schema=SCHEMAS["object"])
+    if format.name == "hermes":
+        compilers("real", format).compile(structure)
+        return
+    with pytest.raises(UsageError, match="beside tools") as caught:
+        compilers("real", format).compile(structure)
+    assert '"name"' in caught.value.why
 
 
 def test_arguments_have_no_keys_but_those_that_a_schema_names(compilers, real):
