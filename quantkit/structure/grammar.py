@@ -187,16 +187,6 @@ class Compiler:
                                          + " ".join(str(error).split())[:200]) from None
             return self._vocabulary
 
-    def _check_apart(self, structure: Structure) -> None:
-        """Raises UsageError: an answer begins as calls do, and what follows would be taken for one."""
-        schema = structure.json_schema
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        if self._format.name in ("json", "llama3") and isinstance(properties, dict) and next(
-                iter(properties), None) == "name":
-            raise UsageError("the JSON schema can't be used beside tools",
-                             why='this model writes calls as JSON objects that begin with "name", as the '
-                                 "schema's do", next="put another property first")
-
     def _grammar(self, structure: Structure) -> tuple[str, str | None]:
         """What to call the structure in errors, and the grammar that we write: none around a given one."""
         rules = what = answer = ""
@@ -213,12 +203,13 @@ class Compiler:
         if structure.tool_choice is not None:
             choice = structure.tool_choice
             if answer:  # instead of such an answer there may be calls
-                self._check_apart(structure)
-                choice, what = "required", f"{what} with the tools' schemas"
-                rules, answer = f"instead: {answer}\n", "answer | instead"
+                what = f"{what} with the tools' schemas"
+                rules = f"instead: {answer}\n" + self._writer.turn_or_answer(
+                    structure.tools, structure.parallel_tool_calls)
+                answer = "answer | instead"
             else:
                 what, answer = "the tools' schemas", "answer"
-            rules += self._writer.turn(structure.tools, choice, structure.parallel_tool_calls)
+                rules = self._writer.turn(structure.tools, choice, structure.parallel_tool_calls)
         before = ""
         if self._format.reasoning is not None and (structure.reasoning or structure.prompt_opens_reasoning):
             before = "reasoning " if structure.prompt_opens_reasoning else "reasoning? "

@@ -59,6 +59,19 @@ class LarkWriter:
             self._format.name, self._json)
         return "\n".join([*write(tools, choice == "auto", parallel), *rules]) + "\n"
 
+    def turn_or_answer(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """Rules of ``answer``, which is calls, where other rules of a grammar may be JSON too: where calls
+        are JSON, they are written by a schema, because a text that must come just so would hide other JSON
+        that begins in the same way from the parser."""
+        if self._format.name not in ("json", "llama3"):
+            return self.turn(tools, "required", parallel)
+        key = "parameters" if self._format.name == "llama3" else "arguments"
+        calls = [schema_text({"type": "object", "properties": {
+            "name": {"const": tool.name}, key: closed({"type": "object", **tool.parameters})},
+            "required": ["name", key], "additionalProperties": False}, lenient=not tool.strict)
+            for tool in tools]
+        return "answer: " + "\n    | ".join(f"%json {call}" for call in calls) + "\n"
+
     def _arguments(self, tool: Tool) -> str:
         if self._format.name == "gemma":
             quote = gemma_marks(self._format).quote
