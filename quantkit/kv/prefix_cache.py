@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import threading
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,25 +90,53 @@ class PrefixMatch:
     _block: _Block = field(repr=False)
 
 
+class PrefixBudget:
+    """Memory that the prefix caches of several KV caches share.
+
+    Args:
+        limit: bytes that they may hold together; ``None``: no limit, whoever needs pages calls
+            :meth:`PrefixCache.evict`.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._caches: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
+
+    def join(self, cache: PrefixCache) -> None:
+        """Count what this one holds from now on. May be called from any thread."""
+        with self._lock:
+            self._caches.add(cache)
+
+    def keep(self) -> None:
+        """Give back what is beyond the limit, from whichever holds most."""
+        with self._lock:
+            caches = list(self._caches)
+        while self._limit is not None and sum(cache.bytes for cache in caches) > self._limit:
+            max(caches, key=lambda cache: cache.bytes).evict()
+
+
 class PrefixCache:
     """The radix tree over the blocks of one KV cache.
 
     Args:
         cache: whose pages it holds.
-        limit: bytes of pages that it may hold; ``None``: no limit, whoever needs pages calls :meth:`evict`.
+        budget: bytes of pages that it may hold, or what it shares with others; ``None``: no limit.
         max_forks: forks that it may hold where the cache isn't divisible; ``None``: no limit.
 
     Attributes:
         bytes: that it holds, those that running sequences share included.
     """
 
-    def __init__(self, cache: KVCache, limit: int | None, max_forks: int | None = None) -> None:
-        self._cache, self._limit, self._max_forks = cache, limit, max_forks
+    def __init__(self, cache: KVCache, budget: PrefixBudget | int | None,
+                 max_forks: int | None = None) -> None:
+        self._cache, self._max_forks = cache, max_forks
+        self._budget = budget if isinstance(budget, PrefixBudget) else PrefixBudget(budget)
         self._blocks: dict[bytes, _Block] = {}
         self._forks = 0
         self._leaves: list[tuple[int, int, _Block]] = []  # a heap by last use; stale entries are skipped
         self._ticks, self._entries = itertools.count(1), itertools.count()
         self.bytes = 0
+        self._budget.join(self)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -170,9 +200,9 @@ class PrefixCache:
             self._insert_blocks(names[:depth], known, _Fork(cache.fork_beginning(number, depth)))
         else:
             self._insert_state(names[:depth], known, number)
-        while self.bytes > (self._limit if self._limit is not None else self.bytes) or (
-                self._max_forks is not None and not cache.divisible and self._forks > self._max_forks):
+        while self._max_forks is not None and not cache.divisible and self._forks > self._max_forks:
             self.evict()
+        self._budget.keep()
 
     def evict(self) -> bool:
         """Give back the block that wasn't used for the longest time; returns whether there was one."""

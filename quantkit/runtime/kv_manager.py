@@ -7,7 +7,7 @@ import os
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.prefix_cache import PrefixCache, PrefixMatch, block_names
+from quantkit.kv.prefix_cache import PrefixBudget, PrefixCache, PrefixMatch, block_names
 from quantkit.kv.reservation import LOOKAHEAD, PageReservation
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.loader import LoadedModel
@@ -39,8 +39,7 @@ class KVCacheManager:
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
             every so many tokens.
-        prefix_bytes: bytes of prefixes that are kept; 0: none. ``None``: the default where the cache grows,
-            and where its size is fixed all pages that nobody needs.
+        budget: of prefixes that are kept, shared with other managers; ``None``: none are kept.
 
     Attributes:
         cache: the KV cache.
@@ -58,7 +57,7 @@ class KVCacheManager:
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, *, memory: int | None, parts: int, sequences: int,
-                 context: int, chunk: int, prefix_bytes: int | None) -> None:
+                 context: int, chunk: int, budget: PrefixBudget | None) -> None:
         model = loaded.model
         self.cache = cache = KVCache(loaded.config, spec, loaded.dtype, model.device)
         model.check_cache(cache)
@@ -71,11 +70,9 @@ class KVCacheManager:
         self.reservation = None
         if memory is not None:
             self.reservation = PageReservation(cache, memory // parts, sequences, context, chunk,
-                                               FORKS if prefix_bytes != 0 and not cache.divisible else 0)
-        elif prefix_bytes is None:
-            prefix_bytes = default_prefix_bytes()
-        self.prefixes = None if prefix_bytes == 0 else PrefixCache(
-            cache, prefix_bytes, None if self.reservation is None else FORKS)
+                                               FORKS if budget is not None and not cache.divisible else 0)
+        self.prefixes = None if budget is None else PrefixCache(
+            cache, budget, None if self.reservation is None else FORKS)
         policies = [layer.policy for layer in cache.layers]
         self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
                                                        and policy.visible is None) for policy in policies)

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from quantkit.errors import UsageError
-from quantkit.runtime.kv_manager import KVCacheManager
+from quantkit.kv.prefix_cache import PrefixBudget
+from quantkit.runtime.kv_manager import KVCacheManager, default_prefix_bytes
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
@@ -23,7 +24,8 @@ class KVSettings:
         more: settings that requests may choose if the memory is fixed.
         memory: bytes for all caches; ``None``: they grow, and on a GPU take what is left.
         sequences, context, chunk: see :class:`~quantkit.runtime.kv_manager.KVCacheManager`.
-        prefix_bytes: bytes of prefixes that each keeps; 0: none; ``None``: a default.
+        prefix_bytes: bytes of prefixes that all keep together; 0: none. ``None``: a default where caches
+            grow, and where their size is fixed the pages that nobody needs.
 
     Attributes:
         default: the manager of the default setting.
@@ -35,7 +37,10 @@ class KVSettings:
     def __init__(self, loaded: LoadedModel, default: KVSpec, more: Sequence[KVSpec], *, memory: int | None,
                  sequences: int, context: int, chunk: int, prefix_bytes: int | None) -> None:
         self._loaded, self._sequences, self._context, self._chunk = loaded, sequences, context, chunk
-        self._prefix_bytes = prefix_bytes
+        grows = memory is None and loaded.model.device.type != "cuda"
+        if prefix_bytes is None and grows:
+            prefix_bytes = default_prefix_bytes()
+        self._budget = None if prefix_bytes == 0 else PrefixBudget(prefix_bytes)
         self._lock = threading.Lock()
         specs = {str(spec): spec for spec in (default, *more)}
         self._managers: dict[str, KVCacheManager] = {}  # by the setting's text
@@ -81,7 +86,7 @@ class KVSettings:
 
     def _make(self, spec: KVSpec, memory: int | None, parts: int) -> KVCacheManager:
         return KVCacheManager(self._loaded, spec, memory=memory, parts=parts, sequences=self._sequences,
-                              context=self._context, chunk=self._chunk, prefix_bytes=self._prefix_bytes)
+                              context=self._context, chunk=self._chunk, budget=self._budget)
 
     def _make_room(self) -> None:
         """Drop settings that nobody uses until there is room for another.

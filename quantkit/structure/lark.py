@@ -66,10 +66,13 @@ class LarkWriter:
         if self._format.name not in ("json", "llama3"):
             return self.turn(tools, "required", parallel)
         key = "parameters" if self._format.name == "llama3" else "arguments"
-        calls = [schema_text({"type": "object", "properties": {
-            "name": {"const": tool.name}, key: closed({"type": "object", **tool.parameters})},
-            "required": ["name", key], "additionalProperties": False}, lenient=not tool.strict)
-            for tool in tools]
+        calls = []
+        for tool in tools:
+            arguments = closed({"type": "object", **tool.parameters})
+            shared = {name: arguments.pop(name) for name in ("$defs", "definitions") if name in arguments}
+            calls.append(schema_text({
+                "type": "object", "properties": {"name": {"const": tool.name}, key: arguments},
+                "required": ["name", key], "additionalProperties": False, **shared}, lenient=not tool.strict))
         return "answer: " + "\n    | ".join(f"%json {call}" for call in calls) + "\n"
 
     def _arguments(self, tool: Tool) -> str:
@@ -145,9 +148,11 @@ class LarkWriter:
 def closed(schema: Any) -> Any:
     """A schema whose objects have no keys but those that it names, where it doesn't say otherwise: a model
     that may invent keys goes on inventing them. Parts that are combined with others stay as they are."""
-    if not isinstance(schema, dict) or COMBINED & schema.keys():
+    if not isinstance(schema, dict):
         return schema
     changed = dict(schema)
+    if COMBINED & schema.keys():
+        return changed
     if isinstance(properties := schema.get("properties"), dict):
         changed["properties"] = {name: closed(value) for name, value in properties.items()}
         changed.setdefault("additionalProperties", False)

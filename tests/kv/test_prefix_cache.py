@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.prefix_cache import PrefixCache, block_names
+from quantkit.kv.prefix_cache import PrefixBudget, PrefixCache, block_names
 from quantkit.kvspec import parse_kv
 from quantkit.models.architecture import parse_config
 
@@ -163,3 +163,29 @@ def test_whatever_comes_and_goes_the_count_is_right(config, steps, kv, limit):
         assert cache.used_bytes == prefixes.bytes
     prefixes.clear()
     assert cache.allocated_bytes == 0 and prefixes.bytes == len(prefixes) == 0
+
+
+def test_several_caches_share_a_budget(config):
+    """And whoever holds most gives first."""
+    caches = [KVCache(config, parse_kv("none"), torch.float32) for _ in range(2)]
+    block = 64 * caches[0].bytes_per_token
+    budget = PrefixBudget(6 * block)
+    first, second = (PrefixCache(cache, budget) for cache in caches)
+
+    def insert(prefixes, cache, *parts):
+        number = begun(cache, 64 * len(parts))
+        prefixes.insert(block_names(text(*parts)), number)
+        cache.free([number])
+
+    for seed in range(1, 4):
+        insert(first, caches[0], seed, seed + 10)
+    assert first.bytes == 6 * block
+    insert(second, caches[1], 50, 51)
+    assert (first.bytes, second.bytes) == (4 * block, 2 * block)
+    assert first.match(block_names(text(1, 11)), 128) is None
+    for seed in range(60, 64):
+        insert(second, caches[1], seed)
+    assert first.bytes + second.bytes == 6 * block and abs(first.bytes - second.bytes) <= 2 * block
+    del first
+    insert(second, caches[1], 70, 71, 72)
+    assert second.bytes == 6 * block, "what is gone counts no more"

@@ -32,6 +32,8 @@ from quantkit.spec import KVSpec
 if TYPE_CHECKING:
     from quantkit_kernels.cpu.kv_pages import PageCodecs
 
+MAX_PROGRAMS = 12
+"""Programs that are kept; the oldest make room for others."""
 SUBGROUP = 64
 """Activations that are quantized together, at most; a packed Linear's columns are a multiple of it."""
 
@@ -200,6 +202,8 @@ class CpuModel:
         key = next(iter(self._programs), (PageCodecs("bf16", "bf16"), False)) if codecs is None else (
             codecs, decoded)
         if key not in self._programs:
+            for other in list(self._programs)[:1 - MAX_PROGRAMS]:  # the settings of requests come and go
+                del self._programs[other]
             with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
                 kind = DecodedCpuProgram if key[1] else CpuProgram
                 self._programs[key] = kind(self._model, key[0])
