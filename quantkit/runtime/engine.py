@@ -14,6 +14,7 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pooling
@@ -261,10 +262,13 @@ class Engine:
 
     def _finish(self, output: StepOutput) -> None:
         """Give requests what came of a step."""
-        for request in output.advanced:
-            request.kv.after_chunk(request)
-        for request in output.ended:
-            request.kv.prompt_ended(request)
+        for requests, keep in ((output.advanced, KVCacheManager.after_chunk),
+                               (output.ended, KVCacheManager.prompt_ended)):
+            for request in requests:
+                try:
+                    keep(request.kv, request)
+                except Exception as failure:  # there is no memory for what is kept
+                    output.failed.append((request, failure))
         for request, error in output.failed:
             self._fail(request, error)
         for request, error in output.lost:
@@ -286,7 +290,8 @@ class Engine:
                     self._scheduler.start_decoding(request)
         for requests, logits in output.logits:
             for request, token, row in zip(requests, next_tokens(requests, logits), logits, strict=True):
-                self._append_token(request, token, row)
+                if not request.done:
+                    self._append_token(request, token, row)
 
     def _count(self, reads: object, prompt_tokens: int, decoded: int, seconds: float) -> None:
         """Add a step to the times, shared out by tokens where it had both kinds."""
@@ -326,6 +331,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request because of an error and tell its listener."""
+        request.spoiled = True
         self._end([request])
         self._heard(functools.partial(request.fail, error))  # nobody listens, or the listener fails
 

@@ -154,7 +154,7 @@ class KVCacheManager:
 
     def keep_prefix(self, request: Request) -> None:
         """Keep what was computed of a request's text so far, if another text may begin with it."""
-        if self.prefixes is None or request.sequence < 0 or not request.reuses_prefix:
+        if self.prefixes is None or request.sequence < 0 or request.spoiled or not request.reuses_prefix:
             return
         cache, number = self.cache, request.sequence
         seen = min(cache.seen(number), len(request.history))

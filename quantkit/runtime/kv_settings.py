@@ -6,11 +6,14 @@ import threading
 from collections.abc import Sequence
 
 from quantkit.errors import UsageError
+from quantkit.kv.build import build_policy
 from quantkit.kv.prefix_cache import PrefixBudget
 from quantkit.runtime.kv_manager import KVCacheManager, default_prefix_bytes
 from quantkit.runtime.loader import LoadedModel
 from quantkit.spec import KVSpec
 
+MAX_QUERIES = 256
+"""Queries that a setting which a request chooses may keep: each takes a vector of every head and layer."""
 MAX_SETTINGS = 8
 """Settings beside the default that are kept ready; one that nobody uses makes room for another."""
 
@@ -65,6 +68,10 @@ class KVSettings:
             return self.default
         with self._lock:
             if (manager := self._managers.get(str(spec))) is None:
+                if (queries := build_policy(spec).query_window) > MAX_QUERIES:
+                    raise UsageError(f"the KV setting {spec} keeps {queries:,} queries",
+                                     why=f"a request may choose one that keeps at most {MAX_QUERIES}",
+                                     next="choose a smaller window")
                 if self._fixed:
                     raise UsageError(
                         f"no memory is set aside for the KV setting {spec}",

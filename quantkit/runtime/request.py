@@ -124,6 +124,7 @@ class Request:
         retries: how often a step failed that it shared with others.
         waited: whether it waits for another's prompt, which begins like its own.
         isolated: its chunks go through the model by themselves, because a step that it was in failed.
+        spoiled: whether a step failed in the middle, so that nobody may read what it has in the cache.
         block_names: of its text's blocks, see :func:`quantkit.kv.prefix_cache.block_names`.
         arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
     """
@@ -141,7 +142,7 @@ class Request:
         self.computed_tokens, self.sequence = 0, -1
         self.pool = None if pooling is None else Pooler(pooling)
         self.priority, self.preemptions, self.retries = priority, 0, 0
-        self.isolated = self.waited = False
+        self.isolated = self.waited = self.spoiled = False
         self.kv: KVCacheManager
         self.deferred: Generator[int, None, None] | None = None
         self.last_logits: torch.Tensor | None = None
@@ -202,6 +203,7 @@ class Request:
         """It gave up its pages: all that was computed of its text is computed again."""
         self.computed_tokens, self.status, self.last_logits = 0, Status.WAITING, None
         self.preemptions += 1
+        self.spoiled = False
         if self.pool is not None:
             self.pool.clear()
         if self.scores_prompt:

@@ -107,8 +107,8 @@ class ModelRunner:
                 tokens.append(request.tokens_between(request.computed_tokens, end))
                 phases.append(self._phase(request, end))
                 wanted.append(end == len(request.prompt) and not request.result.token_ids)
-        batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases)
         try:
+            batch = Batch(kv.cache, [request.sequence for request, _ in rows], phases)
             logits = self._loaded.model.forward(tokens, batch, wanted)
         except Exception as error:
             self._take_apart(rows, error, output)
@@ -130,7 +130,7 @@ class ModelRunner:
             output.failed += [(request, error) for request, _ in rows]
             return
         for request, _ in rows:
-            request.isolated = True
+            request.isolated = request.spoiled = True
             output.lost.append((request, error))
 
     def _chunk_alone(self, request: Request, end: int, output: StepOutput) -> None:

@@ -42,8 +42,10 @@ class ServedEngine:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.loaded.config.max_position_embeddings
+        """Tokens of prompt and answer together: what the model was made for, and its KV cache has pages
+        for."""
+        reservation, limit = self.engine.reservation, self.loaded.config.max_position_embeddings
+        return limit if reservation is None else min(limit, reservation.tokens)
 
     @property
     def max_queue(self) -> int:

@@ -112,6 +112,7 @@ class RequestPart(BaseModel):
                 if field is not None and field.is_required():
                     raise RefusedValue(name, cls._null(name), "missing_parameter")
             elif field is not None:
+                cls._check_length(name, field, value)
                 kept[name] = _integer(value) if field.annotation in (int, int | None) else value
             elif name not in cls.ignored and not _asks_nothing(value, cls.neutral.get(name, ())):
                 raise RefusedValue(printable(name), cls._refusal(name))
@@ -121,6 +122,15 @@ class RequestPart(BaseModel):
     def _fields(cls) -> dict[str, FieldInfo]:
         """Fields by their names in JSON."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def _check_length(cls, name: str, field: FieldInfo, value: Any) -> None:
+        """Raises Refused: an object has more entries than may be given. Later each of them would have been
+        checked first."""
+        limit = next((rule.max_length for rule in field.metadata if hasattr(rule, "max_length")), None)
+        if limit is not None and isinstance(value, dict) and len(value) > limit:
+            raise RefusedValue(name, f"{name}: {len(value)} entries are given; at most {limit} are accepted",
+                               "invalid_value")
 
     @classmethod
     def _first(cls, data: dict[Any, Any]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
+from quantkit.kv.prefix_cache import PrefixCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime import engine as module
 from quantkit.runtime.chunk_size import ChunkSizer
@@ -282,3 +283,40 @@ def test_embeddings_do_not_depend_on_company_or_cut(models, monkeypatch):
         found.append([request.result.embedding.tolist() for request in requests])
     assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
     assert len(found[0][0]) == loaded.config.hidden_size
+
+
+def test_what_a_request_may_choose_is_bounded(models):
+    engine, sampling = Engine(models["qwen3"], prefix_cache=None), Sampling(max_tokens=3, ignore_eos=True)
+    with pytest.raises(UsageError, match="keeps 2,147,483,647 queries"):
+        engine.prepare(parse_kv("snapkv(0.5, window=2147483647)"))
+    with pytest.raises(UsageError, match="keeps 300 queries"):
+        engine.submit([5, 6], sampling, kv=parse_kv("snapkv(0.5, window=300)"))
+    for bits in ("2", "2.5", "3", "3.5", "4"):  # each has kernels of its own
+        for more in ("", ", residual_length=64", ", residual_length=128", ", sinks=64"):
+            setting = parse_kv(f"rotation({bits}{more})")
+            engine.prepare(setting)
+            engine.submit([5, 6, 7], sampling, kv=setting)
+            while engine.step():
+                pass
+    assert len(engine._settings.managers) <= 9 and len(models["qwen3"].model._programs) <= 12
+
+
+def test_an_error_while_a_prefix_is_kept_is_its_request_s(models, monkeypatch):
+    engine, errors = Engine(models["qwen3"], prefix_cache=None), []
+    sampling = Sampling(max_tokens=30, ignore_eos=True)
+    good = engine.submit(list(range(5, 25)), sampling)
+    engine.step()
+
+    def broken(cache, names, number):
+        raise MemoryError("no pages")
+
+    bad = engine.submit(list(range(5, 205)), sampling, on_error=errors.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "insert", broken)
+        while not bad.done:
+            engine.step()
+    while engine.step():
+        pass
+    assert [str(error) for error in errors] == ["no pages"] and len(good.result.token_ids) == 30
+    engine.close()
+    assert engine.cache.used_bytes == 0

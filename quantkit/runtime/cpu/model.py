@@ -7,6 +7,7 @@ a row the same bits whatever other rows are there: so a request's tokens depend 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,7 @@ class CpuModel:
         self._model, self.config = model, model.config
         self.dtype, self.device = model.dtype, model.device
         self._programs: dict[tuple[PageCodecs, bool], CpuProgram] = {}
+        self._making = threading.Lock()
         cpu_machine.pool()  # of as many threads as torch has now
 
     def linears(self) -> dict[str, Linear]:
@@ -199,15 +201,19 @@ class CpuModel:
         """
         from quantkit_kernels.cpu.kv_pages import PageCodecs
 
-        key = next(iter(self._programs), (PageCodecs("bf16", "bf16"), False)) if codecs is None else (
+        key = next(iter(list(self._programs)), (PageCodecs("bf16", "bf16"), False)) if codecs is None else (
             codecs, decoded)
-        if key not in self._programs:
-            for other in list(self._programs)[:1 - MAX_PROGRAMS]:  # the settings of requests come and go
-                del self._programs[other]
-            with torch.inference_mode(False):  # else its memory couldn't be written to outside of that mode
-                kind = DecodedCpuProgram if key[1] else CpuProgram
-                self._programs[key] = kind(self._model, key[0])
-        return self._programs[key]
+        if (program := self._programs.get(key)) is not None:  # steps don't wait for one that is being made
+            return program
+        with self._making:
+            if (program := self._programs.get(key)) is None:
+                with torch.inference_mode(False):  # else its memory couldn't be written to outside of it
+                    program = (DecodedCpuProgram if key[1] else CpuProgram)(self._model, key[0])
+                # the settings of requests come and go; the first one is the default
+                for other in list(self._programs)[1:len(self._programs) + 2 - MAX_PROGRAMS]:
+                    del self._programs[other]
+                self._programs[key] = program
+        return program
 
     def _batch(self, ids: torch.Tensor, cache: KVCacheProtocol | None) -> Batch | None:
         """The sequences as rows of pages; ``None`` if the program can't run them."""
