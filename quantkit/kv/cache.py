@@ -160,13 +160,14 @@ class KVCache:
     def reusable(self, number: int) -> bool:
         """Whether another text that begins with all tokens of a sequence so far reads what it holds.
 
-        What a window drops is invisible to all that follows, whatever that is. What other policies keep
-        depends on where the prompt ended, so nothing can be reused after that.
+        What a policy keeps depends on where the prompt ended, so nothing can be reused after that. A window's
+        slots lie elsewhere after it has dropped some, and attention sums them in another order. What a
+        model's own windows drop is invisible, and they drop whole splits.
 
         Raises:
             KeyError: ``number`` is unknown.
         """
-        independent = all(layer.policy.keeps_all or layer.policy.visible is not None for layer in self.layers)
+        independent = all(layer.policy.keeps_all or layer.policy is not self.policy for layer in self.layers)
         return independent or not any(state.prompt or state.steps
                                       for state in self._sequences[number].layers)
 

@@ -122,7 +122,7 @@ class PageReservation:
         future = [0] * len(self._groups)
         pages_of: list[set[int]] = [set() for _ in self._groups]
         for number, (_, needed) in self._reserved.items():
-            for layer, (pages, has) in enumerate(zip(needed, self._held(number))):
+            for layer, (pages, has) in enumerate(zip(needed, self._held(number, alone))):
                 future[layer] += max(0, pages - has)
             if alone:
                 for taken, state in zip(pages_of, self._cache.sequence(number).layers):
@@ -133,12 +133,13 @@ class PageReservation:
                 return False
         return True
 
-    def _held(self, number: int) -> list[int]:
-        """Pages of a sequence by layer that it needn't take again: where it may have to copy shared pages
-        before it writes, only those of its own."""
+    def _held(self, number: int, alone: bool) -> list[int]:
+        """Pages of a sequence by layer that it needn't take again: where it may have to copy pages that it
+        shares with prefixes before it writes, only those of its own; all of them where prefixes don't
+        count."""
         cache = self._cache
         layers = zip(cache.layers, cache.sequence(number).layers)
-        if cache.divisible:
+        if cache.divisible or alone:
             return [sum(map(len, state.pages)) for _, state in layers]
         return [sum(layer.store.pages.owned(pages) for pages in state.pages) for layer, state in layers]
 
@@ -210,7 +211,9 @@ def _available_pages(longest: Footprint, size: int, sequences: int, forks: int) 
         return longest.heads * group.layers * sum(n * each for n, each in zip(pages, group.page_bytes))
 
     wanted = [(group.pages(sequences)[0], group.pages(sequences + forks)[1]) for group in longest.groups]
-    fixed = longest.acting_bytes + longest.tracked_bytes(sequences + forks)
+    fixed = longest.acting_bytes + longest.tracked_bytes(sequences)
+    # states in the middle of a prompt, which keep what is tracked there
+    fixed += forks * longest.heads * sum(group.layers * group.filling.tracked for group in longest.groups)
     fixed += sum(bytes_of(group, (codes if group.model_window else 0, residual))
                  for group, (codes, residual) in zip(longest.groups, wanted))
     growing = sum(bytes_of(group, (codes, 0))

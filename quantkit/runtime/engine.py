@@ -221,7 +221,8 @@ class Engine:
     def _step(self) -> bool:
         self._end_cancelled()
         scheduler = self._scheduler
-        if scheduler.needs_pages():
+        if scheduler.may_preempt:
+            # tokens that were drawn belong to their requests, whatever becomes of their pages
             self._end([request for request in self._ahead.flush() if request.done])
             scheduler.preempt_for_pages()
         scheduler.admit()

@@ -173,12 +173,14 @@ class KVCacheManager:
         """A request has ended, or waits again: give back its pages."""
         if request.sequence < 0:
             return
-        self.keep_prefix(request)
-        if self.reservation is not None:
-            self.reservation.release(request.sequence)
-        self.cache.free([request.sequence])
-        request.sequence = -1
-        self._running -= 1
+        try:
+            self.keep_prefix(request)
+        finally:  # whatever fails there, the pages are given back
+            if self.reservation is not None:
+                self.reservation.release(request.sequence)
+            self.cache.free([request.sequence])
+            request.sequence = -1
+            self._running -= 1
 
     # -- chunks
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from quantkit.runtime.sampler import not_finite
+
 Pooling = Literal["mean", "last"]
 """``mean``: of all tokens; ``last``: of the last token."""
 _STEPS = 2.0**32
@@ -27,8 +29,10 @@ class Pooler:
         self._count = 0
 
     def add(self, hidden: torch.Tensor) -> None:
-        """Add a chunk's ``[n, hidden]``."""
+        """Add a chunk's ``[n, hidden]``. Raises QuantkitError: it isn't finite."""
         rows = hidden[-1:] if self._pooling == "last" else hidden
+        if not bool(torch.isfinite(rows).all()):
+            raise not_finite()
         exact = (rows.double().clamp(-_LARGEST, _LARGEST) * _STEPS).round().long().sum(0)
         if self._sum is None or self._pooling == "last":
             self._sum, self._count = exact, len(rows)

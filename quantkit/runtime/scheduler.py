@@ -136,9 +136,14 @@ class Scheduler:
             if request is None or not self._begin(request):
                 return
 
-    def needs_pages(self) -> bool:
-        """Whether a request can't get its next token because pages have run out."""
-        return any(not request.kv.extend(request) for request in self.decoding)
+    @property
+    def may_preempt(self) -> bool:
+        """Whether a request may give up its pages in this step: one can't get its next token because pages
+        have run out, or one of a higher priority waits."""
+        with self.changed:
+            first = self._waiting[0] if self._waiting else None
+        return any(not request.kv.extend(request) for request in self.decoding) or (
+            first is not None and any(request.priority > first.priority for request in self.decoding))
 
     def preempt_for_pages(self) -> None:
         """Until all that decode have a page for their next token, let the last one wait again."""
@@ -149,12 +154,13 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Let a running request give up its pages and wait again, before all that came after it."""
-        self._forget(request)
+        _give_up(request)
         request.kv.free(request)
         request.restart()
         self.preemptions += 1
         self._version += 1
         with self.changed:
+            self._forget(request)
             self._queue(request)
 
     def plan(self, budget: int) -> StepPlan:
@@ -190,9 +196,10 @@ class Scheduler:
 
     def start_decoding(self, request: Request) -> None:
         """A request's text has been computed: it decodes from now on."""
-        self.prefilling.remove(request)
         request.status, request.isolated = Status.DECODE, False
-        self.decoding.append(request)
+        with self.changed:
+            self.prefilling.remove(request)
+            self.decoding.append(request)
         self._version += 1
 
     def end(self, requests: Sequence[Request]) -> None:
@@ -231,9 +238,14 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         """Let go of a running request's place and of what its policy had left to do."""
-        if request.deferred is not None:
-            request.deferred.close()
-            request.deferred = None
+        _give_up(request)
         for requests in (self.prefilling, self.decoding):
             if request in requests:
                 requests.remove(request)
+
+
+def _give_up(request: Request) -> None:
+    """Leave what a request's policy had left to do."""
+    if request.deferred is not None:
+        request.deferred.close()
+        request.deferred = None

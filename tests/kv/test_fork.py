@@ -134,7 +134,7 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
     assert cache.reusable(row)
     feed(model, cache, row, rest, "prefill_end")
     rows = [early]
-    if cache.policy.keeps_all or cache.policy.visible:
+    if cache.policy.keeps_all:
         assert cache.reusable(row)
         rows.append(cache.fork(row))
     else:

@@ -231,6 +231,19 @@ def test_the_next_turn_reads_what_is_new(models):
     assert again.result.token_ids == second.result.token_ids and again.result.cached_tokens == 0
 
 
+@pytest.mark.parametrize("kv", ["window(70)", "window(70)+int4", "window(300)", "window(300)+int8"])
+def test_a_window_s_slots_lie_where_they_would_lie(models, kv, monkeypatch):
+    """After a prompt's end they lie elsewhere, and their sums are rounded otherwise."""
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 512)
+    loaded, engine = models["qwen3"], Engine(models["qwen3"], kv=parse_kv(kv), prefix_cache=None)
+    first = Request(0, 0, 640, 0, 1, Sampling(max_tokens=40, ignore_eos=True))
+    for later in (first, Request(0, 0, 640, 90, 2, first.sampling), Request(0, 0, 660, 5, 3, first.sampling)):
+        (heard,), (handle,) = run(engine, [later])
+        assert heard == run(Engine(loaded, kv=parse_kv(kv)), [later])[0][0]
+    assert handle.result.cached_tokens in (512, 576)
+    engine.close()
+
+
 @pytest.mark.parametrize("kv", ["snapkv(0.4, window=8)", "h2o(60)"])
 def test_what_a_policy_left_is_nobody_s_prefix(models, kv):
     """Only what was there before it acted."""
@@ -299,6 +312,17 @@ def test_what_a_request_may_choose_is_bounded(models):
             while engine.step():
                 pass
     assert len(engine._settings.managers) <= 9 and len(models["qwen3"].model._programs) <= 12
+
+
+def test_an_embedding_that_is_not_finite_is_an_error(models, monkeypatch):
+    engine, errors = Engine(models["qwen3"]), []
+    hidden = type(models["qwen3"].model).hidden
+    monkeypatch.setattr(type(models["qwen3"].model), "hidden",
+                        lambda self, ids, cache: hidden(self, ids, cache=cache) * float("nan"))
+    engine.submit([5, 6, 7], Sampling(max_tokens=1), pooling="mean", on_error=errors.append)
+    while engine.step():
+        pass
+    assert len(errors) == 1 and "not finite" in errors[0].what and engine.cache.used_bytes == 0
 
 
 def test_an_error_while_a_prefix_is_kept_is_its_request_s(models, monkeypatch):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
 
 MAX_DEPTH = 64
 """Objects and lists within each other; deeper text counts as malformed."""
@@ -151,7 +151,7 @@ class GemmaTurn(TurnScanner):
         begun = self._raw.lstrip()
         if begun == self._format.close:
             self._raw, self._state = "", self._text
-        elif not self._format.close.startswith(begun):
+        elif not self._format.close.startswith(begun) or len(self._raw) > MAX_SPACE:
             raw, self._raw, self._state = self._raw, "", self._text
             self._again(raw)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from quantkit.structure.formats.json_call import JsonCall
-from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -23,7 +23,9 @@ class HermesTurn(TurnScanner):
 
     def _call_text(self, char: str) -> None:
         call = self._object
-        self._raw += char
+        if not self._head_grows(char):
+            self._broken()
+            return
         arguments = call.feed(char)
         if call.broken:
             if not self._begun:
@@ -44,7 +46,7 @@ class HermesTurn(TurnScanner):
         begun = self._raw.lstrip()
         if begun == CLOSE:
             self._raw, self._state = "", self._text
-        elif not CLOSE.startswith(begun):
+        elif not CLOSE.startswith(begun) or len(self._raw) > MAX_SPACE:
             raw, self._raw, self._state = self._raw, "", self._text
             self._again(raw)
 

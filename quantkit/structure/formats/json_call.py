@@ -26,14 +26,16 @@ class JsonCall:
     def __init__(self, names: Collection[str]) -> None:
         self.name: str | None = None
         self.done = self.broken = False
-        self._names, self._scanner, self._raw = names, JsonScanner(), ""
+        self._names, self._scanner = names, JsonScanner()
+        self._parts: list[str] = []  # what came, until it is known to be a call
         self._named: str | None = None
         self._streams = False
 
     def feed(self, char: str) -> str:
         """Read a character; returns what it adds to the arguments."""
         scanner, before = self._scanner, self._scanner.depth
-        self._raw += char
+        if self.name is None:
+            self._parts.append(char)
         if not scanner.feed(char):
             self.broken = True
             return ""
@@ -55,7 +57,7 @@ class JsonCall:
         """The arguments of a complete object, if they didn't come as they were written."""
         if self.name is not None:
             return ""
-        call: dict[str, Any] = json.loads(self._raw)
+        call: dict[str, Any] = json.loads("".join(self._parts))
         name = call.get("name")
         arguments: Any = next((call[key] for key in ARGUMENTS if key in call), {})
         if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from quantkit.structure.formats.json_call import JsonCall
-from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
 
 PYTHON_TAG = "<|python_tag|>"
 _FENCES = ("```json\n", "```\n", "```json", "```")
@@ -39,6 +39,10 @@ class JsonTurn(TurnScanner):
     def _lead(self, char: str) -> None:
         """Where a call may begin: what may stand before it."""
         self._raw += char
+        if len(self._raw) > MAX_SPACE:
+            self._listed = False
+            self._broken()
+            return
         begun = self._raw.strip(" \t\r\n") if not self._raw.strip() else self._raw.lstrip()
         for mark in self._marks:
             if begun.startswith(mark):
@@ -65,7 +69,9 @@ class JsonTurn(TurnScanner):
 
     def _call_text(self, char: str) -> None:
         call = self._object
-        self._raw += char
+        if not self._head_grows(char):
+            self._broken()
+            return
         arguments = call.feed(char)
         if call.broken:
             if self._begun:
@@ -97,7 +103,8 @@ class JsonTurn(TurnScanner):
             self._state = self._lead
             self._fenced = self._listed = False
             self._begun = False
-        elif begun and not any(mark.startswith(begun) for mark in marks):
+        elif (begun and not any(mark.startswith(begun) for mark in marks)) or len(self._raw) > MAX_SPACE:
+            begun = begun or self._raw
             self._raw, self._state = "", self._text
             self._again(begun)
 

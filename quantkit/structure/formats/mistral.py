@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Collection
 
 from quantkit.structure.formats.json_call import JsonCall
-from quantkit.structure.formats.scanner import TurnScanner
+from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
 from quantkit.structure.json_scanner import JsonScanner
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -54,7 +54,9 @@ class MistralTurn(TurnScanner):
 
     def _call_text(self, char: str) -> None:
         call = self._object
-        self._raw += char
+        if not self._head_grows(char):
+            self._broken()
+            return
         arguments = call.feed(char)
         if call.broken:
             self._cut(char)
@@ -81,7 +83,7 @@ class MistralTurn(TurnScanner):
             self._next(char)
         elif char == "]":
             self._raw, self._state = "", self._text
-        elif not char.isspace() and char != ",":
+        elif (not char.isspace() and char != ",") or len(self._raw) > MAX_SPACE:
             raw, self._raw, self._state = self._raw, "", self._text
             self._again(raw.lstrip(", \t\r\n"))
 

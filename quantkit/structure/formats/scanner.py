@@ -12,6 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 
+MAX_SPACE, MAX_HEAD = 256, 2**16
+"""Characters of white space before what may be a call, and of what may be one whose name hasn't come: with
+more it is text. What is held is looked at again with each character."""
+
 
 class TurnScanner:
     """Reasoning and text; a format adds how calls are written.
@@ -32,8 +36,9 @@ class TurnScanner:
         self._input: deque[str] = deque()
         self._out: list[TurnDelta] = []
         self._held = ""  # what may be the beginning of a marker
-        self._space = ""  # white space that counts only if more of the same kind follows
+        self._space: list[str] = []  # white space that counts only if more of the same kind follows
         self._raw = ""  # of the call that is being read
+        self._head_parts: list[str] = []  # and the characters behind it, until its name has come
         self._skips_space = self._spoke = False
         self._calls, self._begun = 0, False
         self._state: Callable[[str], None] = self._begin
@@ -81,7 +86,7 @@ class TurnScanner:
         begun = self._held.lstrip()
         if begun == self._think[0]:
             self._held, self._state, self._skips_space = "", self._reasoning, True
-        elif not self._think[0].startswith(begun):
+        elif not self._think[0].startswith(begun) or len(self._held) > MAX_SPACE:
             text, self._held, self._state = self._held, "", self._answer()
             self._again(text)
 
@@ -90,7 +95,8 @@ class TurnScanner:
         self._held += char
         if self._held.endswith(close):
             self._say(ReasoningDelta, self._held[:-len(close)])
-            self._held = self._space = ""
+            self._held = ""
+            self._space.clear()
             self._skips_space, self._state = True, self._answer()
         else:
             self._release(ReasoningDelta, (close,))
@@ -100,7 +106,7 @@ class TurnScanner:
         for mark in self._marks:
             if self._held.endswith(mark):
                 self._say(TextDelta, self._held[:-len(mark)])
-                self._raw, self._held, self._space = self._space + mark, "", ""
+                self._raw, self._held = self._taken_space() + mark, ""
                 self._begun, self._state = False, self._marked(mark)
                 return
         self._release(TextDelta, self._marks)
@@ -123,11 +129,23 @@ class TurnScanner:
         self._skips_space = False
         shown = text.rstrip()
         if not shown:
-            self._space += text
+            self._space.append(text)
             return
         self._spoke = self._spoke or kind is TextDelta
-        text, self._space = self._space + shown, text[len(shown):]
-        self._put(kind, text)
+        self._put(kind, self._taken_space() + shown)
+        self._space.append(text[len(shown):])
+
+    def _taken_space(self) -> str:
+        space, self._space = "".join(self._space), []
+        return space
+
+    def _head_grows(self, char: str) -> bool:
+        """Keep a character of what may be a call, until its name has come; returns whether it may still be
+        one."""
+        if self._begun:
+            return True
+        self._head_parts.append(char)
+        return len(self._head_parts) <= MAX_HEAD
 
     def _put(self, kind: type[TextDelta] | type[ReasoningDelta], text: str) -> None:
         last = self._out[-1] if self._out else None
@@ -140,7 +158,9 @@ class TurnScanner:
         """A call begins. Text behind it goes on without the white space between."""
         self._out.append(ToolCallDelta(self._calls, id=self._call_id(), name=name))
         self._calls, self._begun = self._calls + 1, True
-        self._space, self._skips_space = "", True
+        self._head_parts.clear()
+        self._space.clear()
+        self._skips_space = True
 
     def _arguments(self, text: str) -> None:
         """More arguments of the call that began last."""
@@ -152,7 +172,8 @@ class TurnScanner:
 
     def _broken(self) -> None:
         """What was read is no call: all of it is text. A marker can begin in it, but not at its beginning."""
-        raw, self._raw, self._state = self._raw, "", self._text
+        raw, self._raw, self._state = self._raw + "".join(self._head_parts), "", self._text
+        self._head_parts.clear()
         mark = next((mark for mark in self._marks if raw.lstrip().startswith(mark)), raw.lstrip()[:1])
         begin = len(raw) - len(raw.lstrip()) + len(mark)
         self._say(TextDelta, raw[:begin])
@@ -168,9 +189,10 @@ class TurnScanner:
             self._say(ReasoningDelta, self._held)
         elif self._state == self._text:
             self._say(TextDelta, self._held)
-            self._put(TextDelta, self._space)
+            self._put(TextDelta, self._taken_space())
         elif self._raw and not self._begun:
             self._broken()
             return False
-        self._held = self._space = self._raw = ""
+        self._held = self._raw = ""
+        self._space.clear()
         return True
