@@ -80,6 +80,7 @@ class CausalLM:
     """
 
     decode_rows, runs_ahead, mixes = DECODE_ROWS, False, False
+    decodes_as_it_reads = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config

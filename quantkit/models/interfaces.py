@@ -21,6 +21,8 @@ class LanguageModel(Protocol):
         dtype, device: of its plain weights.
         decode_rows: sequences that decode side by side without an effect on each other, at most.
         runs_ahead: whether the next step can be launched before the host has read this one's tokens.
+        decodes_as_it_reads: whether a token gives the same bits decoded as in a prompt's chunk, with caches
+            for which the model is :meth:`chunk_invariant`.
         mixes: whether :meth:`forward` takes prompts and decoding sequences together, without an effect on
             each other, with caches for which the model is :meth:`chunk_invariant`.
     """
@@ -30,6 +32,7 @@ class LanguageModel(Protocol):
     device: torch.device
     decode_rows: int
     runs_ahead: bool
+    decodes_as_it_reads: bool
     mixes: bool
 
     def check_cache(self, cache: Any) -> None:

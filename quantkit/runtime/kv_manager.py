@@ -65,6 +65,7 @@ class KVCacheManager:
         self._ahead = LOOKAHEAD if model.runs_ahead else 0
         self.invariant = model.chunk_invariant(Batch(cache, []))
         self.mixes = model.mixes and self.invariant
+        self._one_text = model.decodes_as_it_reads and self.invariant  # an answer is as if it had been read
         if memory is None:
             memory = spare_bytes(model, cache, sequences, chunk)
         self.reservation = None
@@ -158,8 +159,10 @@ class KVCacheManager:
             return
         cache, number = self.cache, request.sequence
         seen = min(cache.seen(number), len(request.history))
+        if not self._one_text:
+            seen = min(seen, len(request.prompt))
         if not self.invariant:  # a chunk that wasn't whole would have had other bits in a longer text
-            seen = min(seen, len(request.prompt)) // self._chunk * self._chunk
+            seen = seen // self._chunk * self._chunk
         if seen < PAGE or not cache.reusable(number):
             return
         names = block_names(request.history[:seen], request.block_names, self._salt(request))
@@ -194,7 +197,7 @@ class KVCacheManager:
         start, length, total = request.computed_tokens, len(request.prompt), request.length
         if start >= length:
             interval = self.cache.policy.decode_interval
-            if not self.invariant:
+            if not self._one_text:
                 return start + 1
             steps = limit if interval is None else interval - (start - length) % interval
             return min(total, start + limit, start + steps)
@@ -243,7 +246,7 @@ class KVCacheManager:
         if self.prefixes is None or not request.reuses_prefix:
             return None
         limit, names = len(request.prompt) - 1, self._names(request)
-        if request.result.token_ids and self.cache.divisible and self.invariant:
+        if request.result.token_ids and self.cache.divisible and self._one_text:
             limit = request.length
             names = request.block_names = block_names(request.tokens, names, self._salt(request))
         return self.prefixes.match(names, limit, PAGE if self.invariant else self._chunk)

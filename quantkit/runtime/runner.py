@@ -168,6 +168,9 @@ class ModelRunner:
             return rows[-1]
         if end == len(request.prompt) and not request.result.token_ids:
             return model(ids, cache=batch, last=torch.tensor([ids.shape[1] - 1]))[0]
+        if "decode" in batch.phases:  # as it was decoded before it gave up its pages
+            model(ids, cache=batch)
+            return None
         # nobody needs what follows: skip the head, which is a large part of a small model
         model.hidden(ids, cache=batch)
         return None

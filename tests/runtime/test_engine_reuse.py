@@ -13,6 +13,7 @@ from quantkit.errors import UsageError
 from quantkit.kv.prefix_cache import PrefixCache
 from quantkit.kvspec import parse_kv
 from quantkit.runtime import engine as module
+from quantkit.runtime import kv_manager
 from quantkit.runtime.chunk_size import ChunkSizer
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
@@ -146,7 +147,8 @@ def test_order_company_chunks_prefixes_and_preemption_change_no_bit(models, name
 
 
 @pytest.mark.parametrize("kv", KV)
-def test_where_pages_run_out_the_last_ones_wait_and_get_the_same_bits(models, kv):
+def test_where_pages_run_out_the_last_ones_wait_and_get_the_same_bits(models, kv, monkeypatch):
+    monkeypatch.setattr(kv_manager, "LOOKAHEAD", 4)  # answers are short
     loaded, preempted = models["qwen3"], []
     least = 1 << 17
     while True:  # the least memory in which the longest fits

@@ -101,6 +101,7 @@ class CpuModel:
     """
 
     decode_rows, runs_ahead, mixes = DECODE_ROWS, False, True
+    decodes_as_it_reads = True
 
     def __init__(self, model: CausalLM) -> None:
         self._model, self.config = model, model.config

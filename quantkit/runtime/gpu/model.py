@@ -151,6 +151,7 @@ class GpuModel:
     """
 
     decode_rows, runs_ahead, mixes = BATCHES[-1], True, False
+    decodes_as_it_reads = False  # decoding sums attention over splits, a prompt's chunk in one go
 
     def __init__(self, model: CausalLM, device: torch.device,
                  done: Callable[[], None] = lambda: None) -> None:
