@@ -175,7 +175,7 @@ def _check_structure(case: LoadCase, answer: dict[str, Any]) -> None:
         if "tools" in case.body:
             if [name for name, _ in choice["calls"]] != ["weather"]:
                 raise WrongBodyError(f"the calls are {choice['calls']}")
-            raw, schema = choice["calls"][0][1], TOOL["function"]["parameters"]  # type: ignore[index]
+            raw, schema = choice["calls"][0][1], TOOL["function"]["parameters"]
         else:
             raw, schema = choice["text"], SCHEMA
         try:

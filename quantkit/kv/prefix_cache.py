@@ -251,10 +251,11 @@ class PrefixCache:
 
     def _touch(self, block: _Block) -> None:
         """A text that ends with this block was used now."""
-        now, at = next(self._ticks), block
-        while at is not None and at.used != now:
+        now = next(self._ticks)
+        at: _Block | None = block
+        while at is not None:
             at.used = now
-            at = at.parent  # type: ignore[assignment]
+            at = at.parent
         if not block.children:
             self._push(block)
 

@@ -17,7 +17,7 @@ from quantkit.spec import KVSpec
 PREFIX_SHARE = 16
 """By default prefixes take at most this part of the machine's memory where the cache grows."""
 PREFIX_MOST = 4 << 30
-"""And at most so many bytes."""
+"""And at most this number of bytes."""
 FORKS = 8
 """States of texts that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
 
@@ -38,7 +38,7 @@ class KVCacheManager:
         sequences: requests that run side by side, at most.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once; policies that act after every chunk act after
-            every so many tokens.
+            this number of tokens.
         budget: of prefixes that are kept, shared with other managers; ``None``: none are kept.
 
     Attributes:

@@ -34,9 +34,9 @@ def plenty(monkeypatch):
 def test_weights_are_those_that_are_loaded(tiny, checkpoint):
     for folder in (tiny, checkpoint):
         model = load(str(folder)).model
-        held = model.step_bytes  # the embedding is the head
+        step_bytes = model.step_bytes  # the embedding is the head
         plan = planned(folder)
-        assert held <= plan.weights <= held + 2**14  # norms
+        assert step_bytes <= plan.weights <= step_bytes + 2**14  # norms
         assert plan.parts[1].bytes >= RUNTIME_BYTES and plan.total == sum(part.bytes for part in plan.parts)
 
 

@@ -90,8 +90,8 @@ def test_branches_hold_what_they_share_once_and_the_oldest_leaf_goes_first(confi
     assert prefixes.match(block_names(first), 192).tokens == 192 and cache.used_bytes == 3 * block
     for left in (128, 64, 0):
         assert prefixes.evict() and cache.used_bytes == block * (left // 64)
-        found = prefixes.match(block_names(first), 192)
-        assert (found.tokens if found else 0) == left
+        match = prefixes.match(block_names(first), 192)
+        assert (match.tokens if match else 0) == left
     assert not prefixes.evict() and cache.allocated_bytes == 0
 
 

@@ -280,7 +280,7 @@ def test_a_higher_priority_goes_first_and_takes_pages(models):
 
 def test_embeddings_do_not_depend_on_company_or_cut(models, monkeypatch):
     loaded, prompt = models["qwen3"], Request(0, 0, 200, 77, 1, Sampling(max_tokens=1)).prompt
-    found = []
+    vectors = []
     for seed in (None, 1, 2):
         engine = Engine(loaded, max_itl=1.0, prefix_cache=None)
         if seed is not None:
@@ -295,9 +295,9 @@ def test_embeddings_do_not_depend_on_company_or_cut(models, monkeypatch):
             pass
         assert all(request.result.finish_reason == "stop" and not request.result.token_ids
                    for request in requests)
-        found.append([request.result.embedding.tolist() for request in requests])
-    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
-    assert len(found[0][0]) == loaded.config.hidden_size
+        vectors.append([request.result.embedding.tolist() for request in requests])
+    assert vectors[0] == vectors[1] == vectors[2] and vectors[0][0] != vectors[0][1]
+    assert len(vectors[0][0]) == loaded.config.hidden_size
 
 
 def test_what_a_request_may_choose_is_bounded(models):

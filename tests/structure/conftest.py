@@ -9,8 +9,11 @@ import torch
 
 from quantkit.runtime.loader import LoadedModel, load
 from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta
+from quantkit.structure.grammar import Compiler
 from quantkit.structure.turns import Tool, TurnFormat, parser
 from quantkit.testing import tiny_model
+
+PLAIN = TurnFormat("json")
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +100,17 @@ def read(tools):
         return Turn(deltas + turn.finish())
 
     return read
+
+
+@pytest.fixture(scope="session")
+def compilers(tiny, real):
+    """Compilers by model and format, made once."""
+    made = {}
+
+    def compiler(model, format=PLAIN):
+        if (key := (model, format)) not in made:
+            loaded = {"tiny": tiny, "real": real}[model]
+            made[key] = Compiler(loaded.tokenizer, format, loaded.config.vocab_size)
+        return made[key]
+
+    return compiler

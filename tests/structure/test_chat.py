@@ -35,8 +35,8 @@ MADE = {name: tokenizer_with(*given) for name, given in FAMILIES.items()}
     ("chatml", CHATML.replace("<think>", ""), "json", "", None), ("llama3", LLAMA3, "json", "user", None),
     ("gemma", GEMMA2, "json", "user", None), ("chatml", GLM, "json", "", THINK)])
 def test_the_template_shows_the_format(family, template, name, variant, reasoning):
-    found = turn_format(tokenizer_with(family, template))
-    assert (found.name, found.variant, found.reasoning) == (name, variant, reasoning)
+    family_format = turn_format(tokenizer_with(family, template))
+    assert (family_format.name, family_format.variant, family_format.reasoning) == (name, variant, reasoning)
 
 
 def test_special_tokens_that_the_parser_must_see():

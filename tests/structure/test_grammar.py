@@ -1,4 +1,4 @@
-"""What a model writes under a structure has that structure; what strangers ask for is bounded."""
+"""What a model writes under a structure has that structure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
 from quantkit.structure.base import ConstraintError
 from quantkit.structure.grammar import (
-    MAX_CHOICES,
-    MAX_DEPTH,
-    MAX_GRAMMAR,
-    MAX_REGEX,
-    MAX_SCHEMA,
     Compiler,
     Structure,
 )
@@ -28,20 +23,6 @@ from quantkit.structure.lark import closed
 from quantkit.structure.turns import MISTRAL_THINK, THINK, Tool, TurnFormat, parser
 
 PLAIN = TurnFormat("json")
-
-
-@pytest.fixture(scope="session")
-def compilers(tiny, real):
-    """Compilers by model and format, made once."""
-    made = {}
-
-    def compiler(model, format=PLAIN):
-        if (key := (model, format)) not in made:
-            loaded = {"tiny": tiny, "real": real}[model]
-            made[key] = Compiler(loaded.tokenizer, format, loaded.config.vocab_size)
-        return made[key]
-
-    return compiler
 
 
 @pytest.fixture(scope="session")
@@ -162,13 +143,13 @@ STRICT = [Tool("get_weather", "", {"type": "object", "properties": {
 
 def calls(format, text, tools=STRICT, opened=False):
     turn = parser(format, tools, opened)
-    deltas, found = turn.push(text) + turn.finish(), []
+    deltas, parsed = turn.push(text) + turn.finish(), []
     for delta in deltas:
         if getattr(delta, "name", None):
-            found.append([delta.name, ""])
+            parsed.append([delta.name, ""])
         if hasattr(delta, "arguments"):
-            found[-1][1] += delta.arguments
-    return found, "".join(delta.text for delta in deltas if hasattr(delta, "text"))
+            parsed[-1][1] += delta.arguments
+    return parsed, "".join(delta.text for delta in deltas if hasattr(delta, "text"))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name + format.variant)
@@ -178,11 +159,11 @@ def test_required_calls_are_calls_by_the_schema(write, format, choice):
         structure = Structure(tools=tuple(STRICT), tool_choice=choice, parallel_tool_calls=parallel)
         text, reason = write(model, structure, "Weather in Paris?", format, max_tokens=120, temperature=1.0,
                              seed=1)
-        found, rest = calls(format, text)
-        assert found and (not rest.strip() or reason == "length")
-        assert len(found) == 1 or (parallel and choice == "required")
+        parsed, rest = calls(format, text)
+        assert parsed and (not rest.strip() or reason == "length")
+        assert len(parsed) == 1 or (parallel and choice == "required")
         assert reason == "stop" or parallel or model == "tiny"
-        for name, arguments in found if reason == "stop" else found[:-1]:
+        for name, arguments in parsed if reason == "stop" else parsed[:-1]:
             assert choice in ("required", name)
             schema = next(tool.parameters for tool in STRICT if tool.name == name)
             jsonschema.validate(json.loads(arguments), schema)
@@ -324,101 +305,6 @@ def test_what_is_unsupported_is_named(compilers, schema, word):
     assert len(str(caught.value)) < 700 and "<state>" not in str(caught.value)
 
 
-def nested(depth):
-    schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-LARGE = {
-    "deep": Structure(json_schema=nested(MAX_DEPTH + 5)),
-    "endlessly deep": Structure(json_schema=nested(20_000)),
-    "long": Structure(json_schema={"const": "x" * MAX_SCHEMA}),
-    "wide": Structure(json_schema={"enum": list(range(30_000))}),
-    "regex": Structure(regex="a" * (MAX_REGEX + 1)), "grammar": Structure(grammar="#" * (MAX_GRAMMAR + 1)),
-    "choice": Structure(choice=("a",) * (MAX_CHOICES + 1)), "no choice": Structure(choice=()),
-    "empty": Structure(choice=("a", "")),
-}
-
-
-@pytest.mark.parametrize("structure", LARGE.values(), ids=LARGE)
-def test_what_is_too_large_is_refused_before_anything_is_done(compilers, monkeypatch, structure):
-    monkeypatch.setattr("quantkit.isolated.call", None)
-    with pytest.raises(UsageError, match="allowed"):
-        compilers("tiny").compile(structure)
-
-
-def chain(count, upper):
-    name = "R" if upper else "r"
-    more = " /x/" if upper else ""
-    rules = "".join(f"{name}{number}: {name}{number + 1}{more}\n" for number in range(count))
-    return f'start: {name}0\n{rules}{name}{count}: "a"\n'
-
-
-HOSTILE = {
-    "multiples": Structure(json_schema={"allOf": [{"type": "integer", "multipleOf": number}
-                                                  for number in (97, 101, 103, 107)]}),
-    "a multiple": Structure(json_schema={"type": "integer", "multipleOf": 9_999_991}),
-    "a chain of rules": Structure(grammar=chain(3000, False)),
-    "a chain of terminals": Structure(grammar=chain(3000, True)),
-    "doubled terminals": Structure(grammar="start: R0\n" + "".join(
-        f"R{number}: R{number + 1} R{number + 1}\n" for number in range(22)) + 'R22: "a"\n'),
-    "parentheses": Structure(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
-    "ebnf parentheses": Structure(grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
-    "regex parentheses": Structure(regex="(" * 4000 + "a" + ")" * 4000),
-    "ambiguous": Structure(grammar="start: a\na: a a | /[a-z ]/ | a a a\n"),
-    "intersections": Structure(grammar="start: T\nT: " + " & ".join(
-        f"/(.|\\n)*{'abcdefghij'[number % 10]}(.|\\n){{{number + 5}}}/" for number in range(60)) + "\n"),
-    "states": Structure(regex="((.|\n)*a(.|\n){200}c|(.|\n)*b(.|\n){201}d)"),
-    "repeats": Structure(regex="((a{1,1000}){1,1000}b?){1,1000}"),
-    "length": Structure(json_schema={"type": "string", "minLength": 10**9}),
-    "items": Structure(json_schema={"type": "array", "minItems": 10**9}),
-    "optional properties": Structure(json_schema={"properties": {f"p{n}": {} for n in range(3000)}}),
-    "doubled references": Structure(json_schema={"$ref": "#/$defs/d0", "$defs": {
-        f"d{n}": {"properties": {f"x{n}": {"$ref": f"#/$defs/d{n + 1}"}},
-                  "allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)} | {"d30": {}}}),
-    "products": Structure(json_schema={"allOf": [{"anyOf": [
-        {"type": "object", "properties": {f"a{n}{m}": {}}, "required": [f"a{n}{m}"]} for m in range(3)]}
-        for n in range(12)]}),
-}
-
-
-@pytest.mark.parametrize("structure", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_structures_end_soon(compilers, tiny, structure):
-    """Refused, or at work for some tokens and then refused, or bounded; the next request is served."""
-    engine = Engine(tiny)
-    try:
-        make = compilers("tiny").compile(structure)
-    except UsageError as error:
-        assert error.why
-    else:
-        errors = []
-        engine.submit([5], Sampling(max_tokens=200, temperature=3.0, seed=1), constraint=make(),
-                      on_error=errors.append)
-        while engine.step():
-            pass
-        assert all(isinstance(error, ConstraintError) for error in errors)
-    make = compilers("tiny").compile(Structure(regex="ab"))
-    request = engine.submit([5], Sampling(max_tokens=9), constraint=make())
-    while engine.step():
-        pass
-    assert request.result.text == "ab"
-
-
-def test_a_constraint_that_takes_too_long_fails_alone(tiny, compilers, monkeypatch):
-    monkeypatch.setattr("quantkit.structure.constraint.FREE_SECONDS", 0.0)
-    monkeypatch.setattr("quantkit.structure.constraint.SECONDS_PER_TOKEN", 0.0)
-    engine, errors = Engine(tiny), []
-    engine.submit([5], Sampling(max_tokens=50), on_error=errors.append,
-                  constraint=compilers("tiny").compile(Structure(json_object=True))())
-    other = engine.submit([5], Sampling(max_tokens=5, ignore_eos=True))
-    while engine.step():
-        pass
-    assert len(errors) == 1 and "too much work" in str(errors[0])
-    assert len(other.result.token_ids) == 5
-
-
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name + format.variant)
 @pytest.mark.parametrize(("kind", "given", "answer"), [
     ("json_schema", {"properties": {"age": {"type": "integer"}, "name": WORD}, "required": ["age", "name"],
@@ -486,8 +372,8 @@ def test_tools_that_are_not_strict_may_have_schemas_that_are_not_supported(write
         tool = Tool("f", "", {"type": "object", "not": {"required": ["x"]}, "properties": {"a": {"const": 1}},
                               "required": ["a"], "additionalProperties": False})
         text, reason = write("tiny", Structure(tools=(tool,), tool_choice="f"), format=format)
-        found, _ = calls(format, text, [tool])
-        assert reason == "stop" and [(name, json.loads(given)) for name, given in found] == [("f", {"a": 1})]
+        parsed, _ = calls(format, text, [tool])
+        assert reason == "stop" and [(name, json.loads(given)) for name, given in parsed] == [("f", {"a": 1})]
 
 
 def test_without_the_library_there_is_a_command(tiny, monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 import openai
@@ -239,10 +240,10 @@ async def together(suite: Suite, url: str, model: str) -> None:
             assert await asyncio.gather(*map(ask, range(16))) == alone
 
 
-def expect(kind: type[openai.APIStatusError], call: object) -> openai.APIStatusError:
+def expect(kind: type[openai.APIStatusError], call: Callable[[], object]) -> openai.APIStatusError:
     """The error that a call raises. Raises AssertionError if it doesn't."""
     try:
-        call()  # type: ignore[operator]
+        call()
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from pydantic import Field, model_validator
 
 from quantkit.runtime.sampler import MAX_TOKENS
@@ -14,7 +16,8 @@ class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
     ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
-    neutral = {**GenerationRequest.neutral, "tools": ([],), "tool_choice": ("none", "auto")}  # noqa: RUF012
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationRequest.neutral, "tools": ([],), "tool_choice": ("none", "auto")}
 
     prompt: Inputs
     max_tokens: int = Field(

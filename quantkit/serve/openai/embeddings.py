@@ -33,7 +33,7 @@ class EmbeddingRequest(RequestPart):
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(
-        default=None, ge=1, description="Only so many numbers of each vector, which is normalized again.")
+        default=None, ge=1, description="How many numbers of each vector are kept; it is normalized again.")
     pooling: Literal["mean", "last"] = Field(
         default="last", description="The last token's hidden state, or the mean of all of them.")
     kv: KV | None = None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
+from quantkit.structure.formats.scanner import TurnScanner
 
 MAX_DEPTH = 64
 """Objects and lists within each other; deeper text counts as malformed."""
@@ -116,7 +116,7 @@ class GemmaTurn(TurnScanner):
     def __init__(self, names: Collection[str], marks: Marks, reasoning: tuple[str, str] | None = None,
                  opened: bool = False) -> None:
         self._format = marks
-        super().__init__(names, (marks.open,) if names else (), reasoning, opened)
+        super().__init__(names, (marks.open,) if names else (), reasoning, opened, close=marks.close)
 
     def _marked(self, mark: str) -> Callable[[str], None]:
         self._head = ""
@@ -144,20 +144,4 @@ class GemmaTurn(TurnScanner):
             self._raw, self._state = "", self._text
             self._again(char)
         elif self._reader.done:
-            self._raw, self._state = "", self._close
-
-    def _close(self, char: str) -> None:
-        self._raw += char
-        begun = self._raw.lstrip()
-        if begun == self._format.close:
-            self._raw, self._state = "", self._text
-        elif not self._format.close.startswith(begun) or len(self._raw) > MAX_SPACE:
-            raw, self._raw, self._state = self._raw, "", self._text
-            self._again(raw)
-
-    def _end(self) -> bool:
-        if self._state == self._close and self._raw.strip():
-            raw, self._raw, self._state = self._raw, "", self._text
-            self._again(raw)
-            return False
-        return super()._end()
+            self._raw, self._state = "", self._closing

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from quantkit.structure.formats.json_call import JsonCall
-from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
+from quantkit.structure.formats.call_scanner import CallScanner
+from quantkit.structure.formats.scanner import MAX_SPACE
 
 PYTHON_TAG = "<|python_tag|>"
 _FENCES = ("```json\n", "```\n", "```json", "```")
 
 
-class JsonTurn(TurnScanner):
+class JsonTurn(CallScanner):
     """The parser of a turn in this format.
 
     Args:
@@ -58,34 +58,13 @@ class JsonTurn(TurnScanner):
             self._fenced, self._listed = fenced, True
         elif begun in ("{", "[{") or (self._listed and begun[-1] == "{" and begun[1:-1].isspace()):
             self._fenced = fenced
-            self._next(char)
+            self._begin_call(char)
         elif begun and not (self._listed and begun[1:].isspace()):
             self._listed = False
             self._broken()
 
-    def _next(self, char: str) -> None:
-        self._object, self._state, self._begun = JsonCall(self._names), self._call_text, False
-        self._object.feed(char)
-
-    def _call_text(self, char: str) -> None:
-        call = self._object
-        if not self._head_grows(char):
-            self._broken()
-            return
-        arguments = call.feed(char)
-        if call.broken:
-            if self._begun:
-                self._raw, self._state = "", self._text
-                self._again(char)
-            else:
-                self._broken()
-            return
-        if call.name is not None and not self._begun:
-            self._call(call.name)
-        if arguments:
-            self._arguments(arguments)
-        if call.done:
-            self._raw, self._state = "", self._between
+    def _after_call(self) -> Callable[[str], None]:
+        return self._between
 
     def _between(self, char: str) -> None:
         """Behind a call: another one, the end of the list or fence, or text."""
@@ -98,7 +77,7 @@ class JsonTurn(TurnScanner):
         begun = begun.lstrip(",; \t\r\n")
         marks = (*self._marks, *(("```",) if self._fenced else ()))
         if begun == "{":
-            self._next(char)
+            self._begin_call(char)
         elif begun in self._marks:
             self._state = self._lead
             self._fenced = self._listed = False

@@ -6,8 +6,8 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from quantkit.structure.formats.json_call import JsonCall
-from quantkit.structure.formats.scanner import MAX_SPACE, TurnScanner
+from quantkit.structure.formats.call_scanner import CallScanner
+from quantkit.structure.formats.scanner import MAX_SPACE
 from quantkit.structure.json_scanner import JsonScanner
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -16,7 +16,7 @@ ID_LENGTH = 9
 _ALPHABET = string.ascii_letters + string.digits
 
 
-class MistralTurn(TurnScanner):
+class MistralTurn(CallScanner):
     """The parser of a turn in either format."""
 
     def __init__(self, names: Collection[str], reasoning: tuple[str, str] | None = None,
@@ -41,46 +41,21 @@ class MistralTurn(TurnScanner):
                 self._broken()
             self._listed = True
         elif char == "{":
-            self._next(char)
+            self._begin_call(char)
         else:
             self._state = self._named
             self._name = char
             if self._listed:
                 self._broken()
 
-    def _next(self, char: str) -> None:
-        self._object, self._state, self._begun = JsonCall(self._names), self._call_text, False
-        self._object.feed(char)
-
-    def _call_text(self, char: str) -> None:
-        call = self._object
-        if not self._head_grows(char):
-            self._broken()
-            return
-        arguments = call.feed(char)
-        if call.broken:
-            self._cut(char)
-            return
-        if call.name is not None and not self._begun:
-            self._call(call.name)
-        if arguments:
-            self._arguments(arguments)
-        if call.done:
-            self._raw, self._state = "", self._between if self._listed else self._text
-
-    def _cut(self, char: str) -> None:
-        """What is read isn't a call, or stops being one."""
-        if not self._begun:
-            self._broken()
-        else:
-            self._raw, self._state = "", self._text
-            self._again(char)
+    def _after_call(self) -> Callable[[str], None]:
+        return self._between if self._listed else self._text
 
     def _between(self, char: str) -> None:
         """Behind an object of a list."""
         self._raw += char
         if char == "{":
-            self._next(char)
+            self._begin_call(char)
         elif char == "]":
             self._raw, self._state = "", self._text
         elif (not char.isspace() and char != ",") or len(self._raw) > MAX_SPACE:

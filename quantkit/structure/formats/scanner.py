@@ -27,11 +27,14 @@ class TurnScanner:
         marks: texts that begin calls wherever they come.
         reasoning: what opens and closes reasoning.
         opened: whether the prompt has opened reasoning already.
+        close: what a call ends with, if that is always the same.
     """
 
     def __init__(self, names: Collection[str] = (), marks: Sequence[str] = (),
-                 reasoning: tuple[str, str] | None = None, opened: bool = False) -> None:
+                 reasoning: tuple[str, str] | None = None, opened: bool = False,
+                 close: str = "") -> None:
         self._names, self._marks = frozenset(names), tuple(marks)
+        self._close = close
         self._think = reasoning or ("", "")
         self._input: deque[str] = deque()
         self._out: list[TurnDelta] = []
@@ -64,8 +67,8 @@ class TurnScanner:
         return self._text
 
     def _marked(self, mark: str) -> Callable[[str], None]:
-        """The state behind a marker."""
-        raise NotImplementedError
+        """The state behind a marker. Where no tools can be called there are none."""
+        return self._text
 
     def _call_id(self) -> str:
         return "call_" + secrets.token_hex(12)
@@ -179,8 +182,22 @@ class TurnScanner:
         self._say(TextDelta, raw[:begin])
         self._again(raw[begin:])
 
+    def _closing(self, char: str) -> None:
+        """Behind a call, where it is closed; what is anything else is text."""
+        self._raw += char
+        begun = self._raw.lstrip()
+        if begun == self._close:
+            self._raw, self._state = "", self._text
+        elif not self._close.startswith(begun) or len(self._raw) > MAX_SPACE:
+            raw, self._raw, self._state = self._raw, "", self._text
+            self._again(raw)
+
     def _end(self) -> bool:
         """Nothing follows: what is held comes out as what it is so far. Returns whether that is all."""
+        if self._state == self._closing and self._raw.strip():
+            raw, self._raw, self._state = self._raw, "", self._text
+            self._again(raw)
+            return False
         if self._state == self._begin:
             text, self._held, self._state = self._held, "", self._answer()
             self._again(text)

@@ -30,14 +30,14 @@ def post(shared, **body):
 
 def events(answer):
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    found = []
+    sent = []
     for block in answer.text.split("\n\n")[:-1]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         EVENT.validate_python(event)
-        found.append(event)
-    return found
+        sent.append(event)
+    return sent
 
 
 def test_a_text(client, loaded):
@@ -75,18 +75,18 @@ def test_a_whole_turn_in_blocks(client, scripted):
 
 def test_events_come_in_their_order(shared, scripted):
     scripted()
-    found = events(post(shared, tools=[TOOL], stream=True))
-    assert [found[0]["type"], found[-2]["type"], found[-1]["type"]] == ["message_start", "message_delta",
+    sent = events(post(shared, tools=[TOOL], stream=True))
+    assert [sent[0]["type"], sent[-2]["type"], sent[-1]["type"]] == ["message_start", "message_delta",
                                                                         "message_stop"]
-    inside = [event for event in found if event["type"].startswith("content_block")]
+    inside = [event for event in sent if event["type"].startswith("content_block")]
     assert [event["index"] for event in inside] == sorted(event["index"] for event in inside)
     for index, kind in enumerate(["thinking", "text", "tool_use", "tool_use"]):
         block = [event for event in inside if event["index"] == index]
         assert block[0]["type"] == "content_block_start" and block[0]["content_block"]["type"] == kind
         assert block[-1]["type"] == "content_block_stop" and {event["type"] for event in block[1:-1]} == {
             "content_block_delta"}
-    assert found[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert found[-2]["usage"]["output_tokens"] == 30
+    assert sent[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert sent[-2]["usage"]["output_tokens"] == 30
 
 
 def test_the_official_client_streams(client, scripted):

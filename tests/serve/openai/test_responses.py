@@ -18,15 +18,15 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 
 def events(answer):
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    found = []
+    sent = []
     for block in answer.text.split("\n\n")[:-1]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         EVENT.validate_python(event)
-        found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+        sent.append(event)
+    assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
+    return sent
 
 
 def test_a_text(shared, loaded):
@@ -65,9 +65,9 @@ def test_a_whole_turn_in_items(shared, scripted):
 
 def test_events_come_in_their_order(shared, scripted):
     scripted()
-    found = events(shared.post(PATH, {"input": "the cat", "max_output_tokens": 30, "tools": [TOOL],
+    sent = events(shared.post(PATH, {"input": "the cat", "max_output_tokens": 30, "tools": [TOOL],
                                       "stream": True}))
-    kinds = [event["type"].removeprefix("response.") for event in found]
+    kinds = [event["type"].removeprefix("response.") for event in sent]
     filled = [kind for before, kind in zip(["", *kinds], kinds)
               if not kind.endswith("delta") or before != kind]
     text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done",
@@ -76,12 +76,12 @@ def test_events_come_in_their_order(shared, scripted):
             "output_item.done"]
     reasoning = [kind.replace("output_text", "reasoning_text") for kind in text]
     assert filled == ["created", "in_progress", *reasoning, *text, *call, *call, "incomplete"]
-    last = found[-1]["response"]
-    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    last = sent[-1]["response"]
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert last["output"] == done and [item["type"] for item in done] == [
         "reasoning", "message", "function_call", "function_call"]
     for number, item in enumerate(done):
-        parts = [event for event in found if event.get("output_index") == number]
+        parts = [event for event in sent if event.get("output_index") == number]
         written = "".join(event["delta"] for event in parts if event["type"].endswith("delta"))
         assert written == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
         assert {event.get("item_id", item["id"]) for event in parts} == {item["id"]}
@@ -159,7 +159,7 @@ def test_an_error_in_a_stream_is_an_event(live, monkeypatch):
     push = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *args, **options: (
         1 / 0 if next(count) == 2 else push(self, *args, **options)))
-    found = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True}))
-    assert found[-1]["type"] == "error" and found[-1]["code"] == "internal_error"
-    assert found[-1]["message"] == "internal error"
+    sent = events(made.post(PATH, {"input": "a", "max_output_tokens": 9, "stream": True}))
+    assert sent[-1]["type"] == "error" and sent[-1]["code"] == "internal_error"
+    assert sent[-1]["message"] == "internal error"
     assert [type(error) for error in made.errors] == [ZeroDivisionError]
