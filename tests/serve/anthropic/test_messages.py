@@ -75,7 +75,7 @@ def test_a_whole_turn_in_blocks(client, scripted):
 
 def test_events_come_in_their_order(shared, scripted):
     scripted()
-    sent = events(post(shared, tools=[TOOL], stream=True))
+    sent = events(post(shared, tools=[TOOL], stream=True, **GREEDY))
     assert [sent[0]["type"], sent[-2]["type"], sent[-1]["type"]] == ["message_start", "message_delta",
                                                                         "message_stop"]
     inside = [event for event in sent if event["type"].startswith("content_block")]

@@ -66,7 +66,7 @@ def test_a_whole_turn_in_items(shared, scripted):
 def test_events_come_in_their_order(shared, scripted):
     scripted()
     sent = events(shared.post(PATH, {"input": "the cat", "max_output_tokens": 30, "tools": [TOOL],
-                                      "stream": True}))
+                                     "temperature": 0, "stream": True}))
     kinds = [event["type"].removeprefix("response.") for event in sent]
     filled = [kind for before, kind in zip(["", *kinds], kinds)
               if not kind.endswith("delta") or before != kind]
