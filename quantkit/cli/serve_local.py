@@ -103,10 +103,10 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         import_large("quantkit.runtime.loader")
         from quantkit.cli.serving_start import ServingStart
         from quantkit.runtime.engine import Engine
-        from quantkit.runtime.turns import Turns
+        from quantkit.runtime.fair_lock import FairLock
 
         made = []
-        turn = Turns() if len(models) > 1 else None
+        lock = FairLock()
         for model in models:
             start = ServingStart()
             loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
@@ -116,7 +116,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
                                 on_tokenizer=start.take_tokenizer)
             engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
                             max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
-                            prefix_cache=prefixes, turn=turn)
+                            prefix_cache=prefixes, lock=lock)
             start.take_engine(engine)
             _tell(loaded, engine)
             start.wait()

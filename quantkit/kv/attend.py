@@ -82,8 +82,7 @@ class PagedAttention:
     def _shared_visibility(self, row: int, positions: torch.Tensor, later: int, state: LayerState,
                            window: int | None, step_cache: dict[object, object]) -> Visibility:
         """The visibility where all heads hold equally many slots, and the same positions unless the model has
-        no
-        window: it is computed once a step."""
+        no window: it is computed once a step."""
         length = int(state.lengths[0])
         key = (row, later, window, id(self._policy), length)
         visibility = step_cache.get(key)

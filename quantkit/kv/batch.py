@@ -58,9 +58,8 @@ class Batch:
     @property
     def block(self) -> int | None:
         """Positions per block if queries are tracked. No step may take more tokens of a sequence than the
-        rest
-        of a block: more queries aren't kept until they are accumulated, and those of a block are accumulated
-        together, however the prompt was cut."""
+        rest of a block: more queries aren't kept until they are accumulated, and those of a block are
+        accumulated together, however the prompt was cut."""
         policy = self.cache.policy
         tracks = policy.tracks and any(map(policy.tracks_queries, set(self.phases)))
         return policy.query_window if tracks else None

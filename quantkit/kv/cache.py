@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -177,16 +177,22 @@ class KVCache:
         dropped, and nothing is encoded later than it is stored."""
         return self.keeps_all and not self.has_residual
 
-    def fork_beginning(self, number: int, pages: int) -> int:
-        """:meth:`fork` of the first ``pages`` pages of a sequence, shared, in a :attr:`divisible` cache.
+    def fork_pages(self, parts: Sequence[tuple[int, int, int]], max_length: int = 0) -> int:
+        """Begin a sequence of pages that others hold, shared, in a :attr:`divisible` cache.
+
+        Args:
+            parts: a sequence's number with the first of its pages and the one behind its last, one part
+                behind the other. Together they are the beginning of a text, or of what follows on one, if
+                the new sequence is for holding pages only.
+            max_length: see :meth:`add`.
 
         Raises:
-            KeyError: ``number`` is unknown.
+            KeyError: a number is unknown.
         """
-        source = self._sequences[number]
-        fork = self.add(source.max_length)
-        for layer, source_state, state in zip(self.layers, source.layers, self._sequences[fork].layers):
-            layer.store.fork_beginning(source_state, state, pages)
+        states = [(self._sequences[number].layers, begin, end) for number, begin, end in parts]
+        fork = self.add(max_length)
+        for index, (layer, copy) in enumerate(zip(self.layers, self._sequences[fork].layers)):
+            layer.store.fork_pages([(layers[index], begin, end) for layers, begin, end in states], copy)
         return fork
 
     def truncate(self, number: int, pages: int) -> None:

@@ -119,6 +119,10 @@ class PagePool:
             else:
                 self._more[page] -= 1
 
+    def holders(self, page: int) -> int:
+        """Number of holders of a page that is taken."""
+        return 1 + self._more.get(page, 0)
+
     def owned(self, pages: Sequence[int]) -> int:
         """How many of these pages have one holder."""
         return sum(page not in self._more for page in pages) if self._more else len(pages)

@@ -11,6 +11,7 @@ from quantkit.errors import UsageError
 from quantkit.kv.base import PAGE
 from quantkit.kv.cache import KVCache
 from quantkit.kv.footprint import Footprint, LayerGroup, PeakUsage, footprint
+from quantkit.kv.prefix import PrefixCache
 from quantkit.kv.reread import OVERLAP
 from quantkit.units import human_bytes
 
@@ -30,7 +31,7 @@ class PageReservation:
         sequences: that run side by side, at most.
         context: tokens of the longest one.
         chunk: prompt tokens that go through the model at once.
-        forks: sequences beside those whose unencoded vectors and queries are kept.
+        forks: sequences beside those that are kept for others to begin with.
 
     Attributes:
         tokens: the longest sequence that fits alone.
@@ -61,19 +62,8 @@ class PageReservation:
         self._reserved: dict[int, tuple[int, Sequence[int]]] = {}  # tokens, and pages by layer
         self.tokens = self._longest(context)
 
-    def fits(self, tokens: int, shared: int = 0, *, alone: bool = False) -> bool:
-        """Whether there are pages for a new sequence of this length, its prompt included.
-
-        Args:
-            tokens: of it.
-            shared: pages in each head that it begins with, which others hold already.
-            alone: not counting pages that only the prefix cache holds.
-        """
-        more = [(pages - shared) * self._cache.heads for pages in self._by_layer(self._needed(tokens)[0])]
-        return self._there_are(more, alone=alone)
-
     def reserve(self, number: int, tokens: int) -> None:
-        """Reserve a new sequence's pages until :meth:`release`."""
+        """Reserve a sequence's pages for its prompt and answer, until :meth:`release`."""
         heads = self._cache.heads
         self._reserved[number] = tokens, [
             pages * heads for pages in self._by_layer(self._needed(tokens)[0])]
@@ -82,16 +72,21 @@ class PageReservation:
         """Tokens for which a sequence has its pages."""
         return self._reserved[number][0]
 
-    def extend(self, number: int, tokens: int, *, alone: bool = False) -> bool:
+    def extend(self, number: int, tokens: int, prefixes: PrefixCache | None = None) -> bool:
         """Reserve pages for a sequence behind its prompt: for what it holds and the tokens that are missing
         to ``tokens``.
+
+        Args:
+            number: of the sequence.
+            tokens: of prompt and answer.
+            prefixes: that may be given up for it.
 
         Returns:
             Whether there are enough; if not, its reservation stays as it was.
         """
-        before, needed = self._reserved[number], self._to_answer(number, tokens)
-        self._reserved[number] = tokens, needed
-        if self._there_are([0] * len(self._groups), alone=alone):
+        before = self._reserved[number]
+        self._reserved[number] = tokens, self._to_answer(number, tokens)
+        if self.make_room(prefixes):
             return True
         self._reserved[number] = before
         return False
@@ -101,14 +96,19 @@ class PageReservation:
         tokens = self._reserved[number][0]
         self._reserved[number] = tokens, self._to_answer(number, tokens)
 
-    def suffices(self) -> bool:
-        """Whether there are pages for all that is reserved: sharing pages that will be written to takes
-        some."""
-        return self._there_are([0] * len(self._groups), alone=False)
+    def make_room(self, prefixes: PrefixCache | None) -> bool:
+        """Whether there are pages for all that is reserved, once prefixes are given up for it. None are if
+        even all of them wouldn't be enough."""
+        missing = self._missing()
+        if missing and (prefixes is None or self._missing(prefixes.spare_pages())):
+            return False
+        while missing and prefixes is not None and prefixes.evict(missing):
+            missing = self._missing()
+        return not missing
 
     def release(self, number: int) -> None:
-        """A sequence has ended."""
-        del self._reserved[number]
+        """A sequence has ended. One that has reserved nothing is ignored."""
+        self._reserved.pop(number, None)
 
     def _to_answer(self, number: int, tokens: int) -> list[int]:
         """Pages by layer of a sequence behind its prompt that is to have ``tokens`` tokens."""
@@ -117,31 +117,36 @@ class PageReservation:
         limits = self._by_layer(self._needed(tokens)[1])
         return [min(limit * heads, pages) for limit, pages in zip(limits, ends.sum(1).tolist())]
 
-    def _there_are(self, more: Sequence[int], *, alone: bool) -> bool:
-        """Whether there are this many pages by layer beside all that is held and reserved."""
-        future = [0] * len(self._groups)
-        pages_of: list[set[int]] = [set() for _ in self._groups]
-        for number, (_, needed) in self._reserved.items():
-            for layer, (pages, has) in enumerate(zip(needed, self._held(number, alone))):
-                future[layer] += max(0, pages - has)
-            if alone:
-                for taken, state in zip(pages_of, self._cache.sequence(number).layers):
-                    taken.update(*state.pages)
-        for layer, group in enumerate(self._groups):
-            used = len(pages_of[layer]) if alone else self._cache.layers[layer].store.pages.used
-            if used + future[layer] + more[layer] > self._available[group] * self._cache.heads:
-                return False
-        return True
+    def _missing(self, spare: Sequence[int] | None = None) -> int:
+        """Pages of a head that are missing for all that is held and reserved, in the layer where most are.
 
-    def _held(self, number: int, alone: bool) -> list[int]:
-        """Pages of a sequence by layer that it needn't take again: where it may have to copy pages that it
-        shares with prefixes before it writes, only those of its own; all of them where prefixes don't
-        count."""
+        Args:
+            spare: pages of each layer that only prefixes hold, if those don't count.
+        """
+        future = [0] * len(self._groups)
+        for number, (_, needed) in self._reserved.items():
+            for layer, (pages, has) in enumerate(zip(needed, self._holds(number, spare is not None))):
+                future[layer] += max(0, pages - has)
+        heads, most = self._cache.heads, 0
+        for layer, group in enumerate(self._groups):
+            used = self._cache.layers[layer].store.pages.used - (0 if spare is None else spare[layer])
+            most = max(most, used + future[layer] - self._available[group] * heads)
+        return -(-most // heads)
+
+    def _holds(self, number: int, alone: bool) -> list[int]:
+        """Pages of a sequence by layer that it needn't take again. A page that it shares and may still write
+        to must be copied then, unless there are no prefixes to share it with: it is ``alone``."""
         cache = self._cache
         layers = zip(cache.layers, cache.sequence(number).layers)
         if cache.divisible or alone:
             return [sum(map(len, state.pages)) for _, state in layers]
-        return [sum(layer.store.pages.owned(pages) for pages in state.pages) for layer, state in layers]
+        first, holds = cache.codecs.first, []
+        for layer, state in layers:
+            # where all is kept, nobody writes to a page whose tokens are encoded
+            whole = [(start - first) // PAGE if cache.keeps_all else 0 for start in state.starts.tolist()]
+            holds.append(sum(full + layer.store.pages.owned(pages[full:])
+                             for full, pages in zip(whole, state.pages)))
+        return holds
 
     def _by_layer(self, by_group: Sequence[int]) -> list[int]:
         return [by_group[group] for group in self._groups]
@@ -205,12 +210,12 @@ def _larger(first: Footprint, second: Footprint) -> Footprint:
 
 
 def _available_pages(longest: Footprint, size: int, sequences: int, forks: int) -> list[int]:
-    """Pages of codes for a head, by group of layers: all that ``sequences`` ever take, or as many as the
-    memory has for those layers that grow with the text. What a policy tracks comes first."""
+    """Pages of codes for a head, by group of layers: all that ``sequences`` and ``forks`` ever take, or as
+    many as the memory has for those layers that grow with the text. What a policy tracks comes first."""
     def bytes_of(group: LayerGroup, pages: tuple[int, int]) -> int:
         return longest.heads * group.layers * sum(n * each for n, each in zip(pages, group.page_bytes))
 
-    wanted = [(group.pages(sequences)[0], group.pages(sequences + forks)[1]) for group in longest.groups]
+    wanted = [group.pages(sequences + forks) for group in longest.groups]
     fixed = longest.acting_bytes + longest.tracked_bytes(sequences)
     # states in the middle of a prompt, which keep what is tracked there
     fixed += forks * longest.heads * sum(group.layers * group.filling.tracked for group in longest.groups)

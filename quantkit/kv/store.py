@@ -129,16 +129,17 @@ class PageStore:
         state.pages_changed()  # its next token is written to a page that is shared now
         copy.pages_changed()
 
-    def fork_beginning(self, state: LayerState, copy: LayerState, pages: int) -> None:
-        """Give the empty ``copy`` the first ``pages`` pages of each head, shared. Nothing was dropped from
-        ``state``, and it has no residual."""
-        copy.pages = [head[:pages] for head in state.pages]
+    def fork_pages(self, parts: Sequence[tuple[LayerState, int, int]], copy: LayerState) -> None:
+        """Give the empty ``copy`` pages ``begin … end - 1`` of each part's heads, shared. Nothing was dropped
+        from those states, and they have no residual."""
+        copy.pages = [[page for state, begin, end in parts for page in state.pages[head][begin:end]]
+                      for head in range(len(copy.pages))]
         self.pages.share(itertools.chain.from_iterable(copy.pages))
-        copy.lengths[:] = copy.seen = pages * PAGE
+        copy.lengths[:] = copy.seen = PAGE * len(copy.pages[0])
         copy.pages_changed()
 
     def truncate(self, state: LayerState, pages: int) -> None:
-        """Give back all but the first ``pages`` pages of each head; as :meth:`fork_beginning`."""
+        """Give back all but the first ``pages`` pages of each head; as :meth:`fork_pages`."""
         for head in state.pages:
             self.pages.give(head[pages:])
             del head[pages:]

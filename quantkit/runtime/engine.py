@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import threading
@@ -14,6 +13,7 @@ import torch
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.runtime.ahead import AheadDecoder, next_tokens
 from quantkit.runtime.chunk_size import ChunkSizer
+from quantkit.runtime.fair_lock import FairLock
 from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.kv_settings import KVSettings
 from quantkit.runtime.loader import LoadedModel
@@ -23,7 +23,6 @@ from quantkit.runtime.runner import ModelRunner, StepOutput
 from quantkit.runtime.sampler import Sampling
 from quantkit.runtime.scheduler import EngineClosed, EngineFull, Scheduler
 from quantkit.runtime.timing import Timing
-from quantkit.runtime.turns import Turns
 from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
 
@@ -55,14 +54,14 @@ class Engine:
             are enough for its prompt, and where they run out the last one gives up its own and is computed
             again later. By default the cache grows and shrinks; on a GPU it takes what memory is left.
         context: tokens of the longest request, by default the model's context. The cache never takes more
-            than all requests of this length need.
+            than all requests of this length need, and states that others begin with.
         max_itl: seconds between two tokens of a request while another's prompt is read (inter-token latency);
             :class:`~quantkit.runtime.chunk_size.ChunkSizer` sizes the prompt's chunks for that. By default,
             and with a model whose results depend on how a prompt is cut, chunks have :data:`PREFILL_CHUNK`
             tokens.
         prefix_cache: bytes of keys and values that are kept for texts which begin like earlier ones; 0: none.
             ``None``: a part of the machine's memory, or the pages that nobody needs where the size is fixed.
-        turn: held during a step, so that several engines share a device.
+        lock: held during a step, so that several engines share a device.
         clock: tells seconds.
 
     Attributes:
@@ -76,7 +75,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, *, kv: KVSpec | None = None, more_kv: Sequence[KVSpec] = (),
                  max_batch: int = 8, max_queue: int = 64, memory: int | None = None,
                  context: int | None = None, max_itl: float | None = None, prefix_cache: int | None = 0,
-                 turn: Turns | None = None,
+                 lock: FairLock | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
             if value < 1:
@@ -93,25 +92,30 @@ class Engine:
         self._scheduler = Scheduler(max_batch, max_queue, PREFILL_CHUNK)
         self._runner = ModelRunner(loaded, PREFILL_CHUNK, self._sizer, clock)
         self._ahead = AheadDecoder(loaded.model, self._runner, self.timing, self._append_token, self._fail)
-        self._turn = turn or contextlib.nullcontext()
+        self._lock = lock or FairLock()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._unheard: list[BaseException] = []  # errors that no request's listener took
         self._generated = self._prompt_tokens = self._steps = 0
 
-    def prepare(self, kv: KVSpec) -> None:
+    def prepare(self, kv: KVSpec) -> KVCacheManager:
         """Make ready what requests with this KV setting need, so that no step waits for it. May be called
         from any thread.
 
+        Returns:
+            What :meth:`submit` takes instead of the setting, and then makes nothing itself.
+
         Raises:
             UsageError: the setting doesn't fit the model, or the engine has no memory for it.
+            EngineFull: too many other settings are in use.
         """
-        self._settings.prepare(kv)
+        return self._settings.prepare(kv)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, logprobs: int | None = None,
                echo: bool = False, constraint: TokenConstraint | None = None,
-               keep_special: frozenset[int] = frozenset(), kv: KVSpec | None = None, priority: int = 0,
-               pooling: Pooling | None = None, on_token: Callable[[TokenInfo], None] | None = None,
+               keep_special: frozenset[int] = frozenset(), kv: KVSpec | KVCacheManager | None = None,
+               priority: int = 0, pooling: Pooling | None = None,
+               on_token: Callable[[TokenInfo], None] | None = None,
                on_done: Callable[[Request], None] | None = None,
                on_error: Callable[[BaseException], None] | None = None) -> Request:
         """Queue a request.
@@ -123,7 +127,8 @@ class Engine:
             echo: also score the prompt's own tokens.
             constraint: which tokens the answer may have, and when it is complete; this request's own.
             keep_special: special tokens whose text belongs to the answer's.
-            kv: how its keys and values are kept, if not in the engine's default way.
+            kv: how its keys and values are kept, if not in the engine's default way; what :meth:`prepare`
+                returned, if this must not take long.
             priority: requests with a lower one go first, and give up their pages last.
             pooling: compute the prompt's embedding, and no token.
             on_token, on_done, on_error: called on the stepping thread; they must return at once. Without
@@ -132,15 +137,19 @@ class Engine:
         Raises:
             UsageError: the prompt is empty, has an unknown id, or doesn't fit (ContextLengthError, or the KV
                 cache's memory); the KV setting isn't there.
-            EngineFull: too many requests wait.
+            EngineFull: too many requests wait, or use other KV settings.
             EngineClosed: the engine is draining or closed.
         """
         check_request(self.loaded, prompt, sampling)
         request = Request(next(self._numbers), self.loaded, prompt, sampling, logprobs, echo, pooling,
                           priority, on_token, on_done, on_error, constraint, keep_special)
-        request.kv = self._settings.of(kv)
-        request.kv.check(request.max_length)
-        self._scheduler.submit(request)
+        self._settings.use(request, kv)
+        try:
+            request.kv.check(request.max_length)
+            self._scheduler.submit(request)
+        except BaseException:
+            request.kv.requests.discard(request)
+            raise
         return request
 
     def step(self) -> bool:
@@ -155,7 +164,8 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """What the engine is doing, for people and health checks. Bytes and tokens; ``prefix_queries`` and
-        ``prefix_hits`` are prompt tokens that were looked up and found in the prefix cache."""
+        ``prefix_hits`` are prompt tokens that were looked up and found in the prefix cache, and
+        ``prefix_cache_bytes`` are those of ``kv_used_bytes`` that no running request needs."""
         managers = self._settings.managers
         return {"running": self._scheduler.running, "waiting": self._scheduler.waiting,
                 "max_batch": self._max_batch, "max_queue": self._max_queue,
@@ -163,9 +173,8 @@ class Engine:
                 "kv_used_bytes": sum(kv.cache.used_bytes for kv in managers),
                 "tokens_generated": self._generated, "prompt_tokens": self._prompt_tokens,
                 "steps": self._steps, "preemptions": self._scheduler.preemptions,
-                "prefix_queries": sum(kv.prefix_queries for kv in managers),
-                "prefix_hits": sum(kv.prefix_hits for kv in managers),
-                "prefix_cache_bytes": sum(kv.prefixes.bytes for kv in managers if kv.prefixes is not None)}
+                "prefix_queries": self._settings.prefix_queries, "prefix_hits": self._settings.prefix_hits,
+                "prefix_cache_bytes": sum(kv.held_prefix_bytes for kv in managers)}
 
     def start(self) -> None:
         """Step on a thread of its own until :meth:`close`."""
@@ -203,12 +212,16 @@ class Engine:
             torch.cuda.set_device(self.loaded.model.device)  # each thread has its own
         while not scheduler.closed:
             try:
-                with self._turn:
+                with self._lock:
                     self._step()
+                    self._lock.decodes(self, bool(scheduler.decoding))
             except Exception as error:  # not a request's: the engine itself is broken, so every request ends
-                for request in scheduler.requests:
-                    request.cancel()
                 self._unheard.append(error)
+                for request in scheduler.requests:
+                    try:
+                        self._fail(request, error)
+                    except Exception as more:  # what it holds can't be given back either
+                        self._unheard.append(more)
             while self._unheard:
                 unheard = self._unheard.pop()
                 threading.excepthook(threading.ExceptHookArgs((type(unheard), unheard, unheard.__traceback__,
@@ -216,6 +229,7 @@ class Engine:
             with scheduler.changed:
                 scheduler.changed.notify_all()  # for drain
                 scheduler.changed.wait_for(lambda: scheduler.closed or scheduler.busy)
+        self._lock.decodes(self, False)
 
     @torch.inference_mode()
     def _step(self) -> bool:
@@ -228,13 +242,14 @@ class Engine:
         scheduler.admit()
         begin, launched = self._clock(), self._ahead.pending
         decoding = bool(scheduler.decoding)
+        awaited = decoding or self._lock.others_decode(self)  # somebody waits for a token meanwhile
         self._sizer.begin(len(scheduler.decoding))
-        step = scheduler.plan(self._prompt_budget(decoding))
+        step = scheduler.plan(self._prompt_budget(decoding, awaited))
         if not (step.decode or step.chunks or step.deferred):
             return False
         self._steps += 1
         mixed = [request for request in step.decode if request.kv.mixes]
-        output = self._runner.run(step, mixed)
+        output = self._runner.run(step, mixed, awaited)
         self._finish(output)
         self._count(step.chunks or step.deferred, output.prompt_tokens, len(mixed), self._clock() - begin)
         apart: dict[object, list[Request]] = {}
@@ -249,17 +264,17 @@ class Engine:
                 self._ahead.decode(requests[start:start + limit], len(apart) == 1 and len(requests) <= limit)
                 self.timing.decode_s += self._clock() - before
         self._end([request for request in (*scheduler.decoding, *scheduler.prefilling) if request.done])
-        if decoding and not output.acted and (output.prompt_tokens or not (step.chunks or step.deferred)):
+        if awaited and not output.acted and (output.prompt_tokens or not (step.chunks or step.deferred)):
             self._sizer.observe(self._clock() - begin, output.prompt_tokens, ahead=launched)
         else:
             self._sizer.skip()
         return True
 
-    def _prompt_budget(self, decoding: bool) -> int:
+    def _prompt_budget(self, decoding: bool, awaited: bool) -> int:
         """Prompt tokens of this step."""
-        if not decoding:
+        if not awaited:
             return PREFILL_CHUNK
-        return 0 if self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
+        return 0 if decoding and self._sizer.blind else self._sizer.tokens_in(self._sizer.spare)
 
     def _finish(self, output: StepOutput) -> None:
         """Give requests what came of a step."""

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 from quantkit.kv.base import PAGE
 from quantkit.kv.batch import Batch
 from quantkit.kv.cache import KVCache
-from quantkit.kv.prefix_cache import PrefixBudget, PrefixCache, PrefixMatch, block_names
+from quantkit.kv.prefix import PrefixBudget, PrefixMatch, block_names, build_prefix_cache
 from quantkit.kv.reservation import LOOKAHEAD, PageReservation
+from quantkit.runtime.cpu.system_memory import memory_limit
 from quantkit.runtime.gpu.memory import spare_bytes
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.request import Request
 from quantkit.spec import KVSpec
 
 PREFIX_SHARE = 16
-"""By default prefixes take at most this part of the machine's memory where the cache grows."""
-PREFIX_MOST = 4 << 30
+"""By default prefixes take at most this part of the process's memory where the cache grows."""
+MAX_PREFIX_BYTES = 4 << 30
 """And at most this number of bytes."""
-FORKS = 8
-"""States of texts that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
+STATES = 8
+"""States that a prefix cache of a fixed size holds where texts can't be taken up at every block."""
 
 
 def default_prefix_bytes() -> int:
     """Bytes of prefixes that are kept by default, where the cache's size isn't fixed."""
-    return min(PREFIX_MOST, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PREFIX_SHARE)
+    return min(MAX_PREFIX_BYTES, memory_limit() // PREFIX_SHARE)
 
 
 class KVCacheManager:
@@ -50,6 +49,7 @@ class KVCacheManager:
         ends_alone: whether the last chunk of a prompt goes through the model by itself, because its policy
             then has work to do.
         one_prompt: whether one prompt is read at a time.
+        requests: that use it and haven't ended, those that wait included.
         prefix_queries, prefix_hits: prompt tokens that were looked up, and those of them that were found.
 
     Raises:
@@ -71,20 +71,21 @@ class KVCacheManager:
         self.reservation = None
         if memory is not None:
             self.reservation = PageReservation(cache, memory // parts, sequences, context, chunk,
-                                               FORKS if budget is not None and not cache.divisible else 0)
-        self.prefixes = None if budget is None else PrefixCache(
-            cache, budget, None if self.reservation is None else FORKS)
+                                               STATES if budget is not None and not cache.divisible else 0)
+        self.prefixes = None if budget is None else build_prefix_cache(
+            cache, budget, None if self.reservation is None else STATES)
         policies = [layer.policy for layer in cache.layers]
         self.ends_alone = any(policy.reread_prompt or (policy.acts_after("prefill_end")
                                                        and policy.visible is None) for policy in policies)
         self.one_prompt = self.reservation is not None and not cache.divisible
         self._acts_on_chunks = any(policy.on_prefill == "chunk" for policy in policies)
-        self.prefix_queries = self.prefix_hits = self._running = 0
+        self.requests: set[Request] = set()
+        self.prefix_queries = self.prefix_hits = 0
 
     @property
-    def in_use(self) -> bool:
-        """Whether a request runs with it."""
-        return self._running > 0
+    def held_prefix_bytes(self) -> int:
+        """Bytes that prefixes hold and no running request."""
+        return 0 if self.prefixes is None else self.prefixes.held_bytes
 
     # -- requests come and go
 
@@ -97,24 +98,24 @@ class KVCacheManager:
         """Begin a request's sequence with the longest prefix that is there; returns whether there are pages
         for its text so far."""
         match = self._match(request)
-        tokens = min(request.max_length, request.length + LOOKAHEAD)
-        if not self._make_room(tokens, match):
+        number, fits = self._add(request, match), True
+        try:
+            if self.reservation is not None:
+                self.reservation.reserve(number, min(request.max_length, request.length + LOOKAHEAD))
+                # what it begins with is its own by now, and isn't given up
+                fits = self.reservation.make_room(self.prefixes)
+        except BaseException:
+            self._end(number)
+            raise
+        if not fits:
+            self._end(number)
             return False
-        if match is not None:
-            match = self._match(request)  # some of it may have been given up for the rest
-        if match is None:
-            request.sequence, request.computed_tokens = self.cache.add(request.max_length), 0
-        else:
-            assert self.prefixes is not None
-            request.sequence = self.prefixes.take(match, request.max_length)
-            request.computed_tokens = match.tokens
-        if self.reservation is not None:
-            self.reservation.reserve(request.sequence, tokens)
-        self._running += 1
+        request.sequence, request.computed_tokens = number, 0 if match is None else match.tokens
         if not request.preemptions:
             request.result.cached_tokens = request.computed_tokens
-            self.prefix_queries += len(request.prompt)
-            self.prefix_hits += request.computed_tokens
+            if self.prefixes is not None and request.reuses_prefix:
+                self.prefix_queries += len(request.prompt)
+                self.prefix_hits += request.computed_tokens
         return True
 
     def extend(self, request: Request) -> bool:
@@ -123,27 +124,19 @@ class KVCacheManager:
             return True
         number, limit = request.sequence, request.max_length
         least = min(limit, self.cache.seen(number) + 1 + self._ahead)
-        if reservation.reserved(number) >= least:
-            return True
-        if reservation.extend(number, min(limit, least + LOOKAHEAD)) or reservation.extend(number, least):
-            return True
-        if self.prefixes is not None and reservation.extend(number, least, alone=True):
-            while self.prefixes.evict():  # what is reserved is there once enough is evicted
-                if reservation.suffices():
-                    return True
-        return False
+        return (reservation.reserved(number) >= least
+                or reservation.extend(number, min(limit, least + LOOKAHEAD))
+                or reservation.extend(number, least, self.prefixes))
 
     def restart(self, request: Request) -> None:
         """A request that hasn't computed anything itself: begin with a longer prefix if there is one now."""
         match = self._match(request)
         if match is None or match.tokens <= request.computed_tokens:
             return
-        assert self.prefixes is not None
-        before, request.sequence = request.sequence, self.prefixes.take(match, request.max_length)
+        before, request.sequence = request.sequence, self._add(request, match)
         if self.reservation is not None:
             self.reservation.reserve(request.sequence, self.reservation.reserved(before))
-            self.reservation.release(before)
-        self.cache.free([before])
+        self._end(before)
         self.prefix_hits += match.tokens - request.computed_tokens
         request.computed_tokens = request.result.cached_tokens = match.tokens
 
@@ -168,9 +161,10 @@ class KVCacheManager:
         names = block_names(request.history[:seen], request.block_names, self._salt(request))
         request.block_names = max(names, request.block_names, key=len)
         self.prefixes.insert(names[:seen // PAGE], number)
-        if self.reservation is not None and not cache.divisible:
-            while not self.reservation.suffices() and self.prefixes.evict():
-                pass
+        # pages that a state holds too must be copied before they are written to
+        if self.reservation is not None and not cache.divisible and not self.reservation.make_room(
+                self.prefixes):
+            self.prefixes.clear()
 
     def free(self, request: Request) -> None:
         """A request has ended, or waits again: give back its pages."""
@@ -179,11 +173,8 @@ class KVCacheManager:
         try:
             self.keep_prefix(request)
         finally:  # whatever fails there, the pages are given back
-            if self.reservation is not None:
-                self.reservation.release(request.sequence)
-            self.cache.free([request.sequence])
-            request.sequence = -1
-            self._running -= 1
+            number, request.sequence = request.sequence, -1
+            self._end(number)
 
     # -- chunks
 
@@ -208,7 +199,7 @@ class KVCacheManager:
         keeps_states = self.prefixes is not None and not self.cache.divisible
         if self._acts_on_chunks or keeps_states:
             end = min(end, boundary)
-        if keeps_states and start < (last := (length - 1) // PAGE * PAGE):
+        if keeps_states and start < (last := _last_block(request)):
             end = min(end, last)
         return end
 
@@ -217,7 +208,7 @@ class KVCacheManager:
         at = request.computed_tokens
         if self.prefixes is None or self.cache.divisible or at >= len(request.prompt):
             return
-        if at % self._chunk == 0 or at == (len(request.prompt) - 1) // PAGE * PAGE:
+        if at % self._chunk == 0 or at == _last_block(request):
             self.keep_prefix(request)
 
     def waits_for(self, request: Request, other: Request) -> bool:
@@ -233,12 +224,13 @@ class KVCacheManager:
                 break
             shared += 1
         usable = min(shared * PAGE, len(request.prompt) - 1)
-        last = (len(other.prompt) - 1) // PAGE * PAGE  # where its last state is kept
+        last = _last_block(other)  # where its last state is kept
         if not self.invariant or (not self.cache.divisible and usable < last):
             usable = usable // self._chunk * self._chunk
         elif not self.cache.divisible:
             usable = last
-        return usable >= request.computed_tokens + PAGE
+        passed = not self.cache.divisible and other.computed_tokens >= usable  # its state is there
+        return usable >= request.computed_tokens + PAGE and not passed
 
     def _match(self, request: Request) -> PrefixMatch | None:
         """The longest prefix of a request's text so far. Its last token must be computed for its logits, if
@@ -263,16 +255,21 @@ class KVCacheManager:
         return b"long" if rope.kind == "longrope" and request.max_length > (
             rope.original_max_positions) else b""
 
-    def _make_room(self, tokens: int, match: PrefixMatch | None) -> bool:
-        """Whether there are pages for a new sequence, once prefixes are given up for it."""
-        if (reservation := self.reservation) is None:
-            return True
-        shared = 0 if match is None else match.pages
-        if reservation.fits(tokens, shared):
-            return True
-        if self.prefixes is None or not reservation.fits(tokens, alone=True):
-            return False
-        while self.prefixes.evict():
-            if reservation.fits(tokens):
-                return True
-        return reservation.fits(tokens)
+    def _add(self, request: Request, match: PrefixMatch | None) -> int:
+        """Begin a sequence for a request, with what was found for it."""
+        if match is None or self.prefixes is None:
+            return self.cache.add(request.max_length)
+        return self.prefixes.take(match, request.max_length)
+
+    def _end(self, number: int) -> None:
+        """Give back a sequence's pages."""
+        if self.reservation is not None:
+            self.reservation.release(number)
+        if self.prefixes is not None:
+            self.prefixes.release(number)
+        self.cache.free([number])
+
+
+def _last_block(request: Request) -> int:
+    """Where a prompt's last whole block ends that has a token behind it: that one must be computed."""
+    return (len(request.prompt) - 1) // PAGE * PAGE

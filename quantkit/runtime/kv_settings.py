@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from quantkit.errors import UsageError
 from quantkit.kv.build import build_policy
-from quantkit.kv.prefix_cache import PrefixBudget
+from quantkit.kv.prefix import PrefixBudget
 from quantkit.runtime.kv_manager import KVCacheManager, default_prefix_bytes
 from quantkit.runtime.loader import LoadedModel
+from quantkit.runtime.request import Request
+from quantkit.runtime.scheduler import EngineFull
 from quantkit.spec import KVSpec
 
 MAX_QUERIES = 256
@@ -45,6 +47,7 @@ class KVSettings:
             prefix_bytes = default_prefix_bytes()
         self._budget = None if prefix_bytes == 0 else PrefixBudget(prefix_bytes)
         self._lock = threading.Lock()
+        self._dropped_queries = self._dropped_hits = 0
         specs = {str(spec): spec for spec in (default, *more)}
         self._managers: dict[str, KVCacheManager] = {}  # by the setting's text
         for index, (name, spec) in enumerate(specs.items()):
@@ -58,32 +61,64 @@ class KVSettings:
         """All that there are now."""
         return list(self._managers.values())
 
-    def of(self, spec: KVSpec | None) -> KVCacheManager:
-        """The manager of a setting; made if it is new.
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens that were looked up in prefix caches so far."""
+        return self._dropped_queries + sum(manager.prefix_queries for manager in self.managers)
+
+    @property
+    def prefix_hits(self) -> int:
+        """Prompt tokens that were found there."""
+        return self._dropped_hits + sum(manager.prefix_hits for manager in self.managers)
+
+    def prepare(self, spec: KVSpec) -> KVCacheManager:
+        """The manager of a setting, made if it is new, with the kernels that read its cache. It may be
+        dropped until a request uses it.
 
         Raises:
             UsageError: it doesn't fit the model, or isn't among those that the memory was divided for.
+            EngineFull: there are too many others in use.
         """
-        if spec is None:
-            return self.default
         with self._lock:
-            if (manager := self._managers.get(str(spec))) is None:
-                if (queries := build_policy(spec).query_window) > MAX_QUERIES:
-                    raise UsageError(f"the KV setting {spec} keeps {queries:,} queries",
-                                     why=f"a request may choose one that keeps at most {MAX_QUERIES}",
-                                     next="choose a smaller window")
-                if self._fixed:
-                    raise UsageError(
-                        f"no memory is set aside for the KV setting {spec}",
-                        why=f"there is some for {', '.join(self._managers)}",
-                        next="choose one of them, or start with another --kv")
-                self._make_room()
-                manager = self._managers[str(spec)] = self._make(spec, None, 1)
-            return manager
+            manager = self._of(spec)
+        self._loaded.model.prepare(manager.cache)
+        return manager
 
-    def prepare(self, spec: KVSpec) -> None:
-        """Make a setting's manager, and the kernels that read its cache. Raises UsageError as :meth:`of`."""
-        self._loaded.model.prepare(self.of(spec).cache)
+    def use(self, request: Request, kv: KVSpec | KVCacheManager | None) -> None:
+        """Give a request its manager; from now on the manager is in use, until the request is removed from
+        its ``requests``.
+
+        Args:
+            request: that begins to wait.
+            kv: its setting, or the manager from :meth:`prepare`, which spares the making of one.
+
+        Raises:
+            UsageError, EngineFull: as :meth:`prepare`.
+        """
+        with self._lock:
+            if kv is None:
+                manager = self.default
+            elif isinstance(kv, KVCacheManager):  # one that was dropped comes back, unless there is another
+                manager = self._managers.setdefault(str(kv.cache.spec), kv)
+            else:
+                manager = self._of(kv)
+            manager.requests.add(request)
+        request.kv = manager
+
+    def _of(self, spec: KVSpec) -> KVCacheManager:
+        """The manager of a setting, made if it is new."""
+        if (manager := self._managers.get(str(spec))) is None:
+            if (queries := build_policy(spec).query_window) > MAX_QUERIES:
+                raise UsageError(f"the KV setting {spec} keeps {queries:,} queries",
+                                 why=f"a request may choose one that keeps at most {MAX_QUERIES}",
+                                 next="choose a smaller window")
+            if self._fixed:
+                raise UsageError(f"no memory is set aside for the KV setting {spec}",
+                                 why=f"there is some for {', '.join(self._managers)}",
+                                 next="choose one of them, or start with another --kv")
+            self._make_room()
+            manager = self._managers[str(spec)] = self._make(spec, None, 1)
+        return manager
 
     def clear(self) -> None:
         """Give back all prefixes."""
@@ -99,13 +134,16 @@ class KVSettings:
         """Drop settings that nobody uses until there is room for another.
 
         Raises:
-            UsageError: all are in use.
+            EngineFull: all are in use.
         """
         for name, manager in list(self._managers.items())[self._kept:]:
             if len(self._managers) - self._kept < MAX_SETTINGS:
                 return
-            if not manager.in_use:
+            if not manager.requests:
                 del self._managers[name]
+                self._dropped_queries += manager.prefix_queries
+                self._dropped_hits += manager.prefix_hits
+                manager.prefix_queries = manager.prefix_hits = 0  # it may come back
         if len(self._managers) - self._kept >= MAX_SETTINGS:
-            raise UsageError(f"{MAX_SETTINGS} other KV settings are in use",
+            raise EngineFull(f"{MAX_SETTINGS} other KV settings are in use",
                              why="each has a cache of its own", next="wait for them, or use the default")

@@ -54,13 +54,13 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, chunk: int, sizer: ChunkSizer,
                  clock: Callable[[], float]) -> None:
         self._loaded, self._chunk, self._sizer, self._clock = loaded, chunk, sizer, clock
-        self._beside, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
+        self._awaited, self._deadline = False, 0.0  # whether others wait, and when their next tokens are due
 
-    def run(self, step: StepPlan, decode: Sequence[Request]) -> StepOutput:
+    def run(self, step: StepPlan, decode: Sequence[Request], awaited: bool) -> StepOutput:
         """Take a step's chunks through the model, and a token of each request in ``decode``, which all keep
-        their keys and values where steps are mixed."""
+        their keys and values where steps are mixed. ``awaited``: others wait for a token meanwhile."""
         output = StepOutput()
-        self._beside, self._deadline = bool(step.decode), self._clock() + self._sizer.spare
+        self._awaited, self._deadline = awaited, self._clock() + self._sizer.spare
         if step.deferred is not None:
             self._go_on(step.deferred, output)
         together: dict[KVCacheManager, list[tuple[Request, int]]] = {}
@@ -138,7 +138,7 @@ class ModelRunner:
         model, start, prompt = self._loaded.model, request.computed_tokens, len(request.prompt)
         ends = start < prompt == end
         try:
-            defer = self._token_budget if self._beside and ends else None
+            defer = self._token_budget if self._awaited and ends else None
             batch = Batch(request.kv.cache, [request.sequence], self._phase(request, end), defer)
             ids = gpu.sent(torch.tensor([request.tokens_between(start, end)]), model.device)
             logits = self._logits_of(request, ids, batch, end)
@@ -201,4 +201,4 @@ class ModelRunner:
 
     def _token_budget(self) -> int:
         """Tokens that may go through the model now, in what is left of the gap."""
-        return self._sizer.tokens_in(self._deadline - self._clock()) if self._beside else self._chunk
+        return self._sizer.tokens_in(self._deadline - self._clock()) if self._awaited else self._chunk

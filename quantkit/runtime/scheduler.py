@@ -181,17 +181,16 @@ class Scheduler:
             if any(request.kv.waits_for(request, other) for other in others):
                 request.waited = True
                 continue
-            if request.waited:
+            if request.waited:  # even if its turn comes later: what it waited for may be gone then
                 request.waited = False
                 request.kv.restart(request)
-            end = request.kv.chunk_end(request, budget)
             alone = request.isolated or not request.kv.mixes
-            if step.chunks and alone:
-                break
-            budget -= end - request.computed_tokens
+            if budget <= 0 or (step.chunks and alone):
+                budget = 0
+                continue
+            end = request.kv.chunk_end(request, budget)
             step.chunks.append((request, end))
-            if budget <= 0 or alone:
-                break
+            budget = 0 if alone else budget - (end - request.computed_tokens)
         return step
 
     def start_decoding(self, request: Request) -> None:
@@ -209,6 +208,7 @@ class Scheduler:
             self._waiting = [request for request in self._waiting if id(request) not in ended]
         for request in requests:
             self._forget(request)
+            request.kv.requests.discard(request)
             request.kv.free(request)
         self._version += 1
 

@@ -154,13 +154,14 @@ class _EngineCollector(Collector):
         yield self._steps(stats)
 
     def _memory(self, stats: list[tuple[tuple[str, str], dict[str, int]]]) -> Iterator[Metric]:
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the KV cache's memory the part that is in "
-                                  "use, from 0 to 1; 0 where the cache grows.", labels=LABELS)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the KV cache's memory the part that "
+                                  "requests use, from 0 to 1; 0 where the cache grows.", labels=LABELS)
         config = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is kept; always 1.",
                                    labels=(*LABELS, "cache_dtype", "kv_total_bytes", "prefix_cache_bytes"))
         for (labels, values), (_, engine) in zip(stats, self._engines, strict=True):
             total = values["kv_allocated_bytes"] if engine.reservation is not None else 0
-            usage.add_metric(labels, values["kv_used_bytes"] / total if total else 0)
+            used = max(0, values["kv_used_bytes"] - values["prefix_cache_bytes"])
+            usage.add_metric(labels, used / total if total else 0)
             config.add_metric((*labels, str(engine.cache.spec), str(total or "grows"),
                                str(values["prefix_cache_bytes"])), 1)
         yield usage

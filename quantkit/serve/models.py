@@ -10,10 +10,10 @@ from typing import Any
 from quantkit.errors import SourceError, UsageError
 from quantkit.kvspec import parse_kv
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.serve.errors import ApiError
 from quantkit.serve.token_texts import TokenTexts
-from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
 from quantkit.structure.grammar import Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
@@ -78,18 +78,17 @@ class ServedEngine:
             raise ApiError(400, "; ".join(filter(None, (error.what, error.why))),
                            code="invalid_structure") from None
 
-    def kv(self, text: str | None) -> KVSpec | None:
+    def kv(self, text: str | None) -> KVCacheManager | None:
         """A request's KV setting, ready for its use.
 
         Raises:
             ApiError: it can't be read or used.
+            EngineFull: too many others are in use.
         """
         if text is None:
             return None
         try:
-            spec = parse_kv(text)
-            self.engine.prepare(spec)
-            return spec
+            return self.engine.prepare(parse_kv(text))
         except UsageError as error:
             raise ApiError(400, f"kv: {error.what}: {error.why}", param="kv", code="invalid_value") from None
 

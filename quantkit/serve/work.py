@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.runtime.engine import Engine, EngineClosed
+from quantkit.runtime.kv_manager import KVCacheManager
 from quantkit.runtime.loader import LoadedModel
 from quantkit.runtime.pooling import Pooling
 from quantkit.runtime.request import Completion, ContextLengthError, Request, TokenInfo
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
 from quantkit.serve.metrics import ModelMetrics
-from quantkit.spec import KVSpec
 from quantkit.structure.base import TokenConstraint
 
 
@@ -36,7 +36,7 @@ class ChoiceJob:
     score: bool = False
     constraint: TokenConstraint | None = None
     keep_special: frozenset[int] = frozenset()
-    kv: KVSpec | None = None
+    kv: KVCacheManager | None = None
     priority: int = 0
     pooling: Pooling | None = None
 

@@ -34,6 +34,17 @@ def grow(cache, row, prompt, tokens):
         cache.settle(held, count)
 
 
+def begun(cache, reservation, tokens):
+    """A new sequence with its pages reserved; ``None`` if there aren't enough."""
+    row = cache.add(tokens)
+    reservation.reserve(row, tokens)
+    if reservation.make_room(None):
+        return row
+    reservation.release(row)
+    cache.free([row])
+    return None
+
+
 @pytest.mark.parametrize("kv", ["none", "int8", "int4"])
 def test_what_fits_never_moves_a_page(config, kv):
     cache = KVCache(config, parse_kv(kv), torch.float32)
@@ -43,16 +54,16 @@ def test_what_fits_never_moves_a_page(config, kv):
     reservation = PageReservation(cache, size, 4, 1024, CHUNK)
     before, moves, rows = cache.allocated_bytes, cache.move_counter.count, []
     assert before <= size
-    while len(rows) < 4 and reservation.fits(500):
-        rows.append(cache.add(500))
-        reservation.reserve(rows[-1], 500)
+    while len(rows) < 4 and (row := begun(cache, reservation, 500)) is not None:
+        rows.append(row)
     assert len(rows) >= 2
     for row in rows:
         grow(cache, row, 200, 500)
     assert cache.allocated_bytes == before and cache.move_counter.count == moves
     cache.free(rows[:1])
     reservation.release(rows[0])
-    assert reservation.fits(500) and cache.move_counter.count == moves and cache.allocated_bytes == before
+    assert begun(cache, reservation, 500) is not None
+    assert cache.move_counter.count == moves and cache.allocated_bytes == before
 
 
 def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
@@ -60,11 +71,10 @@ def test_after_its_prompt_a_sequence_needs_what_is_left_of_it(config):
     cache = KVCache(config, parse_kv("snapkv(64)"), torch.float32)
     reservation = PageReservation(cache, 24 * 64 * cache.bytes_per_token + 10**6, 4, 1024, CHUNK)
     rows = []
-    while len(rows) < 4 and reservation.fits(960):
-        rows.append(cache.add(960))
-        reservation.reserve(rows[-1], 960)
+    while len(rows) < 4 and (row := begun(cache, reservation, 960)) is not None:
+        rows.append(row)
         if len(rows) == 1:
-            assert not reservation.fits(960)
+            assert begun(cache, reservation, 960) is None
         held = cache.sequence(rows[-1])
         cache.reserve(held, 900)
         cache.settle(held, 900)

@@ -323,7 +323,7 @@ def test_stats_count(small, submit):
     while engine.step():
         pass
     now = engine.stats()
-    assert now == empty | {"tokens_generated": 8, "prompt_tokens": 60, "prefix_queries": 60,
+    assert now == empty | {"tokens_generated": 8, "prompt_tokens": 60,
                            "steps": now["steps"]}
     assert 6 <= now["steps"] <= 9
     assert (engine.timing.prefill_tokens, engine.timing.decode_tokens) == (60, 0 + 1 + 4)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import UsageError
-from quantkit.kv.prefix_cache import PrefixCache
+from quantkit.kv.prefix.blocks import BlockPrefixes
 from quantkit.kvspec import parse_kv
 from quantkit.runtime import engine as module
 from quantkit.runtime import kv_manager
@@ -217,6 +217,48 @@ def test_choices_of_one_prompt_read_it_once(models):
     assert heard == [alone(loaded, "none", request) for request in requests]
 
 
+def test_who_waited_for_a_state_takes_it_before_it_is_gone(models):
+    """Many states of a long prompt come after the one that another prompt waited for."""
+    cache = Engine(models["qwen3"], kv=parse_kv("int4")).cache
+    state_bytes = 128 * (cache.bytes_per_token + cache.residual_bytes_per_token)
+    engine = Engine(models["qwen3"], kv=parse_kv("int4"), max_itl=1.0, prefix_cache=4 * state_bytes)
+    sampling = Sampling(max_tokens=1, ignore_eos=True)
+    long = Request(0, 0, 128, 1200, 1, sampling).prompt
+    short = Request(0, 0, 128, 20, 2, sampling).prompt
+    requests = [engine.submit(prompt, sampling) for prompt in (long, short)]
+    while engine.step():
+        pass
+    assert [request.result.cached_tokens for request in requests] == [0, 128]
+    late = engine.submit(short, sampling)
+    while engine.step():
+        pass
+    assert late.result.cached_tokens == 0, "by now it is"
+
+
+def test_an_answer_that_grows_gives_up_prefixes_that_nobody_reads(models):
+    """And if even all of them aren't enough, none, and its reservation stays as it was."""
+    loaded = models["qwen3"]
+    token_bytes = Engine(loaded).cache.bytes_per_token
+    engine = Engine(loaded, max_batch=2, context=1000, memory=640 * token_bytes, prefix_cache=None)
+    sampling = Sampling(max_tokens=300, ignore_eos=True)
+    for seed in range(2):
+        engine.submit(Request(0, 0, 0, 128, seed, sampling).prompt, Sampling(max_tokens=1))
+    while engine.step():
+        pass
+    assert engine.stats()["prefix_cache_bytes"] == 256 * token_bytes
+    growing = [engine.submit(Request(0, 0, 0, 190, seed, sampling).prompt, sampling) for seed in (7, 8)]
+    engine.step()
+    assert engine.stats()["running"] == 2 and engine.stats()["prefix_cache_bytes"] == 0
+    reservation = engine.reservation
+    before = dict(reservation._reserved)
+    assert not reservation.extend(growing[0].sequence, 500, engine._settings.default.prefixes)
+    assert reservation._reserved == before
+    while engine.step():
+        pass
+    assert [request.result.finish_reason for request in growing] == ["length"] * 2
+    assert engine.stats()["preemptions"] == 1
+
+
 def test_the_next_turn_reads_what_is_new(models):
     loaded, engine = models["qwen3"], Engine(models["qwen3"], prefix_cache=None)
     one = Request(0, 0, 200, 30, 1, Sampling(max_tokens=80, ignore_eos=True))
@@ -338,7 +380,7 @@ def test_an_error_while_a_prefix_is_kept_is_its_request_s(models, monkeypatch):
 
     bad = engine.submit(list(range(5, 205)), sampling, on_error=errors.append)
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixCache, "insert", broken)
+        patch.setattr(BlockPrefixes, "insert", broken)
         while not bad.done:
             engine.step()
     while engine.step():

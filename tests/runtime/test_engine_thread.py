@@ -123,16 +123,24 @@ def test_it_sleeps_when_there_is_nothing_to_do(started, monkeypatch, submit):
     assert len(steps) < 10
 
 
-def test_a_broken_engine_ends_its_requests_instead_of_hanging(small, monkeypatch, submit):
-    engine, ended = Engine(small), threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+def test_a_broken_engine_fails_its_requests_instead_of_hanging(small, monkeypatch):
+    engine, ended, printed, failed = Engine(small, max_batch=1), threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(args.exc_value))
     failing = iter([OSError("no pages")])
 
-    def add():
+    def add(max_length):
         raise next(failing)
 
+    def fail(error):
+        failed.append(error)
+        if len(failed) == 2:
+            ended.set()
+
     monkeypatch.setattr(engine.cache, "add", add)
-    request = engine.submit([5, 6, 7], Sampling(max_tokens=4), on_done=lambda done: ended.set())
+    for _ in range(2):
+        engine.submit([5, 6, 7], Sampling(max_tokens=4), on_error=fail)
     engine.start()
-    assert ended.wait(20) and request.result.finish_reason == "cancelled"
+    assert ended.wait(WAIT) and [str(error) for error in failed] == ["no pages"] * 2
     engine.close()
+    assert [str(error) for error in printed] == ["no pages"]
+    assert not engine._settings.default.requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,11 +30,18 @@ def available_memory() -> int | None:
     available = system_memory()["available"]
     if available is None:
         return None
-    return max(0, min([available, *_left_in_groups()]))
+    return max(0, min([available, *(limit - used for limit, used in _groups())]))
 
 
-def _left_in_groups() -> Iterator[int]:
-    """Bytes left in each control group that this process is in and that has a limit."""
+def memory_limit() -> int:
+    """Bytes that this process can ever have: all of the system's, or a control group's limit."""
+    total = system_memory()["total"] or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *(limit for limit, _ in _groups())])
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """The limit in bytes of each control group that this process is in and that has one, and what of it is
+    used and couldn't be given back at once."""
     try:
         lines = (ROOT / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -49,4 +57,4 @@ def _left_in_groups() -> Iterator[int]:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 limit, used = (int((group / name).read_text()) for name in names[:2])
                 stat = dict(pair.split() for pair in (group / "memory.stat").read_text().splitlines())
-                yield limit - used + int(stat.get(names[2], 0))
+                yield limit, used - int(stat.get(names[2], 0))
