@@ -14,7 +14,7 @@ import rich_click as click
 from quantkit.cli.imports import import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
-from quantkit.cli.serving_plan import overcommit_option, show_plan
+from quantkit.cli.serving_plan import MemoryPlan, overcommit_option
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.paths import local_path
 from quantkit.units import bytes_of, human_bytes
@@ -107,19 +107,18 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
 
         made = []
         lock = FairLock()
+        plan = MemoryPlan(len(models), kv=spec, dtype=dtype, max_batch=max_batch, kv_memory=memory,
+                          prefix_cache=prefixes, overcommit=overcommit)
         for model in models:
-            start = ServingStart()
-            loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                                on_open=functools.partial(
-                                    show_plan, model, kv=spec, dtype=dtype, max_batch=max_batch,
-                                    kv_memory=memory, prefix_cache=prefixes, overcommit=overcommit),
-                                on_tokenizer=start.take_tokenizer)
-            engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
-                            max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
-                            prefix_cache=prefixes, lock=lock)
-            start.take_engine(engine)
-            _tell(loaded, engine)
-            start.wait()
+            with ServingStart() as start:
+                loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                                    on_open=functools.partial(plan.add, model),
+                                    on_tokenizer=start.take_tokenizer)
+                engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
+                                max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
+                                prefix_cache=prefixes, lock=lock)
+                start.take_engine(engine)
+                _tell(loaded, engine)
             made.append((engine, loaded))
         from quantkit.serve.app import create_app
         from quantkit.serve.models import ServedEngine

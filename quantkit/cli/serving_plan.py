@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -25,40 +26,70 @@ overcommit_option = click.option(
          "because the system would swap or end the process.")
 
 
-def show_plan(model: str, source: ModelSource | AnyCheckpoint, device: torch.device, *,
-              kv: KVSpec | None = None, dtype: str = "auto", max_batch: int = 8,
-              kv_memory: int | None = None, prefix_cache: int | None = None,
-              overcommit: bool = False) -> None:
-    """Print what a server of an open model will take; nothing for a model that can't be counted.
+class MemoryPlan:
+    """The memory of a server's models, which are opened and loaded one after another.
 
     Args:
-        model: what it is called.
-        source, device, kv, dtype: as for :func:`quantkit.fit.serving.serving_plan`.
-        max_batch: sequences that decode side by side, at most.
-        kv_memory: bytes that the KV cache may take, if that is fixed.
-        prefix_cache: bytes of prefixes that are kept beside running sequences; 0: none; ``None``: the default
-            part of the memory.
+        models: how many there will be.
+        kv, dtype: of all of them, as for :func:`quantkit.fit.serving.serving_plan`.
+        max_batch: sequences of a model that decode side by side, at most.
+        kv_memory: bytes that the KV cache of each may take, if that is fixed.
+        prefix_cache: bytes of prefixes that each keeps beside running sequences; 0: none; ``None``: the
+            default part of the memory.
         overcommit: go on where the weights don't fit.
-
-    Raises:
-        QuantkitError: the weights don't fit into the memory that is available.
-        UsageError: the KV setting doesn't fit the model.
     """
-    from quantkit.fit.serving import MemoryPart, serving_plan
-    from quantkit.runtime.kv_manager import default_prefix_bytes
 
-    also = []
-    if device.type == "cpu" and kv_memory is None and prefix_cache != 0:  # else they take pages that are free
-        also.append(MemoryPart("prefix cache", prefix_cache or default_prefix_bytes()))
-    plan = serving_plan(source, device, kv=kv, dtype=dtype, sequences=max_batch, kv_bytes=kv_memory,
-                        also=also)
-    if plan is None:
-        return
-    if not (plan.weights_fit or overcommit):
-        raise _refusal(model, plan, hasattr(source, "manifest"))
-    note(wrapped("memory:", described(plan), 8))
-    if not plan.fits:
-        show_warning(_warning(plan))
+    def __init__(self, models: int = 1, *, kv: KVSpec | None = None, dtype: str = "auto", max_batch: int = 8,
+                 kv_memory: int | None = None, prefix_cache: int | None = None,
+                 overcommit: bool = False) -> None:
+        self._models, self._opened = models, 0
+        self._kv, self._dtype, self._max_batch = kv, dtype, max_batch
+        self._kv_memory, self._prefix_cache, self._overcommit = kv_memory, prefix_cache, overcommit
+        self._free: int | None = None
+        self._plans: list[ServingPlan] = []
+
+    def add(self, model: str, source: ModelSource | AnyCheckpoint, device: torch.device) -> None:
+        """Print what the next model will take, before it is loaded, and after the last one what all will;
+        nothing of a model that can't be counted.
+
+        Args:
+            model: what it is called.
+            source: it, open.
+            device: where it will run; the same for all.
+
+        Raises:
+            QuantkitError: the weights don't fit into the memory that the models before it leave.
+            UsageError: the KV setting doesn't fit the model.
+        """
+        from quantkit.fit.serving import MemoryPart, free_memory, serving_plan
+        from quantkit.runtime.kv_manager import default_prefix_bytes
+
+        if not self._opened:  # later, the models before it have taken some
+            self._free = free_memory(device)
+        self._opened += 1
+        also = []
+        if device.type == "cpu" and self._kv_memory is None and self._prefix_cache != 0:
+            # otherwise prefixes take pages that are free
+            size = self._prefix_cache or default_prefix_bytes()
+            also.append(MemoryPart("prefix cache", size, grows=True))
+        plan = serving_plan(source, device, self._free, before=self._plans, kv=self._kv, dtype=self._dtype,
+                            sequences=self._max_batch, kv_bytes=self._kv_memory, also=also)
+        if plan is not None:
+            if not (plan.weights_fit or self._overcommit):
+                raise _refusal(model, plan, hasattr(source, "manifest"))
+            note(wrapped("memory:", described(plan), 8))
+            self._plans.append(plan)
+        if self._opened == self._models and self._plans:
+            self._show_total()
+
+    def _show_total(self) -> None:
+        plans = self._plans
+        total = sum(plan.total for plan in plans)
+        if len(plans) > 1:
+            note(wrapped("memory:", f"{len(plans)} models; at most {human_bytes(total)}"
+                                    f"{_have(self._free, plans[0].device)}", 8))
+        if self._free is not None and total > self._free:
+            show_warning(_warning(plans, total, self._free))
 
 
 def described(plan: ServingPlan) -> str:
@@ -72,31 +103,44 @@ def described(plan: ServingPlan) -> str:
     else:
         parts.append(f"KV cache up to {human_bytes(cache.bytes)} "
                      f"({a_sequence}, --max-batch {plan.sequences})")
-    where = "" if plan.device.type == "cpu" else f" on {plan.device}"
-    have = "" if plan.available is None else f" of {human_bytes(plan.available)} available{where}"
-    return f"{', '.join(parts)}; at most {human_bytes(plan.total)}{have}"
+    beside = " beside the models before it" if plan.before and plan.free is not None else ""
+    return (f"{', '.join(parts)}; at most {human_bytes(plan.total)}{_have(plan.available, plan.device)}"
+            f"{beside}")
 
 
-def _warning(plan: ServingPlan) -> str:
-    assert plan.available is not None
-    have = f"the server may need {human_bytes(plan.total)}, and {human_bytes(plan.available)} are available"
-    if plan.fitting is None:
+def _have(available: int | None, device: torch.device) -> str:
+    where = "" if device.type == "cpu" else f" on {device}"
+    return "" if available is None else f" of {human_bytes(available)} available{where}"
+
+
+def _warning(plans: Sequence[ServingPlan], total: int, free: int) -> str:
+    have = f"the server may need {human_bytes(total)}, and {human_bytes(free)} are available"
+    if any(plan.fitting is None for plan in plans):
         return f"{have}: give less to --kv-memory, or use --kv int4 or a smaller recipe"
-    left = plan.available - plan.total + plan.parts[-1].bytes
-    bound = f"--kv-memory {left // 10**6}MB bounds the KV cache, " if left >= 10**6 else ""
-    number = {0: "no sequence of full length fits", 1: "1 sequence of full length fits"}.get(
-        plan.fitting, f"{plan.fitting:,} sequences of full length fit")
-    return (f"{have}: {number}; {bound}--max-batch takes fewer sequences, and --kv int4 makes them "
+    caches = sum(plan.parts[-1].bytes for plan in plans)
+    left = (free - total + caches) // len(plans)
+    of_each = " of each model" if len(plans) > 1 else ""
+    bound = f"--kv-memory {left // 10**6}MB bounds the KV cache{of_each}, " if left >= 10**6 else ""
+    fitting = ""
+    if len(plans) == 1:
+        number = plans[0].fitting
+        fitting = {0: "no sequence of full length fits; ", 1: "1 sequence of full length fits; "}.get(
+            number or 0, f"{number:,} sequences of full length fit; ")
+    return (f"{have}: {fitting}{bound}--max-batch takes fewer sequences, and --kv int4 makes them "
             "smaller")
 
 
 def _refusal(model: str, plan: ServingPlan, quantized: bool) -> QuantkitError:
-    assert plan.available is not None
-    size = f"--memory {max(1, plan.available // 10**6)}MB"
-    smaller = (f"make a smaller checkpoint of the original: quantkit plan ORIGINAL --context 4096 {size}"
-               if quantized else
-               f"quantkit plan {quote(model)} --context 4096 {size} finds a recipe that fits")
-    return QuantkitError(
-        f"the weights of {model} don't fit into the memory",
-        why=f"they take {human_bytes(plan.weights)}, and {human_bytes(plan.available)} are available",
-        next=f"{smaller}\nor add --overcommit to load them anyway")
+    assert plan.available_now is not None
+    size = f"--memory {max(1, plan.available_now // 10**6)}MB"
+    step = (f"make a smaller checkpoint of the original: quantkit plan ORIGINAL --context 4096 {size}"
+            if quantized else
+            f"quantkit plan {quote(model)} --context 4096 {size} finds a recipe that fits")
+    why = f"they take {human_bytes(plan.weights)}, and {human_bytes(plan.available_now)} are available"
+    if plan.before:
+        taken = sum(other.reserved for other in plan.before)
+        why += f" beside the models before it, which take {human_bytes(taken)}"
+        if not all(other.parts[-1].grows for other in plan.before):
+            step = f"--kv-memory bounds what each model's KV cache takes\nor {step}"
+    return QuantkitError(f"the weights of {model} don't fit into the memory", why=why,
+                         next=f"{step}\nor add --overcommit to load them anyway")

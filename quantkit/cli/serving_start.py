@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 from quantkit.cli.imports import import_large
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 class ServingStart:
     """Begin it as early as possible, but after the runtime is imported: two threads that import the same
-    modules would wait for each other."""
+    modules would wait for each other.
+
+    It is a context manager. At the end of its block all of it is done, or what went wrong first is raised.
+    After an error nothing more is begun, and nothing is waited for.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, "start")
         # what goes wrong is raised by whoever imports it next
-        self._threads.submit(import_large, "quantkit.serve.app")
+        self._import = self._threads.submit(import_large, "quantkit.serve.app")
         self._work: list[Future[None]] = []
 
     def take_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -30,11 +34,17 @@ class ServingStart:
         """Load the machine code of the kernels that run a model, or compile it."""
         self._work.append(self._threads.submit(_load_program, engine))
 
-    def wait(self) -> None:
-        """Until all of it is done. Raises what went wrong."""
-        self._threads.shutdown()
-        for work in self._work:
-            work.result()
+    def __enter__(self) -> ServingStart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for work in as_completed(self._work):
+                    work.result()
+                self._import.exception()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _load_program(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from quantkit.checkpoint.open import AnyCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.fit.combinations import Combination, Requirements, combine
+from quantkit.fit.scratch import RUNTIME_BYTES
 from quantkit.fit.weights import WeightOption, kept, of_checkpoint
 from quantkit.runtime.cpu.system_memory import available_memory
 from quantkit.runtime.gpu import memory as gpu_memory
@@ -29,11 +30,13 @@ class MemoryPart:
         name: what it is for.
         bytes: at most.
         how: what bounds it, for people; empty if nothing need be said.
+        grows: whether it is taken little by little, by requests.
     """
 
     name: str
     bytes: int
     how: str = ""
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class ServingPlan:
 
     Attributes:
         parts: weights first, the KV cache last.
-        available: bytes that the process can take; ``None``: not known.
+        free: bytes that the process could take before it loaded any model; ``None``: not known.
+        before: the plans of the models that are loaded before this one.
         context: tokens of the longest sequence.
         sequence_bytes: bytes of a sequence of that length in the KV cache.
         sequences: that decode side by side, at most.
@@ -52,12 +56,23 @@ class ServingPlan:
     """
 
     parts: tuple[MemoryPart, ...]
-    available: int | None
+    free: int | None
+    before: tuple[ServingPlan, ...]
     context: int
     sequence_bytes: int
     sequences: int
     fitting: int | None
     device: torch.device
+
+    @property
+    def available(self) -> int | None:
+        """Bytes that the models before this one always leave; ``None``: not known."""
+        return None if self.free is None else max(0, self.free - sum(plan.total for plan in self.before))
+
+    @property
+    def available_now(self) -> int | None:
+        """Bytes that they leave as long as no request comes; ``None``: not known."""
+        return None if self.free is None else max(0, self.free - sum(plan.reserved for plan in self.before))
 
     @property
     def weights(self) -> int:
@@ -70,24 +85,37 @@ class ServingPlan:
         return sum(part.bytes for part in self.parts)
 
     @property
+    def reserved(self) -> int:
+        """Bytes of the parts that don't grow."""
+        return sum(part.bytes for part in self.parts if not part.grows)
+
+    @property
     def fits(self) -> bool:
         """Whether all parts fit; if it isn't known what is available, they do."""
         return self.available is None or self.total <= self.available
 
     @property
     def weights_fit(self) -> bool:
-        """Whether at least the weights do."""
-        return self.available is None or self.weights <= self.available
+        """Whether at least the weights do, before any request."""
+        return self.available_now is None or self.weights <= self.available_now
 
 
-def serving_plan(source: ModelSource | AnyCheckpoint, device: torch.device, *, kv: KVSpec | None = None,
-                 dtype: str = "auto", sequences: int = 8, kv_bytes: int | None = None,
+def free_memory(device: torch.device) -> int | None:
+    """Bytes on a device that this process can take now; ``None``: not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def serving_plan(source: ModelSource | AnyCheckpoint, device: torch.device, free: int | None, *,
+                 before: Sequence[ServingPlan] = (), kv: KVSpec | None = None, dtype: str = "auto",
+                 sequences: int = 8, kv_bytes: int | None = None,
                  also: Sequence[MemoryPart] = ()) -> ServingPlan | None:
     """Plan the memory of a model that is going to be served.
 
     Args:
         source: an open checkpoint or source.
         device: where it will run.
+        free: of :func:`free_memory`, before any model was loaded.
+        before: plans of the models that the same process loads before this one.
         kv: how keys and values are kept; by default as the checkpoint says.
         dtype: of activations, as for :func:`~quantkit.runtime.loader.load`.
         sequences: that decode side by side, at most.
@@ -111,28 +139,31 @@ def serving_plan(source: ModelSource | AnyCheckpoint, device: torch.device, *, k
     if kv is None:
         kv = KVSpec() if manifest is None else manifest.kv
     gpu = device.type == "cuda"
-    available = torch.cuda.mem_get_info(device)[0] if gpu else available_memory()
+    available = None if free is None else max(0, free - sum(plan.total for plan in before))
     context = weights.config.max_position_embeddings
     chosen, = combine([(weights, kv)], Requirements(context, sequences, available or 0))
-    fixed = _gpu_parts(weights, device) if gpu else _cpu_parts(chosen)
+    shared = RUNTIME_BYTES if before else 0  # one process has one runtime
+    fixed = _gpu_parts(weights, device) if gpu else _cpu_parts(chosen, shared)
     fixed += also
-    taken, fitting = sum(part.bytes for part in fixed), None
+    fitting = None
     cache = chosen.kv_bytes + chosen.spare_bytes
     if kv_bytes is not None:
         part = MemoryPart("KV cache", min(kv_bytes, cache), "--kv-memory")
     elif gpu:
-        part = MemoryPart("KV cache", min(cache, max(0, (available or 0) - taken)), "what is left")
+        left = (available or 0) - sum(part.bytes for part in fixed)
+        part = MemoryPart("KV cache", min(cache, max(0, left)), "what is left")
     else:
-        part = MemoryPart("KV cache", cache)
+        part = MemoryPart("KV cache", cache, grows=True)
         if available is not None:
-            left = available - sum(part.bytes for part in also)
+            left = available + shared - sum(part.bytes for part in also)
             fitting = chosen.at(memory=left).most_sequences()
-    return ServingPlan((*fixed, part), available, context, chosen.footprint.sequence_bytes, sequences,
-                       fitting, device)
+    return ServingPlan((*fixed, part), free, tuple(before), context, chosen.footprint.sequence_bytes,
+                       sequences, fitting, device)
 
 
-def _cpu_parts(chosen: Combination) -> list[MemoryPart]:
-    return [MemoryPart("weights", chosen.weights.bytes), MemoryPart("runtime", sum(chosen.scratch.values()))]
+def _cpu_parts(chosen: Combination, shared: int) -> list[MemoryPart]:
+    return [MemoryPart("weights", chosen.weights.bytes),
+            MemoryPart("runtime", sum(chosen.scratch.values()) - shared)]
 
 
 def _gpu_parts(weights: WeightOption, device: torch.device) -> list[MemoryPart]:

@@ -27,8 +27,8 @@ MAX_SCHEMA, MAX_DEPTH, MAX_VALUES = 128 * 2**10, 48, 20_000
 """Characters of a JSON schema, objects and lists within each other, and values in all."""
 MAX_REGEX, MAX_GRAMMAR = 8 * 2**10, 64 * 2**10
 """Characters."""
-MAX_CHOICES, MAX_CHOICE = 1000, 1000
-"""Texts to choose from, and characters of one."""
+MAX_CHOICES, MAX_CHOICE = 512, 1000
+"""Texts to choose from (a row of llguidance's parser has at most 1,000 items), and characters of one."""
 MAX_TOOLS = 128
 SECONDS, MEMORY = 3.0, 2 * 2**30
 """Of the trial."""

@@ -5,7 +5,8 @@ another role's. Two things keep it from that:
 
 - Before a template sees messages and tools, every control token typed in them is replaced by a stand-in, one
   character of Unicode's private use areas that no message has. Templates may strip, cut and join the text as
-  ever.
+  ever. Marks within a turn, such as ``</think>`` and ``<tool_call>``, stay in an assistant's content: there
+  the model wrote them, and templates look for them.
 - In the template's result the remaining control tokens are its own. The result is encoded by a twin of the
   tokenizer that knows control tokens by secret names only, which are put in their places; stand-ins become
   what was typed. The tokenizer's own rules apply to both, as one text.
@@ -21,7 +22,7 @@ import functools
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -34,7 +35,7 @@ _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10
 _UNKNOWN = "\U0010FFFD"
 """A character that no vocabulary has."""
 
-Messages = Sequence[Mapping[str, Any]]
+ASSISTANT, CONTENT = "assistant", "content"
 
 
 class ControlTokens:
@@ -42,41 +43,49 @@ class ControlTokens:
 
     Args:
         inner: the tokenizer.
-        ids: of its control tokens; those that aren't among its added tokens are ignored, as it doesn't look
-            for them either.
+        ids: of the control tokens that begin and end turns and texts. Those that aren't among the added
+            tokens are ignored, as the tokenizer doesn't look for them either.
+        marks: ids of those that the template has within turns, around reasoning, calls and results.
         make: makes the same tokenizer again.
 
     Attributes:
-        ids: id by token.
+        ids: id by token, without marks.
+        marks: id by token of the marks that are no such control tokens.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, ids: frozenset[int],
+    def __init__(self, inner: tokenizers.Tokenizer, ids: frozenset[int], marks: frozenset[int],
                  make: Callable[[], tokenizers.Tokenizer]) -> None:
         self._inner, self._make = inner, make
         added = {number: token for number, token in inner.get_added_tokens_decoder().items()
-                 if number in ids and token.content}
+                 if number in ids | marks and token.content}
         self._added = {token.content: token for token in added.values()}
-        self.ids = {token.content: number for number, token in added.items()}
-        # the longest first, as the tokenizer takes them
-        self._written = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
-                                   or r"\b\B")
+        self._all = {token.content: number for number, token in added.items()}
+        self.ids = {token: number for token, number in self._all.items() if number in ids}
+        self.marks = {token: number for token, number in self._all.items() if token not in self.ids}
+        self._written, self._of_turns = _any_of(self._all), _any_of(self.ids)
         with library.guarded("the model's tokenizer failed"):  # what any text may yield
             unknown = {token.id for token in inner.model.tokenize(_UNKNOWN)}
-        self._watched = frozenset(self.ids.values()) - unknown
+        self._watched = frozenset(self._all.values()) - unknown
 
     def typed_in(self, text: str) -> bool:
-        """Whether a control token is written in a text."""
-        return self._written.search(text) is not None
+        """Whether a control token that begins or ends turns or texts is written in a text."""
+        return self._of_turns.search(text) is not None
 
-    def hide(self, messages: Messages) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Messages with stand-ins for the control tokens in them, and what each stands for.
+    def hide(self, messages: Sequence[Mapping[str, Any]],
+             *others: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, str]]:
+        """Messages and other values with stand-ins for the control tokens in them, and what each stands for.
+
+        Args:
+            messages: marks stay in the content of those whose role is the assistant's.
+            others: tools, for instance: texts, and lists and mappings of them, however deep.
 
         Raises:
             UsageError: no private character is left to stand in.
         """
-        if not any(map(self.typed_in, _texts(messages))):
-            return [dict(message) for message in messages], {}
-        used = set().union(*map(set, _texts(messages)))
+        texts = list(_texts([messages, others]))
+        if not any(map(self._written.search, texts)):
+            return [dict(message) for message in messages], list(others), {}
+        used = set().union(*map(set, texts))
         free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used)
         stand_ins: dict[str, str] = {}
 
@@ -89,8 +98,14 @@ class ControlTokens:
                 stand_ins[match[0]] = character
             return stand_ins[match[0]]
 
-        hidden = _changed(list(messages), lambda text: self._written.sub(stand_in, text))
-        return hidden, {character: token for token, character in stand_ins.items()}
+        def hidden(value: Any, tokens: re.Pattern[str] = self._written) -> Any:
+            return _changed(value, lambda text: tokens.sub(stand_in, text))
+
+        out = [hidden(message) for message in messages]
+        for message, changed in zip(messages, out, strict=True):
+            if message.get("role") == ASSISTANT and CONTENT in message:
+                changed[CONTENT] = hidden(message[CONTENT], self._of_turns)
+        return out, hidden(others), {character: token for token, character in stand_ins.items()}
 
     def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
         """Ids of a template's result, nothing put around them.
@@ -104,19 +119,19 @@ class ControlTokens:
         """
         if not stand_ins:
             ids = library.encode(self._inner, text, False)
-            count = sum(self.ids[match[0]] in self._watched for match in self._written.finditer(text))
+            count = sum(self._all[match[0]] in self._watched for match in self._written.finditer(text))
             if sum(token in self._watched for token in ids) == count:
                 return ids
         return self._apart(text, stand_ins, False)
 
     def plain(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text in which nothing is a control token; ``special``: with the tokenizer's around it."""
-        if not self.typed_in(text):
+        if self._written.search(text) is None:
             ids = library.encode(self._inner, text, False)
             if self._watched.isdisjoint(ids):
                 return library.encode(self._inner, text, True) if special else ids
-        (hidden,), stand_ins = self.hide([{"text": text}])
-        return self._apart(hidden["text"], stand_ins, special)
+        _, (hidden,), stand_ins = self.hide([], text)
+        return self._apart(hidden, stand_ins, special)
 
     def _apart(self, text: str, stand_ins: Mapping[str, str], special: bool) -> list[int]:
         twin, secret, real, cut = self._twin
@@ -147,9 +162,14 @@ class ControlTokens:
                 rstrip=token_info.rstrip, normalized=token_info.normalized)
                              for token, token_info in self._added.items()])
             twin.add_tokens([tokenizers.AddedToken(cut, normalized=False)])
-            real = {number: self.ids[token] for token in self._added
+            real = {number: self._all[token] for token in self._added
                     if (number := twin.token_to_id(secret[token])) is not None}
         return twin, secret, real, cut
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest first, as the tokenizer takes them."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"\b\B")
 
 
 def _secret() -> str:

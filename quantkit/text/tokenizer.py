@@ -20,7 +20,7 @@ from quantkit.text.stream import StreamDecoder
 SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 _USUAL = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
 """A conversation whose rendering shows a template's own tokens."""
-_MARK = re.compile(r"[^\w\s].*[^\w\s]")
+_BRACKETED = re.compile(r"[^\w\s].*[^\w\s]")
 """How a token looks that is neither a word nor space."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "answer", "self"})
 """Names that no option of a template may have."""
@@ -105,7 +105,8 @@ class Tokenizer:
                 else the template knows, such as ``tool_calls`` and ``reasoning_content``.
             check: called with the text before it is encoded; may refuse it.
             parse_special: control tokens written out in messages, tools and options become their ids, so that
-                a message can end its turn and open a role; otherwise only the template's own do.
+                a message can end its turn and open a role; otherwise only the template's own do, and marks
+                such as ``</think>`` in the content of assistants' messages.
             tools: what the model may call, as in OpenAI's requests.
             options: the template's own, such as ``enable_thinking``.
 
@@ -119,13 +120,11 @@ class Tokenizer:
                 raise UsageError(f"{name[:80]!r} is no option of a chat template",
                                  why="the name is taken, or isn't one",
                                  next="leave it out of the template's options")
-        given: list[dict[str, Any]] = [{"messages": list(messages), "tools": list(tools or ()),
-                                        "options": dict(options)}]
         stand_ins = None
         if not parse_special:
-            given, stand_ins = self.controls.hide(given)
-        text = self.chat_text(given[0]["messages"], True, given[0]["tools"],
-                              dict(zip(options, given[0]["options"].values())))
+            messages, (tools, values), stand_ins = self.controls.hide(messages, tools, list(options.values()))
+            options = dict(zip(options, values, strict=True))
+        text = self.chat_text(messages, True, tools, options)
         if check is not None:
             check(text)
         if stand_ins is None:
@@ -144,19 +143,28 @@ class Tokenizer:
 
     @functools.cached_property
     def controls(self) -> ControlTokens:
-        """The tokens that mean something beside their text: those that ``tokenizer.json`` calls special,
-        those that end a text, those named in ``tokenizer_config.json``, and those that the chat template
-        writes around messages."""
-        shown = self._usual()
-        ids = {number for number, token in self._inner.get_added_tokens_decoder().items()
-               if token.special or token.content in self._special.values()
-               or (_MARK.fullmatch(token.content) and token.content in shown)}
-        return ControlTokens(self._inner, self.eos_ids | ids, lambda: library.read_tokenizer(self._files))
+        """The tokens that mean something beside their text. Those that ``tokenizer.json`` calls special, that
+        end a text, that ``tokenizer_config.json`` names or that the chat template writes around messages
+        begin and end turns; what else is written in the template marks parts of them."""
+        turns, answer, source = self._usual(False), self._usual(True), ""
+        with contextlib.suppress(SourceError):  # whoever chats is told
+            source = self.template_text
+        added = self._inner.get_added_tokens_decoder()
+        bracketed = {number: token.content for number, token in added.items()
+                     if _BRACKETED.fullmatch(token.content)}
+        ids = {number for number, token in added.items()
+               if token.special or token.content in self._special.values()}
+        ids |= {number for number, text in bracketed.items() if text in turns}
+        marks = {number for number, text in bracketed.items() if text in source or text in answer}
+        return ControlTokens(self._inner, self.eos_ids | ids, frozenset(marks),
+                             lambda: library.read_tokenizer(self._files))
 
-    def _usual(self) -> str:
+    def _usual(self, answer: bool) -> str:
+        """How the template writes a usual conversation; where it takes only one question, the beginning of
+        the answer is the only turn of the assistant's that it shows."""
         for messages in (_USUAL, _USUAL[1:], _USUAL[1:2]):  # some templates know no system, or one question
             try:
-                return self.chat_text(messages)
+                return self.chat_text(messages, answer or len(messages) == 1)
             except SourceError:
                 continue
         return ""

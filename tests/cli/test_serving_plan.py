@@ -6,23 +6,26 @@ import pytest
 import torch
 
 from quantkit.checkpoint.open import open_model
-from quantkit.cli.serving_plan import show_plan
+from quantkit.cli.serving_plan import MemoryPlan
 from quantkit.errors import QuantkitError
 from quantkit.fit import serving
 
 
 @pytest.fixture
 def said(tiny, checkpoint, capsys, monkeypatch):
-    """``said(available, …)``: stderr of the plan for 80 columns."""
+    """``said(available, …)``: stderr of the plan for 80 columns, for one folder or several."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def plan(available, folder=tiny, **options):
-        monkeypatch.setattr(serving, "available_memory", lambda: available)
-        source = open_model(str(folder))
-        try:
-            show_plan(str(folder), source, torch.device("cpu"), **options)
-        finally:
-            source.close()
+    def plan(available, *folders, **options):
+        folders, left = folders or (tiny,), iter([available])  # asked for once, before any is loaded
+        monkeypatch.setattr(serving, "available_memory", lambda: next(left))
+        made = MemoryPlan(len(folders), **options)
+        for folder in folders:
+            source = open_model(str(folder))
+            try:
+                made.add(str(folder), source, torch.device("cpu"))
+            finally:
+                source.close()
         return capsys.readouterr().err
 
     return plan
@@ -49,6 +52,30 @@ def test_too_much_in_all_is_a_warning(said):
     assert "warning: the server may need " in text and "600 MB are available" in text
     assert "--kv-memory " in text and "full length fit" in text
     assert "give less to --kv-memory" in said(5 * 10**8, kv_memory=10**9, max_batch=4096)
+
+
+def test_two_models(said, tiny, checkpoint):
+    alone = said(10**12, tiny)
+    both = said(10**12, tiny, checkpoint)
+    assert both.startswith(alone) and "models" not in alone
+    joined = " ".join(both.split())
+    assert joined.count("memory: ") == 3 and "memory: 2 models; at most " in joined
+    assert joined.count("of 1.0 TB available") == 2 and "GB available beside the models before it" in joined
+    assert "warning" not in both
+
+
+def test_two_models_that_fit_only_alone(said, tiny, checkpoint):
+    options = {"max_batch": 2048, "prefix_cache": 0}
+    assert "warning" not in said(12 * 10**8, tiny, **options)
+    assert "warning" not in said(12 * 10**8, checkpoint, **options)
+    joined = " ".join(said(12 * 10**8, tiny, checkpoint, **options).split())
+    assert joined.count("warning: the server may need ") == 1 and "and 1.2 GB are available" in joined
+    assert "MB bounds the KV cache of each model, --max-batch" in joined
+    assert "warning: " in said(6 * 10**8, tiny, checkpoint, **options), "caches grow, so they may be loaded"
+    with pytest.raises(QuantkitError, match=r"the weights of .* don't fit") as refused:
+        said(6 * 10**8, tiny, checkpoint, kv_memory=10**9, **options)
+    assert "beside the models before it, which take " in refused.value.why
+    assert refused.value.next.startswith("--kv-memory bounds what each model's")
 
 
 def test_weights_that_do_not_fit_are_refused(said, tiny, checkpoint):

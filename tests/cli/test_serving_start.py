@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 
 import pytest
 
@@ -27,12 +28,11 @@ def test_the_collector_is_paused_while_modules_are_imported(monkeypatch, tmp_pat
 
 
 def test_the_first_request_finds_its_program(tiny):
-    start = ServingStart()
-    loaded = load(str(tiny), on_tokenizer=start.take_tokenizer)
-    engine = Engine(loaded)
-    assert not loaded.model._programs
-    start.take_engine(engine)
-    start.wait()
+    with ServingStart() as start:
+        loaded = load(str(tiny), on_tokenizer=start.take_tokenizer)
+        engine = Engine(loaded)
+        assert not loaded.model._programs
+        start.take_engine(engine)
     assert "quantkit.serve.app" in sys.modules and "controls" in vars(loaded.tokenizer)
     (program,) = loaded.model._programs.values()
     loaded.model(*_step(loaded, engine))
@@ -47,12 +47,69 @@ def _step(loaded, engine):
     return torch.tensor([[1, 2, 3]]), None, Batch(engine.cache, [engine.cache.add()])
 
 
-def test_what_goes_wrong_beside_is_raised(tiny):
-    class Broken:
-        def prepare(self):
-            raise SourceError("the tokenizer fails")
+class Broken:
+    def prepare(self):
+        raise SourceError("the tokenizer fails")
 
-    start = ServingStart()
-    start.take_tokenizer(Broken())
-    with pytest.raises(SourceError, match="the tokenizer fails"):
-        start.wait()
+
+class Slow:
+    """A tokenizer that isn't done before the test is."""
+
+    def __init__(self):
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def prepare(self):
+        self.begun.set()
+        assert self.released.wait(60)
+
+
+@pytest.fixture
+def slow():
+    tokenizer = Slow()
+    yield tokenizer
+    tokenizer.released.set()
+
+
+def test_what_goes_wrong_beside_is_raised_at_once(slow):
+    with pytest.raises(SourceError, match="the tokenizer fails"), ServingStart() as start:
+        start.take_tokenizer(slow)
+        start.take_tokenizer(Broken())
+    assert slow.begun.is_set() and not slow.released.is_set()
+
+
+@pytest.mark.parametrize("error", [SourceError("the model fails"), KeyboardInterrupt()])
+def test_after_an_error_nothing_more_is_begun(slow, error):
+    others = [Slow(), Slow()]
+    with pytest.raises(type(error)) as raised, ServingStart() as start:
+        for tokenizer in (slow, *others):
+            start.take_tokenizer(tokenizer)
+        assert slow.begun.wait(60) and others[0].begun.wait(60)  # two at once
+        raise error
+    assert raised.value is error and not others[1].begun.is_set()
+    slow.released.set()
+    others[0].released.set()
+    for thread in start._threads._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not others[1].begun.is_set()
+
+
+@pytest.mark.parametrize(("error", "code"), [(SourceError("the weights are broken"), 1),
+                                             (KeyboardInterrupt(), 130)])
+def test_an_error_while_a_model_loads_ends_the_command(cli, tiny, monkeypatch, error, code):
+    starts = []
+
+    class Watched(ServingStart):
+        def __init__(self):
+            super().__init__()
+            starts.append(self)
+
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("quantkit.cli.serving_start.ServingStart", Watched)
+    monkeypatch.setattr("quantkit.runtime.loader.build_model", broken)
+    result = cli("serve-local", tiny, "--port", "0")
+    assert result.exit_code == code and ("the weights are broken" in result.stderr or code == 130)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        starts[0].take_tokenizer(Broken())

@@ -7,7 +7,6 @@ import torch
 
 from quantkit.checkpoint.open import open_model
 from quantkit.errors import UsageError
-from quantkit.fit import serving
 from quantkit.fit.scratch import RUNTIME_BYTES
 from quantkit.fit.serving import MemoryPart, serving_plan
 from quantkit.kvspec import parse_kv
@@ -18,17 +17,12 @@ from quantkit.spec import KVSpec
 CPU = torch.device("cpu")
 
 
-def planned(folder, **options):
+def planned(folder, device=CPU, free=10**12, **options):
     source = open_model(str(folder))
     try:
-        return serving_plan(source, CPU, **options)
+        return serving_plan(source, device, free, **options)
     finally:
         source.close()
-
-
-@pytest.fixture(autouse=True)
-def plenty(monkeypatch):
-    monkeypatch.setattr(serving, "available_memory", lambda: 10**12)
 
 
 def test_weights_are_those_that_are_loaded(tiny, checkpoint):
@@ -66,16 +60,49 @@ def test_other_parts_are_added(tiny):
     assert plan.parts[-1].name == "KV cache"
 
 
-def test_what_fits(tiny, monkeypatch):
+def test_what_fits(tiny):
     total, weights = planned(tiny).total, planned(tiny).weights
-    monkeypatch.setattr(serving, "available_memory", lambda: total)
-    assert planned(tiny).fits and planned(tiny).fitting >= 8
-    monkeypatch.setattr(serving, "available_memory", lambda: total - 1)
-    assert not planned(tiny).fits and planned(tiny).weights_fit and planned(tiny).fitting < 8
-    monkeypatch.setattr(serving, "available_memory", lambda: weights - 1)
-    assert not planned(tiny).weights_fit and planned(tiny).fitting == 0
-    monkeypatch.setattr(serving, "available_memory", lambda: None)
-    assert planned(tiny).fits and planned(tiny).weights_fit and planned(tiny).fitting is None
+    fits, narrow, none, unknown = (planned(tiny, free=free) for free in (total, total - 1, weights - 1, None))
+    assert fits.fits and fits.fitting >= 8
+    assert not narrow.fits and narrow.weights_fit and narrow.fitting < 8
+    assert not none.weights_fit and none.fitting == 0
+    assert unknown.fits and unknown.weights_fit and unknown.fitting is None
+
+
+def test_what_models_before_it_take_is_gone(tiny):
+    first, two = planned(tiny), planned(tiny, sequences=2)
+    second = planned(tiny, before=[first, two], free=first.total + two.total + first.total - RUNTIME_BYTES)
+    assert second.total == second.available == first.total - RUNTIME_BYTES, "one process has one runtime"
+    assert second.fits and second.fitting >= 8
+    narrow = planned(tiny, before=[first], free=first.total + second.total - 1)
+    assert not narrow.fits and narrow.weights_fit and narrow.fitting < 8
+
+
+def test_what_grows_later_leaves_weights_their_place(tiny):
+    cache = planned(tiny).parts[-1].bytes
+    for options, grows in (({}, True), ({"kv_bytes": cache}, False)):
+        first = planned(tiny, **options)
+        assert first.reserved == first.total - grows * cache
+        assert planned(tiny, before=[first], free=first.total).weights_fit == grows
+        assert planned(tiny, before=[first], free=first.reserved + first.weights).weights_fit
+        assert not planned(tiny, before=[first], free=first.reserved + first.weights - 1).weights_fit
+
+
+def test_on_a_gpu_the_cache_takes_what_is_left(tiny, checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    for folder in (tiny, checkpoint):
+        plan = planned(folder, gpu, 10**12)
+        assert [part.name for part in plan.parts] == ["weights", "runtime", "KV cache"]
+        assert plan.parts[-1].how == "what is left" and plan.fits and plan.fitting is None
+        fixed = plan.total - plan.parts[-1].bytes
+        narrow = planned(folder, gpu, fixed + 10**6)
+        assert narrow.parts[-1].bytes == 10**6 and narrow.total == narrow.free
+        nothing = planned(folder, gpu, fixed - 1)
+        assert nothing.parts[-1].bytes == 0 and not nothing.fits
+        assert planned(folder, gpu, fixed + 10**6, kv_bytes=10**5).parts[-1].bytes == 10**5
+        second = planned(folder, gpu, fixed + 10**6, before=[narrow])
+        assert second.available == 0 and not second.weights_fit
 
 
 def test_a_setting_that_does_not_fit_the_model_is_refused_now(tiny):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from quantkit.errors import UsageError
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.sampler import Sampling
+from quantkit.serve.openai.structured import Choices
 from quantkit.structure.base import ConstraintError
 from quantkit.structure.grammar import (
     MAX_CHOICES,
@@ -41,6 +43,15 @@ def test_what_is_too_large_is_refused_before_anything_is_done(compilers, monkeyp
     monkeypatch.setattr("quantkit.isolated.call", None)
     with pytest.raises(UsageError, match="allowed"):
         compilers("tiny").compile(structure)
+
+
+def test_the_largest_choice_compiles(compilers):
+    choice = Structure(choice=tuple(f"{number} " + "x" * 30 for number in range(MAX_CHOICES)))
+    assert not compilers("tiny").compile(choice)().ended
+    accepted = TypeAdapter(Choices)
+    assert accepted.validate_python(list(choice.choice)) == list(choice.choice)
+    with pytest.raises(ValidationError, match=f"at most {MAX_CHOICES} items"):
+        accepted.validate_python([*choice.choice, "x"])
 
 
 def chain(count, upper):

@@ -54,7 +54,7 @@ def _all(tokens, **options):
 
 @dataclass(frozen=True)
 class Family:
-    """``controls``: token → options of its ``AddedToken``; ``words``: added tokens that control nothing."""
+    """``controls``: token → options of its ``AddedToken``; ``words``: other added tokens."""
 
     template: str
     controls: dict
@@ -65,7 +65,8 @@ class Family:
 
 FAMILIES = {
     "chatml": Family(CHATML, _all(("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
-                     ("<think>", "</think>", "<tool_call>"), True, {"eos_token": "<|im_end|>"}),
+                     ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                      "</tool_response>"), True, {"eos_token": "<|im_end|>"}),
     "llama3": Family(LLAMA3, _all(("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>",
                                             "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")),
                      (), True, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),

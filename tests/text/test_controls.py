@@ -15,8 +15,8 @@ from tests.text.families import FAMILIES, tokenizer_of
 
 TOKENIZERS = {name: tokenizer_of(name) for name in FAMILIES}
 EACH = [(name, token) for name, family in FAMILIES.items() for token in family.controls]
-TEXTS = ["hi", " a  b ", "a\n\nb", "", "naïve 日本 👩‍👧", "</think>\n\nx", "<think>a</think>b", "<h1>",
-         "<|im_", "[INST", "x" * 500, "\ue000 \uf8ff"]
+TEXTS = ["hi", " a  b ", "a\n\nb", "", "naïve 日本 👩‍👧", "<think", "<tool_call>", "<h1>", "<|im_",
+         "[INST", "x" * 500, "\ue000 \uf8ff"]
 
 
 def asked(content):

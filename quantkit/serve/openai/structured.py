@@ -10,10 +10,8 @@ from quantkit.errors import SourceError
 from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import MAX_JSON_BYTES, JsonObject, RequestPart, Unicode, check_json
 from quantkit.strict_json import parse_object
-from quantkit.structure.grammar import MAX_CHOICE, MAX_GRAMMAR, MAX_REGEX, Structure
+from quantkit.structure.grammar import MAX_CHOICE, MAX_CHOICES, MAX_GRAMMAR, MAX_REGEX, Structure
 
-MAX_CHOICES = 512
-"""A row of llguidance's parser has at most 1,000 items."""
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX), Unicode]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR), Unicode]
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE), Unicode]
