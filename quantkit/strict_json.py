@@ -120,19 +120,20 @@ def _finite(text: str) -> float:
 
 
 def _short(text: str) -> int:
-    if len(text.lstrip("-")) > MAX_DIGITS:
+    if len(text) > MAX_DIGITS and len(text.lstrip("-")) > MAX_DIGITS:
         raise ValueError(f"the number {text[:MAX_DIGITS]}… has more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def _check_depth(data: Any) -> None:
     """Raise ValueError if more than :data:`MAX_DEPTH` objects and lists lie inside each other."""
-    if not isinstance(data, dict | list):
+    containers = (dict, list)  # a vocabulary has a hundred thousand values to ask for
+    if not isinstance(data, containers):
         return
     level = [data]
     for _ in range(MAX_DEPTH + 1):
         level = [part for node in level for part in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(part, dict | list)]
+                 if isinstance(part, containers)]
         if not level:
             return
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Importing makes a million objects that stay: looking for those that don't takes a tenth of the time."""
+    """Importing and loading make a million objects that stay: looking for those that don't takes a tenth of
+    the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

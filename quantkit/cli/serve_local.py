@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shlex
 import traceback
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from quantkit.cli.imports import import_large
+from quantkit.cli.imports import collector_paused, import_large
 from quantkit.cli.loading import load_model
 from quantkit.cli.present import device_option, note, show_error, show_warning, verify_option
 from quantkit.cli.serving_plan import MemoryPlan, overcommit_option
@@ -105,27 +106,28 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
         from quantkit.runtime.engine import Engine
         from quantkit.runtime.fair_lock import FairLock
 
-        made = []
-        lock = FairLock()
-        plan = MemoryPlan(len(models), kv=spec, dtype=dtype, max_batch=max_batch, kv_memory=memory,
-                          prefix_cache=prefixes, overcommit=overcommit)
-        for model in models:
-            with ServingStart() as start:
-                loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
-                                    on_open=functools.partial(plan.add, model),
-                                    on_tokenizer=start.take_tokenizer)
-                engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
-                                max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
-                                prefix_cache=prefixes, lock=lock)
-                start.take_engine(engine)
-                _tell(loaded, engine)
-            made.append((engine, loaded))
-        from quantkit.serve.app import create_app
-        from quantkit.serve.models import ServedEngine
-        from quantkit.serve.server import Server
+        with collector_paused():
+            made = []
+            lock = FairLock()
+            plan = MemoryPlan(len(models), kv=spec, dtype=dtype, max_batch=max_batch, kv_memory=memory,
+                              prefix_cache=prefixes, overcommit=overcommit)
+            for model in models:
+                with ServingStart() as start:
+                    loaded = load_model(model, revision=revision, dtype=dtype, device=device, verify=verify,
+                                        on_open=functools.partial(plan.add, model),
+                                        on_tokenizer=start.take_tokenizer)
+                    engine = Engine(loaded, kv=spec, more_kv=settings[1:], max_batch=max_batch,
+                                    max_queue=max_queue, memory=memory, max_itl=max_itl / 1000,
+                                    prefix_cache=prefixes, lock=lock)
+                    start.take_engine(engine)
+                    _tell(loaded, engine)
+                made.append((engine, loaded))
+            from quantkit.serve.app import create_app
+            from quantkit.serve.models import ServedEngine
+            from quantkit.serve.server import Server
 
-        served = [ServedEngine(engine, loaded, name, parse_special)
-                  for (engine, loaded), name in zip(made, called, strict=True)]
+            served = [ServedEngine(engine, loaded, name, parse_special)
+                      for (engine, loaded), name in zip(made, called, strict=True)]
         loopback = is_loopback(bound)
         application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,
                                  on_error=_failed)
@@ -139,6 +141,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             note(f"next: {_curl(address, called[0], served[0].loaded, key is not None)}")
 
         server = Server(application, drain_timeout=drain_timeout, on_ready=ready, on_drain=_drain)
+        gc.freeze()  # what is there stays: collections needn't look through it while answers wait
         for model_served in served:
             model_served.engine.start()
         try:

@@ -36,9 +36,9 @@ _LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-_CHUNK = 2**24
-"""Values dequantized at once: 64 MiB as float32, whatever the tensor's size."""
-_JOINED = 2**15
+_CHUNK = 2**20
+"""Values dequantized at once: 4 MiB as float32, which stay in the cache, whatever the tensor's size."""
+_JOINED = 2**14
 """Values of neighboring rows that are dequantized as one row, at most."""
 
 

@@ -105,6 +105,7 @@ def test_an_error_while_a_model_loads_ends_the_command(cli, tiny, monkeypatch, e
             starts.append(self)
 
     def broken(*_, **__):
+        assert not gc.isenabled()
         raise error
 
     monkeypatch.setattr("quantkit.cli.serving_start.ServingStart", Watched)
@@ -113,3 +114,16 @@ def test_an_error_while_a_model_loads_ends_the_command(cli, tiny, monkeypatch, e
     assert result.exit_code == code and ("the weights are broken" in result.stderr or code == 130)
     with pytest.raises(RuntimeError, match="after shutdown"):
         starts[0].take_tokenizer(Broken())
+    assert gc.isenabled()
+
+
+def test_collections_while_answers_wait_look_only_at_what_is_new(cli, tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr("quantkit.serve.server.Server.run",
+                        lambda self, sockets: seen.append((gc.isenabled(), gc.get_freeze_count())))
+    try:
+        assert cli("serve-local", tiny, "--port", "0").exit_code == 0
+    finally:
+        gc.unfreeze()
+    ((enabled, frozen),) = seen
+    assert enabled and frozen > 100_000
