@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncIterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -94,15 +94,17 @@ class EmbeddingReply:
         return [vectors[i] for i in range(len(self.jobs))], cached
 
     def body(self, vectors: list[torch.Tensor], cached: int) -> bytes:
-        """The whole answer as JSON; of many vectors it takes a while."""
+        """The whole answer as JSON; of many vectors it takes a while.
+
+        Each vector is written by itself, because no other thread runs while ``json.dumps`` does.
+        """
         tokens = sum(len(job.prompt) for job in self.jobs)
-        return json.dumps({
-            "object": "list", "model": self._model.name,
-            "data": [{"object": "embedding", "index": i, "embedding": self._written(vector)}
-                     for i, vector in enumerate(vectors)],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens,
-                      "prompt_tokens_details": {"cached_tokens": cached}}},
-            allow_nan=False, separators=(",", ":")).encode()
+        data = b",".join(_json({"object": "embedding", "index": i, "embedding": self._written(vector)})
+                         for i, vector in enumerate(vectors))
+        usage = _json({"prompt_tokens": tokens, "total_tokens": tokens,
+                       "prompt_tokens_details": {"cached_tokens": cached}})
+        return b"".join([b'{"object":"list","model":', _json(self._model.name), b',"data":[', data,
+                         b'],"usage":', usage, b"}"])
 
     def _cut(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(vector[:self._size].float(), dim=0)
@@ -111,3 +113,7 @@ class EmbeddingReply:
         if self._body.encoding_format == "float":
             return vector.tolist()
         return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

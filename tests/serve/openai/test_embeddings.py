@@ -1,5 +1,7 @@
 """``/v1/embeddings``: vectors of length 1, in the order of the texts, as the official client reads them."""
 
+import json
+
 import pytest
 import torch
 
@@ -65,3 +67,20 @@ def test_what_cant_be_is_refused(shared, change, param):
 def test_an_empty_text_has_the_vector_of_its_tokens_if_it_has_any(shared):
     answer = shared.post(PATH, {"input": ""})
     assert answer.status_code == (200 if shared.loaded.tokenizer.encode("") else 400), answer.text
+
+
+@pytest.mark.parametrize("kind", ["float", "base64"])
+def test_no_other_thread_waits_for_more_than_one_vector(shared, monkeypatch, kind):
+    sizes, dumps = [], json.dumps
+
+    def measured(value, **options):
+        sizes.append(len(text := dumps(value, **options)))
+        return text
+
+    monkeypatch.setattr("quantkit.serve.openai.embeddings.json.dumps", measured)
+    texts = [f"number {i}" for i in range(40)]
+    answer = shared.post(PATH, {"model": "tiny", "input": texts, "encoding_format": kind})
+    assert answer.content == dumps(answer.json(), separators=(",", ":")).encode()
+    assert list(answer.json()) == ["object", "model", "data", "usage"] and len(answer.json()["data"]) == 40
+    vectors = [size for size in sizes if size > len(answer.content) / 100]
+    assert len(vectors) >= 40 and max(vectors) < len(answer.content) / 20
