@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from quantkit.runtime.engine import EngineFull
 from quantkit.runtime.request import check_ids
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
@@ -22,6 +24,8 @@ from quantkit.serve.work import ChoiceJob, RequestWork, check_fits
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""
+QUEUE_SECONDS = 0.02
+"""After which a part of the texts that found the queue full tries again."""
 
 
 class EmbeddingRequest(RequestPart):
@@ -64,19 +68,32 @@ class EmbeddingReply:
             check_ids(model.loaded, prompt)
         if not all(prompts):
             raise ApiError(400, "a text has no tokens", param="input", code="invalid_value")
-        kv = model.kv(body.kv)
-        self.jobs = [ChoiceJob(prompt, Sampling(max_tokens=1), kv=kv, priority=body.priority,
+        kv, priority = model.kv(body.kv), model.priority(body.priority)
+        self.jobs = [ChoiceJob(prompt, Sampling(max_tokens=1), kv=kv, priority=priority,
                                pooling=body.pooling) for prompt in prompts]
         check_fits(model.loaded, self.jobs)
 
     async def vectors(self, metrics: ModelMetrics) -> AsyncIterator[tuple[int, torch.Tensor, int]]:
         """Each text's number, its float32 vector and how many of its tokens the prefix cache had.
 
-        A part of the texts is queued at a time, so that a request may have more of them than can wait.
+        A part of the texts is queued at a time, so that a request may have more of them than can wait. Once
+        the first part has found room, the others wait for theirs.
+
+        Raises:
+            EngineFull: there is no room for the first part.
+            BaseException: what went wrong in the engine.
         """
         size = max(1, min(self._model.engine.stats()["max_batch"], self._model.max_queue))
-        for start in range(0, len(self.jobs), size):
-            work = RequestWork(self._model.engine, self.jobs[start:start + size], metrics)
+        start = 0
+        while start < len(self.jobs):
+            try:
+                work = RequestWork(self._model.engine, self.jobs[start:start + size], metrics)
+            except EngineFull:
+                if not start:
+                    raise
+                size = max(1, size // 2)  # a smaller part finds room sooner
+                await asyncio.sleep(QUEUE_SECONDS)
+                continue
             try:
                 async for event in work.events():
                     if event.done is not None:
@@ -84,6 +101,7 @@ class EmbeddingReply:
                         yield start + event.choice, self._cut(event.done.embedding), event.done.cached_tokens
             finally:
                 work.cancel()
+            start += len(work.requests)
 
     async def collect(self, metrics: ModelMetrics) -> tuple[list[torch.Tensor], int]:
         """All vectors in their order, and tokens that the prefix cache had."""

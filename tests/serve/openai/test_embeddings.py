@@ -1,9 +1,13 @@
 """``/v1/embeddings``: vectors of length 1, in the order of the texts, as the official client reads them."""
 
+import asyncio
 import json
 
 import pytest
 import torch
+
+from quantkit.runtime.engine import EngineFull
+from quantkit.serve.openai import embeddings
 
 PATH = "/v1/embeddings"
 
@@ -84,3 +88,38 @@ def test_no_other_thread_waits_for_more_than_one_vector(shared, monkeypatch, kin
     assert list(answer.json()) == ["object", "model", "data", "usage"] and len(answer.json()["data"]) == 40
     vectors = [size for size in sizes if size > len(answer.content) / 100]
     assert len(vectors) >= 40 and max(vectors) < len(answer.content) / 20
+
+
+@pytest.mark.parametrize("disturb", ["drain", "full"])
+def test_what_was_begun_is_completed(live, eventually, monkeypatch, disturb):
+    """Also if the server is asked to end meanwhile, or others fill the queue."""
+    made, parts, work = live(max_batch=2, max_queue=2), [], embeddings.RequestWork
+    draining = []
+
+    def disturbed(engine, jobs, metrics):
+        parts.append(len(jobs))
+        if len(parts) == 2 and disturb == "drain":
+            draining.append(asyncio.ensure_future(made.application.drain(60)))
+        if len(parts) == 2 and disturb == "full":
+            raise EngineFull("full")
+        return work(engine, jobs, metrics)
+
+    monkeypatch.setattr(embeddings, "RequestWork", disturbed)
+    answer = made.post(PATH, {"input": [f"number {i}" for i in range(9)]})
+    assert answer.status_code == 200 and len(answer.json()["data"]) == 9
+    assert [entry["index"] for entry in answer.json()["data"]] == [*range(9)]
+    assert sum(parts) == 9 + 2 * (disturb == "full")
+    if disturb == "drain":
+        eventually(lambda: made.application.draining)
+        assert made.post(PATH, {"input": "a"}).json()["error"]["code"] == "shutting_down"
+
+
+def test_without_room_for_its_first_texts_it_is_refused_at_once(live, monkeypatch):
+    made = live()
+
+    def full(*_):
+        raise EngineFull("full")
+
+    monkeypatch.setattr(embeddings, "RequestWork", full)
+    answer = made.post(PATH, {"input": ["a"] * 9})
+    assert answer.status_code == 503 and answer.headers["retry-after"]
