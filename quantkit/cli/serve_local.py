@@ -23,6 +23,7 @@ from quantkit.units import bytes_of, human_bytes
 if TYPE_CHECKING:
     from quantkit.runtime.engine import Engine
     from quantkit.runtime.loader import LoadedModel
+    from quantkit.serve.models import SchedulingPolicy
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
 MAX_NAME = 200
@@ -57,6 +58,10 @@ MAX_NAME = 200
               help="Largest number of sequences that run side by side.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=64, show_default=True,
               help="Largest number of waiting requests; others are told to try again.")
+@click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs",
+              show_default=True,
+              help="Order of requests: fcfs runs them as they come and refuses the parameter priority; "
+                   "priority lets those with a lower priority go first.")
 @click.option("--max-itl", type=click.FloatRange(min=0), default=50.0, show_default=True, metavar="MS",
               help="Inter-token latency while a long prompt is read: its chunks are sized so that the time "
                    "between two tokens of other requests stays below this, or below three times the usual "
@@ -76,9 +81,9 @@ MAX_NAME = 200
               help="Print one JSON object when the server listens: url, model, models, pid.")
 def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...], api_key_file: Path | None,
             names: tuple[str, ...], kvs: tuple[str, ...], kv_memory: str | None, prefix_cache: str | None,
-            overcommit: bool, max_batch: int, max_queue: int, max_itl: float, drain_timeout: float,
-            parse_special: bool, revision: str | None, dtype: str, device: str, verify: bool,
-            as_json: bool) -> None:
+            overcommit: bool, max_batch: int, max_queue: int, scheduling_policy: SchedulingPolicy,
+            max_itl: float, drain_timeout: float, parse_special: bool, revision: str | None, dtype: str,
+            device: str, verify: bool, as_json: bool) -> None:
     """Serve models on this machine with the APIs of OpenAI and Anthropic and a chat page.
 
     MODEL is a checkpoint's folder or anything that `quantkit quantize` takes. Concurrent requests are
@@ -126,7 +131,7 @@ def command(models: tuple[str, ...], host: str, port: int, hosts: tuple[str, ...
             from quantkit.serve.models import ServedEngine
             from quantkit.serve.server import Server
 
-            served = [ServedEngine(engine, loaded, name, parse_special)
+            served = [ServedEngine(engine, loaded, name, parse_special, scheduling_policy)
                       for (engine, loaded), name in zip(made, called, strict=True)]
         loopback = is_loopback(bound)
         application = create_app(served, loopback=loopback, hosts=(*hosts, host), key=key,

@@ -32,8 +32,9 @@ class Application:
         models: what is served.
     """
 
-    def __init__(self, api: FastAPI, guard: GuardMiddleware, models: ServedModels) -> None:
-        self.api, self.guard, self.models = api, guard, models
+    def __init__(self, api: FastAPI, guard: GuardMiddleware, responder: Responder) -> None:
+        self.api, self.guard, self.models = api, guard, responder.models
+        self._responder = responder
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -50,9 +51,8 @@ class Application:
             Whether they are.
         """
         self.draining = True
-        # refusing is instant; the waiting is done here, because an answer is complete only when it was sent
-        for model in self.models:
-            model.engine.drain(0)
+        # the engines go on: an answer under way may need more of them, and is complete only when it was sent
+        self._responder.refuse_more()
         self.guard.stop_reading()
         try:
             async with asyncio.timeout(timeout):
@@ -62,9 +62,19 @@ class Application:
         return True
 
     def close(self) -> None:
-        """Close the engines; answers that aren't complete are cut."""
+        """Close the engines; answers that aren't complete are cut.
+
+        Raises:
+            Exception: what the first engine that failed raised, once all are closed.
+        """
+        errors: list[Exception] = []
         for model in self.models:
-            model.engine.close()
+            try:
+                model.engine.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: Collection[str] = (),
@@ -83,13 +93,14 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
     api = FastAPI(title="quantkit", version=__version__, docs_url=None, redoc_url=None,
                   redirect_slashes=False)
     api.router.route_class = BodyRoute
-    install(api)
+    on_error = None if on_error is None else _once(on_error)
+    install(api, on_error)
     for model in served:
         model.prepare()  # the first request then waits for its own answer only
     guard = GuardMiddleware(api, loopback=loopback, hosts=hosts, key=key, on_error=on_error)
-    application = Application(api, guard, served)
     metrics = Metrics([(model.name, model.engine) for model in served])
     responder = Responder(served, metrics, on_error)
+    application = Application(api, guard, responder)
     locked = () if key is None else (401,)
     add_generation(api, responder, locked)
     add_tokens(api, responder, locked)
@@ -102,3 +113,14 @@ def create_app(models: Sequence[ServedEngine], *, loopback: bool = True, hosts: 
         return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
 
     return application
+
+
+def _once(on_error: OnError) -> OnError:
+    """The same, for which an error that ends several requests is one error."""
+
+    def tell(error: BaseException) -> None:
+        if not getattr(error, "_told", False):
+            vars(error)["_told"] = True
+            on_error(error)
+
+    return tell

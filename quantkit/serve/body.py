@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +15,8 @@ from quantkit.serve.errors import ApiError
 
 MAX_CONTAINERS = 2**14
 """Lists and objects in a body. A million of them, which 4 MiB can hold, take seconds to read."""
+EMBEDDED = frozenset({"arguments", "guided_json", "json"})
+"""Keys whose value may be JSON written as a text: of tool calls, and of schemas."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
@@ -26,9 +29,13 @@ class BodyRoute(APIRoute):
 
         async def checked(request: Request) -> Response:
             try:
-                check_structure(await request.body())
+                body = await request.body()
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
+            check_structure(body)
+            if _brackets(body) + body.count(b"\\u00") > MAX_CONTAINERS:
+                with contextlib.suppress(ValueError, RecursionError):  # the framework says what is wrong
+                    check_embedded(await request.json())  # it parses no second time
             answer: Response = await handle(request)
             return answer
 
@@ -40,6 +47,23 @@ def check_structure(body: bytes) -> None:
     if _brackets(body) > MAX_CONTAINERS and (count := _brackets(_STRING.sub(b"", body))) > MAX_CONTAINERS:
         raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are read",
                        code="invalid_json")
+
+
+def check_embedded(value: Any) -> None:
+    """Raises ApiError: the texts of a parsed body that are JSON themselves (:data:`EMBEDDED`) have more lists
+    and objects than anybody needs, all together."""
+    count, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            for name, text in item.items():
+                if name in EMBEDDED and isinstance(text, str):
+                    count += text.count("[") + text.count("{")
+        if count > MAX_CONTAINERS:
+            raise ApiError(400, f"the JSON in texts has more than {MAX_CONTAINERS} lists and objects",
+                           code="invalid_json")
+        waiting += [part for part in (item.values() if isinstance(item, dict) else item)
+                    if isinstance(part, dict | list)] if isinstance(item, dict | list) else []
 
 
 def _brackets(body: bytes) -> int:

@@ -5,7 +5,7 @@ Under ``/v1/messages`` it is that of Anthropic's API instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -107,11 +107,19 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal error", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Make an app answer in this shape wherever it or its framework refuses something."""
+def install(app: FastAPI, on_error: Callable[[BaseException], None] | None = None) -> None:
+    """Make an app answer in this shape wherever it or its framework refuses something.
+
+    Args:
+        app: its handlers of errors are set.
+        on_error: told about errors of ours that are nobody's request's fault. All others get past the app.
+    """
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response(request.url.path)
+        known = api_error(error)
+        if known.status_code == 500 and on_error is not None and isinstance(error, QuantkitError):
+            on_error(error)
+        return known.response(request.url.path)
 
     async def framework(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from quantkit.errors import SourceError, UsageError
 from quantkit.kvspec import parse_kv
@@ -18,6 +18,7 @@ from quantkit.structure.base import TokenConstraint
 from quantkit.structure.grammar import Compiler, Structure
 from quantkit.structure.turns import TurnFormat, turn_format
 
+SchedulingPolicy = Literal["fcfs", "priority"]
 MAX_LISTED = 10
 """Names of models in an error."""
 
@@ -30,14 +31,18 @@ class ServedEngine:
         loaded: its tokenizer, shape and label.
         name: as requests call it.
         parse_special: whether control tokens written out in messages are control tokens.
+        scheduling_policy: ``fcfs``: requests run in their order of arrival; ``priority``: those with a lower
+            ``priority`` go first.
 
     Attributes:
         texts: of its tokens.
         created: Unix time, seconds.
     """
 
-    def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False) -> None:
+    def __init__(self, engine: Engine, loaded: LoadedModel, name: str, parse_special: bool = False,
+                 scheduling_policy: SchedulingPolicy = "fcfs") -> None:
         self.engine, self.loaded, self.name, self.parse_special = engine, loaded, name, parse_special
+        self.scheduling_policy: SchedulingPolicy = scheduling_policy
         self.texts, self.created = TokenTexts(loaded.tokenizer), int(time.time())
 
     @property
@@ -91,6 +96,18 @@ class ServedEngine:
             return self.engine.prepare(parse_kv(text))
         except UsageError as error:
             raise ApiError(400, f"kv: {error.what}: {error.why}", param="kv", code="invalid_value") from None
+
+    def priority(self, priority: int) -> int:
+        """A request's priority.
+
+        Raises:
+            ApiError: it isn't 0, and requests run in their order of arrival.
+        """
+        if priority and self.scheduling_policy != "priority":
+            raise ApiError(400, f"priority is {priority}, but requests run in their order of arrival; start "
+                                "the server with --scheduling-policy priority, or leave priority out",
+                           param="priority", code="unsupported_parameter")
+        return priority
 
     def about(self) -> dict[str, Any]:
         """Its entry in the list of models."""

@@ -131,6 +131,8 @@ def _limit(parts: dict[str, Any], models: ServedModels) -> None:
             _texts(properties["model"])["enum"] = models.names
             for field in {"max_tokens", "max_completion_tokens", "max_output_tokens"} & properties.keys():
                 _integers(properties[field])["maximum"] = limit
+            if "priority" in properties and all(model.scheduling_policy == "fcfs" for model in models):
+                _integers(properties["priority"]).update(minimum=0, maximum=0)
             if "seed" in properties:  # the framework makes numbers of 53 bits of them
                 _integers(properties["seed"]).update(minimum=-INT64, maximum=INT64 - 1)
     for name, field, inputs in (("CompletionRequest", "prompt", queue),

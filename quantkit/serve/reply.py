@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.work import ChoiceJob, RequestWork
+from quantkit.structure.grammar import Structure
 
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 """Why a sequence ended, in OpenAI's words: whether by the model or by a stop text is one thing there."""
@@ -19,7 +21,9 @@ class Reply(ABC):
 
     Attributes:
         model: what answers.
-        jobs: one for each choice, in the order of their indices.
+        jobs: one for each choice, in the order of their indices; they have a constraint once :meth:`compile`
+            was called.
+        structure: what each choice must look like.
         stream: whether it is sent as it comes.
         event_names: whether each event of a stream has its ``type`` as name.
         ends_with_done: whether ``[DONE]`` ends a stream.
@@ -27,16 +31,27 @@ class Reply(ABC):
 
     model: ServedEngine
     jobs: Sequence[ChoiceJob]
+    structure: Structure | None
     stream: bool
     event_names = False
     ends_with_done = True
 
+    def compile(self) -> None:
+        """Give the jobs their constraints. It may take seconds.
+
+        Raises:
+            ApiError: the structure can't be compiled.
+        """
+        if self.structure is not None:
+            constraint = self.model.compile(self.structure)
+            self.jobs = [replace(job, constraint=constraint()) for job in self.jobs]
+
     @abstractmethod
-    async def whole(self, work: RequestWork) -> dict[str, Any]:
+    async def body(self, work: RequestWork) -> dict[str, Any]:
         """The answer as one object, when everything is there."""
 
     @abstractmethod
-    def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+    def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """The answer as it comes: events."""
 
     def error(self, error: ApiError) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def add_state(api: FastAPI, models: ServedModels, metrics: Metrics, draining: Ca
 
     @api.get("/v1/models/{name:path}", summary="One model by its name",
              responses=responses(ServedModel, 404, *locked))
-    async def one(name: str) -> dict[str, Any]:
+    async def model_info(name: str) -> dict[str, Any]:
         return models.find(name).about()
 
     @api.get("/health", summary="Whether the process lives", responses=responses(HealthResponse))

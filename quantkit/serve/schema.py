@@ -26,6 +26,8 @@ from quantkit.serve.errors import RefusedValue
 MAX_KEYS = 64
 MAX_JSON_BYTES, MAX_JSON_DEPTH = 2**17, 32
 """Of a JSON schema in a request: its size when it is written out, and how deep it may be."""
+MAX_JSON_VALUES = MAX_JSON_BYTES // 2
+"""Keys and values in it: each takes two bytes, so that no more than these can fit its size."""
 INT64 = 2**63
 
 
@@ -49,12 +51,16 @@ def _integers(value: Any) -> Any:
 
 def check_json(value: dict[str, Any]) -> dict[str, Any]:
     """A JSON object of a request as it is. Raises ValueError: it is too large, too deep or not JSON."""
+    count = 0
     waiting: list[tuple[Any, int]] = [(value, 1)]
     while waiting:
         item, depth = waiting.pop()
         if isinstance(item, dict | list):
             if depth > MAX_JSON_DEPTH:
                 raise ValueError(f"it is deeper than {MAX_JSON_DEPTH} objects and lists")
+            count += len(item) * (1 + isinstance(item, dict))
+            if count > MAX_JSON_VALUES:
+                raise ValueError(f"it has more than {MAX_JSON_VALUES} keys and values")
             inside = [*item, *item.values()] if isinstance(item, dict) else item
             waiting += [(part, depth + 1) for part in inside]
         elif isinstance(item, str):

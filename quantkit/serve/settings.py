@@ -17,7 +17,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), Unicode]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 KV = Annotated[str, Field(min_length=1, max_length=MAX_KV, description=(
     'How the KV cache is kept: "int8", "window(1024, sinks=4)+int8".')), Unicode]
-Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description="Lower ones come first.")]
+Priority = Annotated[int, Field(ge=-2**31, lt=2**31, description=(
+    "Lower ones come first. Only 0 without --scheduling-policy priority."))]
 
 
 def sampling(*, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0,

@@ -68,7 +68,7 @@ class EventStream(Response):
         async def write() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for event in reply.pieces(self._work):
+                async for event in reply.events(self._work):
                     await _chunk(send, _data(event, reply.event_names))
             except Exception as error:
                 known = api_error(error)

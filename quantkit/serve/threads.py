@@ -22,7 +22,7 @@ class BoundedThreads:
     """
 
     def __init__(self, running: int, waiting: int) -> None:
-        self._free, self._most, self._waiting = asyncio.Semaphore(running), waiting, 0
+        self._free, self._max_waiting, self._waiting = asyncio.Semaphore(running), waiting, 0
 
     async def run(self, function: Callable[[], T]) -> T:
         """What ``function`` returns or raises. Who is cancelled while it waits is dropped; what has begun
@@ -31,8 +31,8 @@ class BoundedThreads:
         Raises:
             EngineFull: too many wait.
         """
-        if self._waiting >= self._most:
-            raise EngineFull(f"{self._waiting} requests wait to be read", why="prompts take time to tokenize",
+        if self._waiting >= self._max_waiting:
+            raise EngineFull(f"{self._waiting} requests wait for a thread", why="those before them take time",
                              next="try again in a moment")
         self._waiting += 1
         try:

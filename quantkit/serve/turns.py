@@ -1,12 +1,12 @@
 """The next turn of a conversation: the engine's jobs for it, and what their tokens mean.
 
-A :class:`NextTurn` stands between all APIs that chat and the engine. It renders and encodes the conversation,
-compiles the structure, and parses each choice's tokens into deltas: text, reasoning and tool calls.
+A :class:`NextTurn` stands between all APIs that chat and the engine. It renders and encodes the conversation
+and parses each choice's tokens into deltas: text, reasoning and tool calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ from quantkit.serve.errors import ApiError
 from quantkit.serve.models import ServedEngine
 from quantkit.serve.prompt import PromptReader
 from quantkit.serve.work import ChoiceJob, RequestWork, check_fits, check_size
-from quantkit.structure.base import ReasoningDelta, TextDelta, TokenConstraint, ToolCallDelta, TurnDelta
+from quantkit.structure.base import ReasoningDelta, TextDelta, ToolCallDelta, TurnDelta
 from quantkit.structure.conversation import conversation as prepare
 from quantkit.structure.turns import opens_reasoning, parser
 
@@ -129,27 +129,31 @@ class NextTurn:
 
     Attributes:
         prompt: token ids.
-        jobs: one for each choice.
+        jobs: one for each choice, without a constraint.
+        structure: what each choice must look like; it isn't compiled.
 
     Raises:
         ApiError: the model can't chat, or the conversation is too long.
         ContextLengthError: prompt and answer don't fit.
-        QuantkitError: the template, the tokenizer or the structure is at fault.
+        QuantkitError: the template or the tokenizer is at fault.
     """
 
     def __init__(self, model: ServedEngine, conversation: Conversation) -> None:
         self._model, self._asked = model, conversation
+        priority = model.priority(conversation.priority)
         check_size(conversation.n, model.max_queue)
         self.prompt = render(model, conversation)
         tail = model.loaded.tokenizer.decode(self.prompt[-_TAIL:], skip_special=False)
         self._in_reasoning = opens_reasoning(model.format, tail)
-        constraint = self._constraint()
+        self.structure = None if conversation.structure is None else replace(
+            conversation.structure, parallel_tool_calls=conversation.parallel_calls, reasoning=True,
+            prompt_opens_reasoning=self._in_reasoning)
         # a prompt that leaves no room asks for one token, and is refused with the numbers
         limit = conversation.max_tokens or max(model.context - len(self.prompt), 1)
         kv, special = model.kv(conversation.kv), model.format.special
         self.jobs = [ChoiceJob(self.prompt, choice_sampling(conversation.sampling, limit, i),
-                               conversation.logprobs, constraint=constraint(), keep_special=special, kv=kv,
-                               priority=conversation.priority) for i in range(conversation.n)]
+                               conversation.logprobs, keep_special=special, kv=kv, priority=priority)
+                     for i in range(conversation.n)]
         check_fits(model.loaded, self.jobs)
 
     async def events(self, work: RequestWork) -> AsyncIterator[TurnEvent]:
@@ -180,14 +184,6 @@ class NextTurn:
         return TurnUsage(len(self.prompt), sum(end.tokens for end in known),
                          min((end.cached_tokens for end in known), default=0),
                          sum(end.reasoning_tokens for end in known))
-
-    def _constraint(self) -> Callable[[], TokenConstraint | None]:
-        asked = self._asked
-        if asked.structure is None:
-            return lambda: None
-        return self._model.compile(replace(
-            asked.structure, parallel_tool_calls=asked.parallel_calls, reasoning=True,
-            prompt_opens_reasoning=self._in_reasoning))
 
 
 class _Choice:

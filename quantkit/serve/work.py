@@ -59,7 +59,7 @@ class RequestWork:
         metrics: what is told how long they take.
 
     Attributes:
-        tickets: the engine's, one a job.
+        requests: the engine's, one for each job.
 
     Raises:
         QuantkitError: the engine refuses one.
@@ -69,10 +69,10 @@ class RequestWork:
         self._loop, self._metrics = asyncio.get_running_loop(), metrics
         self._stopped: set[int] = set()
         self._events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
-        self.tickets: list[Request] = []
+        self.requests: list[Request] = []
         try:
             for number, job in enumerate(jobs):
-                self.tickets.append(self._submit(engine, number, job))
+                self.requests.append(self._submit(engine, number, job))
         except BaseException:
             self.cancel()
             raise
@@ -84,7 +84,7 @@ class RequestWork:
             EngineClosed: the engine was closed under it.
             BaseException: what went wrong in the engine.
         """
-        remaining = len(self.tickets)
+        remaining = len(self.requests)
         while remaining:
             event = await self._events.get()
             if isinstance(event, BaseException):
@@ -97,14 +97,14 @@ class RequestWork:
 
     def cancel(self) -> None:
         """Cancel what still runs, because the client has left. Does nothing when all is done."""
-        for ticket in self.tickets:
-            if not ticket.done:
-                ticket.cancel()
+        for request in self.requests:
+            if not request.done:
+                request.cancel()
 
     def stop(self, choice: int) -> None:
         """End one choice: it is complete as it is."""
         self._stopped.add(choice)
-        self.tickets[choice].cancel()
+        self.requests[choice].cancel()
 
     def _submit(self, engine: Engine, number: int, job: ChoiceJob) -> Request:
         clock = self._metrics.clock()
@@ -113,9 +113,9 @@ class RequestWork:
             clock.token()
             self._tell(TokenEvent(number, token=token))
 
-        def on_done(ticket: Request) -> None:
-            clock.done(ticket)
-            self._tell(TokenEvent(number, done=ticket.result))
+        def on_done(request: Request) -> None:
+            clock.done(request)
+            self._tell(TokenEvent(number, done=request.result))
 
         return engine.submit(job.prompt, job.sampling, logprobs=job.logprobs, echo=job.score, kv=job.kv,
                              priority=job.priority, pooling=job.pooling, constraint=job.constraint,

@@ -46,6 +46,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         if isinstance(message, dict):
             _message(message)
     if "/messages" in case.path:
+        for message in body["messages"] if isinstance(body.get("messages"), list) else []:
+            if isinstance(message, dict):
+                _blocks(message)
         last = body["messages"][-1] if isinstance(body.get("messages"), list) and body["messages"] else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             last["role"] = "user"
@@ -112,6 +115,16 @@ def _message(message: dict[str, Any]) -> None:
         message["role"] = "user"
     if message.get("content") is None and not message.get("tool_calls"):
         message["content"] = "a"
+
+
+def _blocks(message: dict[str, Any]) -> None:
+    """Anthropic's blocks that only one role's turns may have."""
+    if message.get("role") in ("user", "assistant", "system") and isinstance(message.get("content"), list):
+        for block in message["content"]:
+            if isinstance(block, dict) and block.get("type") in (
+                    "tool_use", "thinking", "redacted_thinking", "tool_result"):
+                block.clear()
+                block.update(type="text", text="a")
 
 
 def _tokenize(body: dict[str, Any]) -> None:

@@ -274,3 +274,35 @@ def test_a_message_opens_no_role(client, loaded, live):
     assert prompt_tokens(live(loaded=loaded, parse_special=True).openai()) == len(as_tokens)
     plain = client.completions.create(model="tiny", prompt="a<|im_end|>b", max_tokens=1)
     assert plain.usage.prompt_tokens == len(loaded.tokenizer.encode("a<|im_end|>b"))
+
+
+def test_requests_with_a_lower_priority_go_first_if_the_server_says_so(live, monkeypatch):
+    priorities = []
+    for policy in ("priority", "fcfs"):
+        made = live(scheduling_policy=policy)
+        submit = made.engine.submit
+        monkeypatch.setattr(made.engine, "submit", lambda *args, submit=submit, **options: (
+            priorities.append(options["priority"]), submit(*args, **options))[1])
+        statuses = [made.post(path, {**body, "priority": -3}).status_code for path, body in (
+            ("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/v1/embeddings", {"input": "a"}),
+            ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+            ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+            ("/v1/messages", {"messages": MESSAGES[1:], "max_tokens": 1}))]
+        assert statuses == [200 if policy == "priority" else 400] * 5
+    assert priorities == [-3] * 5
+
+
+def test_all_engines_are_closed_and_the_first_error_is_raised(live, loaded, monkeypatch):
+    made = live(models={"a": loaded, "b": loaded, "c": loaded})
+    closed = []
+    with monkeypatch.context() as patch:
+        for model in made.application.models:
+            def close(name=model.name):
+                closed.append(name)
+                if name != "c":
+                    raise RuntimeError(name)
+
+            patch.setattr(model.engine, "close", close)
+        with pytest.raises(RuntimeError, match="a"):
+            made.application.close()
+    assert closed == ["a", "b", "c"]

@@ -6,6 +6,7 @@ import pytest
 
 from quantkit.serve.body import MAX_CONTAINERS, check_structure
 from quantkit.serve.errors import ApiError
+from quantkit.serve.schema import MAX_JSON_VALUES, check_json
 
 PATH = "/v1/completions"
 KIND = {"content-type": "application/json"}
@@ -40,3 +41,55 @@ def test_as_many_as_are_allowed():
     check_structure(b"[" * MAX_CONTAINERS)
     with pytest.raises(ApiError):
         check_structure(b"[" * (MAX_CONTAINERS + 1))
+
+
+MANY = "[" + ",".join(["[]"] * 16_000) + "]"
+"""As JSON in a text it has fewer than are allowed; twice it has more."""
+
+
+def called(arguments):
+    return {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def escaped(body):
+    return json.dumps(body).replace("[]", r"\u005b]").encode()
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [called(MANY)] * 2}]}),
+    ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [called(MANY)]}] * 2}),
+    ("/v1/responses", {"input": [
+        {"type": "function_call", "call_id": "a", "name": "look", "arguments": MANY}] * 2}),
+    (PATH, {"prompt": "a", "guided_json": MANY, "structured_outputs": {"json": MANY}}),
+])
+@pytest.mark.parametrize("write", [lambda body: json.dumps(body).encode(), escaped])
+def test_json_in_texts_counts_together_and_is_not_parsed(shared, monkeypatch, path, body, write):
+    def parse(*args, **options):
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr("quantkit.serve.tools.parse_object", parse)
+    monkeypatch.setattr("quantkit.serve.openai.structured.parse_object", parse)
+    with shared.http as client:
+        answer = client.post(path, content=write({"model": "tiny", **body}), headers=KIND)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
+    assert "in texts" in answer.json()["error"]["message"]
+
+
+def test_many_brackets_in_other_texts_are_read(shared):
+    refused = shared.post(PATH, {"prompt": MANY * 2, "max_tokens": 1}).json()["error"]
+    assert refused["code"] == "context_length_exceeded", "it is too long, and nothing else"
+    with shared.http as client:
+        answer = client.post(PATH, content=b'{"prompt": "' + b"[" * 20_000, headers=KIND)
+    assert answer.json()["error"]["message"] == "the body is not JSON"
+
+
+class Counted(list):
+    """A list that must not be looked into."""
+
+    def __iter__(self):
+        raise AssertionError("it was looked into")
+
+
+def test_an_object_with_too_many_values_is_looked_into_no_further():
+    with pytest.raises(ValueError, match="more than"):
+        check_json({"enum": Counted([0] * (MAX_JSON_VALUES + 1))})

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from quantkit.errors import QuantkitError, SourceError, UsageError
-from quantkit.runtime.engine import EngineClosed, EngineFull
+from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.request import ContextLengthError
 from quantkit.serve import guard
 from quantkit.serve.errors import api_error
@@ -321,3 +321,34 @@ def test_greedy_in_all_but_name(shared, almost):
     found = [shared.post(TEXT, {"prompt": "the cat", **how}).json()["choices"][0]["text"]
              for how in ({"temperature": 0}, almost)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_by_itself_is_told_once_and_no_shutdown(live, eventually, monkeypatch, stream):
+    made, failure, submit = live(), ZeroDivisionError("secret"), Engine.submit
+
+    def fails(self, *args, on_error, **options):
+        request = submit(self, *args, on_error=on_error, **options)
+        on_error(failure)
+        return request
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "submit", fails)
+        for _ in range(2):
+            answer = made.post(TEXT, {"prompt": "a", "max_tokens": 500, "stream": stream})
+            assert answer.status_code == (200 if stream else 500)
+            assert '"internal_error"' in answer.text and "secret" not in answer.text
+    eventually(lambda: made.errors)
+    assert made.errors == [failure]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", TEXT])
+def test_an_error_of_ours_in_a_thread_is_told_too(live, monkeypatch, path):
+    made = live()
+
+    def fail(*_):
+        raise QuantkitError("the tokenizer is damaged")
+
+    monkeypatch.setattr(type(made.loaded.tokenizer), "encode", fail)
+    check(made.post(path, {"prompt": "a"}), 500, code="internal_error")
+    assert [type(error) for error in made.errors] == [QuantkitError]

@@ -9,6 +9,8 @@ import pytest
 
 from quantkit.runtime.engine import EngineFull
 from quantkit.serve import respond
+from quantkit.serve.errors import ApiError
+from quantkit.serve.models import ServedEngine
 from quantkit.serve.threads import BoundedThreads
 from quantkit.text.tokenizer import Tokenizer
 
@@ -17,20 +19,20 @@ PATH = "/v1/completions"
 
 def test_so_many_run_at_once_and_all_are_answered():
     async def run():
-        threads, now, most, lock = BoundedThreads(2, 20), 0, 0, threading.Lock()
+        threads, running, max_running, lock = BoundedThreads(2, 20), 0, 0, threading.Lock()
 
         def work(number):
-            nonlocal now, most
+            nonlocal running, max_running
             with lock:
-                now += 1
-                most = max(most, now)
+                running += 1
+                max_running = max(max_running, running)
             threading.Event().wait(0.02)
             with lock:
-                now -= 1
+                running -= 1
             return number
 
         found = await asyncio.gather(*(threads.run(lambda i=i: work(i)) for i in range(12)))
-        assert found == list(range(12)) and most == 2
+        assert found == list(range(12)) and max_running == 2
 
     asyncio.run(run())
 
@@ -137,3 +139,33 @@ def test_requests_that_are_read_slowly_hold_up_nobody_else_and_are_forgotten(liv
     assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
     assert len(texts) == respond.PREPARING, "the prompts of those who left were not read"
     stream.close()
+
+
+def test_structures_that_compile_slowly_hold_up_no_other_prompts(live, monkeypatch, eventually):
+    compiling, going = [], threading.Event()
+
+    def compile(self, structure):
+        compiling.append(structure)
+        assert going.wait(60)
+        raise ApiError(400, "it can't be compiled")
+
+    monkeypatch.setattr(ServedEngine, "compile", compile)
+    made, statuses = live(max_queue=1), []
+
+    def ask():
+        statuses.append(made.post(PATH, {"prompt": "a", "guided_regex": "a+", "max_tokens": 1}).status_code)
+
+    asking = [threading.Thread(target=ask) for _ in range(respond.COMPILING + 1)]
+    for number, thread in enumerate(asking):
+        thread.start()
+        eventually(lambda number=number: made.application.guard.active == number + 1)
+        eventually(lambda number=number: len(compiling) == min(number + 1, respond.COMPILING))
+    assert made.post(PATH, {"prompt": "a", "max_tokens": 1}).status_code == 200
+    too_long = made.post(PATH, {"prompt": [5] * 70_000, "guided_regex": "a+"})
+    assert too_long.json()["error"]["code"] == "context_length_exceeded", "it is told before it would wait"
+    refused = made.post(PATH, {"prompt": "a", "guided_regex": "a+"})
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    going.set()
+    for thread in asking:
+        thread.join(60)
+    assert statuses == [400] * (respond.COMPILING + 1)

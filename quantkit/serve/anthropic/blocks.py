@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quantkit.serve.conversation import called
+from quantkit.serve.errors import RefusedValue
 from quantkit.serve.schema import JsonObject, RequestPart, String, printable
 from quantkit.serve.tools import CallId, ToolName
 
@@ -74,12 +75,27 @@ ContentBlock = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBl
 Text = String | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
+BLOCK_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant",
+               "tool_result": "user"}
+"""Whose turns alone may have a block. A text may stand in any."""
+
+
 class MessageParam(RequestPart):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
     content: String | Annotated[list[ContentBlock], Field(
         min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _blocks_of_role(self) -> MessageParam:
+        for number, block in enumerate(self.content if isinstance(self.content, list) else ()):
+            role = BLOCK_ROLES.get(block.type, self.role)
+            if role != self.role:
+                raise RefusedValue(
+                    f"content[{number}].type", f"{block.type} blocks can't be in a turn of the role "
+                    f"{self.role!r}; only {role} has them", "invalid_value")
+        return self
 
     def plain(self) -> list[dict[str, Any]]:
         """The turn as messages that chat templates read: results of tools have messages of their own."""

@@ -34,15 +34,15 @@ class MessagesReply(Reply):
     def __init__(self, model: ServedEngine, body: MessagesRequest) -> None:
         self.model, self.stream = model, body.stream
         self._turns = NextTurn(model, body.conversation())
-        self.jobs = self._turns.jobs
+        self.jobs, self.structure = self._turns.jobs, self._turns.structure
         self._id = f"msg_{uuid.uuid4().hex}"
 
-    async def whole(self, work: RequestWork) -> dict[str, Any]:
+    async def body(self, work: RequestWork) -> dict[str, Any]:
         """``message``."""
         (turn,) = await self._turns.whole(work)
         return self._message([_block(part) for part in turn.parts], turn.end)
 
-    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """From ``message_start`` to ``message_stop``."""
         yield {"type": "message_start", "message": self._message([], None)}
         index, kind = -1, ""  # of the block that is open

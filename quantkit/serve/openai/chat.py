@@ -24,18 +24,18 @@ class ChatReply(Reply):
     def __init__(self, model: ServedEngine, body: ChatRequest) -> None:
         self.model, self.stream, self._body = model, body.stream, body
         self._turns = NextTurn(model, body.conversation())
-        self.jobs = self._turns.jobs
+        self.jobs, self.structure = self._turns.jobs, self._turns.structure
         self._envelope = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()),
                           "model": model.name}
 
-    async def whole(self, work: RequestWork) -> dict[str, Any]:
+    async def body(self, work: RequestWork) -> dict[str, Any]:
         """``chat.completion``."""
         turns = await self._turns.whole(work)
         return {**self._envelope, "object": "chat.completion",
                 "choices": [self._choice(i, turn) for i, turn in enumerate(turns)],
                 "usage": completion_usage(self._turns.usage(turn.end for turn in turns))}
 
-    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """``chat.completion.chunk`` after another."""
         ends: list[TurnEnd] = []
         opened: set[int] = set()

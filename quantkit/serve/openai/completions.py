@@ -25,12 +25,13 @@ class CompletionReply(Reply):
 
     Raises:
         ApiError, ContextLengthError: a prompt doesn't fit.
-        QuantkitError: the tokenizer or the structure is at fault.
+        QuantkitError: the tokenizer is at fault.
     """
 
     def __init__(self, model: ServedEngine, body: CompletionRequest) -> None:
         tokenizer = model.loaded.tokenizer
         self.model, self.stream, self._body = model, body.stream, body
+        priority = model.priority(body.priority)
         check_size(len(body.prompts) * body.n, model.max_queue)
         reader = PromptReader(tokenizer, model.context, body.max_tokens or 1, "prompt")
         prompts = [reader.encode(p) if isinstance(p, str) else p for p in body.prompts]
@@ -44,17 +45,16 @@ class CompletionReply(Reply):
         self._offsets = [TextOffsets(tokenizer, ids, text) for ids, text in zip(shown, self._texts)
                          for _ in range(body.n if body.logprobs is not None else 0)]
         sampling, kv = body.sampling(), model.kv(body.kv)
-        compiled = None if body.structure is None else model.compile(body.structure)
+        self.structure = body.structure
         self.jobs = [ChoiceJob(prompt, choice_sampling(sampling, body.max_tokens or 1, i), body.logprobs,
-                               body.echo and body.logprobs is not None, kv=kv, priority=body.priority,
-                               constraint=None if compiled is None else compiled())
+                               body.echo and body.logprobs is not None, kv=kv, priority=priority)
                      for prompt in prompts for i in range(body.n)]
         check_fits(model.loaded, self.jobs)
         self._prompt_tokens = sum(map(len, prompts))
         self._envelope = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
                           "created": int(time.time()), "model": model.name}
 
-    async def whole(self, work: RequestWork) -> dict[str, Any]:
+    async def body(self, work: RequestWork) -> dict[str, Any]:
         """``text_completion``."""
         tokens: defaultdict[int, list[TokenInfo]] = defaultdict(list)
         ends: dict[int, Completion] = {}
@@ -66,7 +66,7 @@ class CompletionReply(Reply):
         return {**self._envelope, "usage": self._usage(ends),
                 "choices": [self._whole_choice(i, tokens[i], ends[i]) for i in range(len(self.jobs))]}
 
-    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """``text_completion`` with what is new, one after another."""
         ends: dict[int, Completion] = {}
         sent: defaultdict[int, int] = defaultdict(int)
@@ -82,7 +82,7 @@ class CompletionReply(Reply):
             if index not in opened:
                 opened.add(index)
                 if self._body.echo:  # by now the prompt is scored
-                    scored = work.tickets[index].result.prompt_logprobs or []
+                    scored = work.requests[index].result.prompt_logprobs or []
                     yield chunk(self._choice(index, self._prompt(index), scored))
             if event.token is not None:
                 sent[index] += len(event.token.text)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
+from quantkit.runtime.engine import EngineFull
 from quantkit.runtime.request import check_ids
 from quantkit.runtime.sampler import Sampling
 from quantkit.serve.errors import ApiError
@@ -22,6 +24,8 @@ from quantkit.serve.work import ChoiceJob, RequestWork, check_fits
 
 MAX_INPUTS, MAX_NUMBERS = 2048, 2**22
 """Of one request: texts, and numbers of all their vectors."""
+QUEUE_SECONDS = 0.02
+"""After which a part of the texts that found the queue full tries again."""
 
 
 class EmbeddingRequest(RequestPart):
@@ -64,19 +68,32 @@ class EmbeddingReply:
             check_ids(model.loaded, prompt)
         if not all(prompts):
             raise ApiError(400, "a text has no tokens", param="input", code="invalid_value")
-        kv = model.kv(body.kv)
-        self.jobs = [ChoiceJob(prompt, Sampling(max_tokens=1), kv=kv, priority=body.priority,
+        kv, priority = model.kv(body.kv), model.priority(body.priority)
+        self.jobs = [ChoiceJob(prompt, Sampling(max_tokens=1), kv=kv, priority=priority,
                                pooling=body.pooling) for prompt in prompts]
         check_fits(model.loaded, self.jobs)
 
     async def vectors(self, metrics: ModelMetrics) -> AsyncIterator[tuple[int, torch.Tensor, int]]:
         """Each text's number, its float32 vector and how many of its tokens the prefix cache had.
 
-        A part of the texts is queued at a time, so that a request may have more of them than can wait.
+        A part of the texts is queued at a time, so that a request may have more of them than can wait. Once
+        the first part has found room, the others wait for theirs.
+
+        Raises:
+            EngineFull: there is no room for the first part.
+            BaseException: what went wrong in the engine.
         """
         size = max(1, min(self._model.engine.stats()["max_batch"], self._model.max_queue))
-        for start in range(0, len(self.jobs), size):
-            work = RequestWork(self._model.engine, self.jobs[start:start + size], metrics)
+        start = 0
+        while start < len(self.jobs):
+            try:
+                work = RequestWork(self._model.engine, self.jobs[start:start + size], metrics)
+            except EngineFull:
+                if not start:
+                    raise
+                size = max(1, size // 2)  # a smaller part finds room sooner
+                await asyncio.sleep(QUEUE_SECONDS)
+                continue
             try:
                 async for event in work.events():
                     if event.done is not None:
@@ -84,6 +101,7 @@ class EmbeddingReply:
                         yield start + event.choice, self._cut(event.done.embedding), event.done.cached_tokens
             finally:
                 work.cancel()
+            start += len(work.requests)
 
     async def collect(self, metrics: ModelMetrics) -> tuple[list[torch.Tensor], int]:
         """All vectors in their order, and tokens that the prefix cache had."""
@@ -94,15 +112,17 @@ class EmbeddingReply:
         return [vectors[i] for i in range(len(self.jobs))], cached
 
     def body(self, vectors: list[torch.Tensor], cached: int) -> bytes:
-        """The whole answer as JSON; of many vectors it takes a while."""
+        """The whole answer as JSON; of many vectors it takes a while.
+
+        Each vector is written by itself, because no other thread runs while ``json.dumps`` does.
+        """
         tokens = sum(len(job.prompt) for job in self.jobs)
-        return json.dumps({
-            "object": "list", "model": self._model.name,
-            "data": [{"object": "embedding", "index": i, "embedding": self._written(vector)}
-                     for i, vector in enumerate(vectors)],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens,
-                      "prompt_tokens_details": {"cached_tokens": cached}}},
-            allow_nan=False, separators=(",", ":")).encode()
+        data = b",".join(_json({"object": "embedding", "index": i, "embedding": self._written(vector)})
+                         for i, vector in enumerate(vectors))
+        usage = _json({"prompt_tokens": tokens, "total_tokens": tokens,
+                       "prompt_tokens_details": {"cached_tokens": cached}})
+        return b"".join([b'{"object":"list","model":', _json(self._model.name), b',"data":[', data,
+                         b'],"usage":', usage, b"}"])
 
     def _cut(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(vector[:self._size].float(), dim=0)
@@ -111,3 +131,7 @@ class EmbeddingReply:
         if self._body.encoding_format == "float":
             return vector.tolist()
         return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

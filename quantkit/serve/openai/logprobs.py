@@ -18,11 +18,11 @@ LEAST = -9999.0
 def chat_logprobs(tokens: Iterable[TokenInfo], texts: TokenTexts) -> dict[str, Any]:
     """``{"content": [{token, logprob, bytes, top_logprobs}]}``."""
 
-    def one(token: int, logprob: float | None) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": texts.bytes(token)}
 
-    return {"content": [one(info.id, info.logprob) | {
-        "top_logprobs": [one(token, logprob) for token, logprob in info.top]} for info in tokens],
+    return {"content": [entry(info.id, info.logprob) | {
+        "top_logprobs": [entry(token, logprob) for token, logprob in info.top]} for info in tokens],
         "refusal": None}
 
 

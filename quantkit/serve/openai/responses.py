@@ -26,11 +26,11 @@ class ResponsesReply(Reply):
     def __init__(self, model: ServedEngine, body: ResponsesRequest) -> None:
         self.model, self.stream, self._body = model, body.stream, body
         self._turns = NextTurn(model, body.conversation())
-        self.jobs = self._turns.jobs
+        self.jobs, self.structure = self._turns.jobs, self._turns.structure
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._events = ResponseEvents()
 
-    async def whole(self, work: RequestWork) -> dict[str, Any]:
+    async def body(self, work: RequestWork) -> dict[str, Any]:
         """The complete response."""
         (turn,) = await self._turns.whole(work)
         assert turn.end is not None
@@ -40,7 +40,7 @@ class ResponsesReply(Reply):
         items = [output_item(part, new_id(part), state) for part, state in zip(turn.parts, states)]
         return self._response(status, items, turn.end)
 
-    async def pieces(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, work: RequestWork) -> AsyncIterator[dict[str, Any]]:
         """Events, each with its number."""
         events = self._events
         yield events.event("response.created", response=self._response("in_progress", []))

@@ -55,8 +55,10 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class StructuredOutputs(RequestPart):
     """vLLM's: one of these."""
 
-    ignored = frozenset({"disable_any_whitespace", "disable_additional_properties", "disable_fallback"})
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"structural_tag": (), "whitespace_pattern": ()}
+    ignored = frozenset({"disable_fallback"})  # there is one backend
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,)}
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool = False

@@ -167,6 +167,13 @@ def test_errors_have_its_shape(client, shared, live):
         "type": "url", "url": "http://127.0.0.1:9/"}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
      "messages[0].content[0].tool_use_id"),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "a"}, {"type": "tool_use", "id": "a", "name": "look", "input": {}}]}]},
+     "tool_use blocks can't be in a turn of the role 'user'"),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "only assistant"),
+    ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]}, "only assistant"),
+    ({"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+                   *USER]}, "only user"),
     ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"unheard_of": 1}, "unheard_of"),
 ])
 def test_what_cant_be_is_refused_by_name(shared, change, said):

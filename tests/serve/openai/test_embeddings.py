@@ -1,7 +1,13 @@
 """``/v1/embeddings``: vectors of length 1, in the order of the texts, as the official client reads them."""
 
+import asyncio
+import json
+
 import pytest
 import torch
+
+from quantkit.runtime.engine import EngineFull
+from quantkit.serve.openai import embeddings
 
 PATH = "/v1/embeddings"
 
@@ -65,3 +71,55 @@ def test_what_cant_be_is_refused(shared, change, param):
 def test_an_empty_text_has_the_vector_of_its_tokens_if_it_has_any(shared):
     answer = shared.post(PATH, {"input": ""})
     assert answer.status_code == (200 if shared.loaded.tokenizer.encode("") else 400), answer.text
+
+
+@pytest.mark.parametrize("kind", ["float", "base64"])
+def test_no_other_thread_waits_for_more_than_one_vector(shared, monkeypatch, kind):
+    sizes, dumps = [], json.dumps
+
+    def measured(value, **options):
+        sizes.append(len(text := dumps(value, **options)))
+        return text
+
+    monkeypatch.setattr("quantkit.serve.openai.embeddings.json.dumps", measured)
+    texts = [f"number {i}" for i in range(40)]
+    answer = shared.post(PATH, {"model": "tiny", "input": texts, "encoding_format": kind})
+    assert answer.content == dumps(answer.json(), separators=(",", ":")).encode()
+    assert list(answer.json()) == ["object", "model", "data", "usage"] and len(answer.json()["data"]) == 40
+    vectors = [size for size in sizes if size > len(answer.content) / 100]
+    assert len(vectors) >= 40 and max(vectors) < len(answer.content) / 20
+
+
+@pytest.mark.parametrize("disturb", ["drain", "full"])
+def test_what_was_begun_is_completed(live, eventually, monkeypatch, disturb):
+    """Also if the server is asked to end meanwhile, or others fill the queue."""
+    made, parts, work = live(max_batch=2, max_queue=2), [], embeddings.RequestWork
+    draining = []
+
+    def disturbed(engine, jobs, metrics):
+        parts.append(len(jobs))
+        if len(parts) == 2 and disturb == "drain":
+            draining.append(asyncio.ensure_future(made.application.drain(60)))
+        if len(parts) == 2 and disturb == "full":
+            raise EngineFull("full")
+        return work(engine, jobs, metrics)
+
+    monkeypatch.setattr(embeddings, "RequestWork", disturbed)
+    answer = made.post(PATH, {"input": [f"number {i}" for i in range(9)]})
+    assert answer.status_code == 200 and len(answer.json()["data"]) == 9
+    assert [entry["index"] for entry in answer.json()["data"]] == [*range(9)]
+    assert sum(parts) == 9 + 2 * (disturb == "full")
+    if disturb == "drain":
+        eventually(lambda: made.application.draining)
+        assert made.post(PATH, {"input": "a"}).json()["error"]["code"] == "shutting_down"
+
+
+def test_without_room_for_its_first_texts_it_is_refused_at_once(live, monkeypatch):
+    made = live()
+
+    def full(*_):
+        raise EngineFull("full")
+
+    monkeypatch.setattr(embeddings, "RequestWork", full)
+    answer = made.post(PATH, {"input": ["a"] * 9})
+    assert answer.status_code == 503 and answer.headers["retry-after"]

@@ -64,18 +64,18 @@ def offsets_of(loaded, text, shown=None):
 
 @pytest.mark.parametrize("text", ["the cat sat", "  the </s>in", ""])
 def test_offsets_are_those_of_the_text_that_is_shown(texts, loaded, text):
-    ids, found = offsets_of(loaded, text)
+    ids, offsets = offsets_of(loaded, text)
     lengths = [0, *(len(texts.text(token)) for token in ids[1:])]
-    assert found[:len(ids) + 1] == [sum(lengths[:i]) for i in range(len(ids) + 1)]
-    assert found[len(ids)] == len(text)
+    assert offsets[:len(ids) + 1] == [sum(lengths[:i]) for i in range(len(ids) + 1)]
+    assert offsets[len(ids)] == len(text)
 
 
 def test_a_part_of_a_character_begins_where_it_does(loaded):
-    ids, found = offsets_of(loaded, "a猫b")
-    assert len(ids) > 4 and found[:2] == [0, 0] and set(found[2:len(ids) - 1]) == {1}
-    assert found[len(ids) - 1:len(ids) + 1] == [2, 3]
+    ids, offsets = offsets_of(loaded, "a猫b")
+    assert len(ids) > 4 and offsets[:2] == [0, 0] and set(offsets[2:len(ids) - 1]) == {1}
+    assert offsets[len(ids) - 1:len(ids) + 1] == [2, 3]
 
 
 def test_special_tokens_of_a_prompt_given_as_ids_are_shown(loaded):
-    ids, found = offsets_of(loaded, "the cat", "<s>the cat")
-    assert found[:2] == [0, 3] and found[len(ids)] == len("<s>the cat")
+    ids, offsets = offsets_of(loaded, "the cat", "<s>the cat")
+    assert offsets[:2] == [0, 3] and offsets[len(ids)] == len("<s>the cat")
