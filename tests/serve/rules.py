@@ -21,6 +21,8 @@ LONG = {2**14, 2**14 - 1}
 MANY = {"messages": 4096, "tools": 128, "tool_calls": 128, "content": 1024, "system": 1024, "input": 4096}
 """Lists of up to so many are allowed; as many don't fit the context."""
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+TEXTS, CHOICES = ("prompt", "input"), ("choice", "guided_choice")
+"""Texts, which must have a token, and choices, which the vocabulary must be able to write."""
 
 
 def _whole(value: Any, low: int, high: int) -> bool:
@@ -71,8 +73,13 @@ def _valid_texts(value: Any, key: str = "") -> Any:
         most = MANY.get(key, 0)
         # one text more than embeddings take stays one too many
         fits = 3 < len(value) <= most and (key, len(value)) != ("input", 2049)
-        return [_valid_texts(item) for item in (value[:3] if fits else value)]
+        kept = key if key in TEXTS + CHOICES else ""
+        return [_valid_texts(item, kept) for item in (value[:3] if fits else value)]
+    if value == "" and key in TEXTS:
+        return "a"
     if isinstance(value, str) and value:
+        if key in CHOICES:
+            return "".join(letter if " " <= letter <= "~" else "a" for letter in value)
         limit, simple = SIMPLE.get(key, (0, ""))
         if len(value) <= limit:
             return simple
@@ -162,7 +169,7 @@ def _structure(body: dict[str, Any]) -> None:
 def _may_go(value: Any) -> bool:
     """Whether it is right by itself, so that nothing wrong is lost with it."""
     if isinstance(value, list):
-        return len(value) <= 1000 and all(isinstance(item, str) and 0 < len(item) <= 1000 for item in value)
+        return len(value) <= 512 and all(isinstance(item, str) and 0 < len(item) <= 1000 for item in value)
     return isinstance(value, str) or value == SCHEMA
 
 
