@@ -214,7 +214,6 @@ class Engine:
             try:
                 with self._lock:
                     self._step()
-                    self._lock.decodes(self, bool(scheduler.decoding))
             except Exception as error:  # not a request's: the engine itself is broken, so every request ends
                 self._unheard.append(error)
                 for request in scheduler.requests:
@@ -222,6 +221,7 @@ class Engine:
                         self._fail(request, error)
                     except Exception as more:  # what it holds can't be given back either
                         self._unheard.append(more)
+            self._lock.decodes(self, bool(scheduler.decoding))
             while self._unheard:
                 unheard = self._unheard.pop()
                 threading.excepthook(threading.ExceptHookArgs((type(unheard), unheard, unheard.__traceback__,
@@ -239,7 +239,8 @@ class Engine:
             # tokens that were drawn belong to their requests, whatever becomes of their pages
             self._end([request for request in self._ahead.flush() if request.done])
             scheduler.preempt_for_pages()
-        scheduler.admit()
+        while (failure := scheduler.admit()) is not None:
+            self._fail(*failure)
         begin, launched = self._clock(), self._ahead.pending
         decoding = bool(scheduler.decoding)
         awaited = decoding or self._lock.others_decode(self)  # somebody waits for a token meanwhile
@@ -348,8 +349,10 @@ class Engine:
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request because of an error and tell its listener."""
         request.spoiled = True
-        self._end([request])
-        self._heard(functools.partial(request.fail, error))  # nobody listens, or the listener fails
+        try:
+            self._end([request])
+        finally:  # even if what it holds can't be given back
+            self._heard(functools.partial(request.fail, error))  # nobody listens, or the listener fails
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Give back what requests hold."""

@@ -7,9 +7,9 @@ from types import TracebackType
 
 
 class FairLock:
-    """Held by an engine during a step, and handed on in the order in which it was asked for. A plain lock
-    could go to the same thread again and again, because whoever lets go of it is awake and can take it back
-    before another wakes up.
+    """Held by an engine during a step. Whoever lets go of it gets it back after somebody who waits; a plain
+    lock could go to the same thread again and again, because that one is awake and can take it before
+    another wakes up.
 
     It also says whose requests decode, so that an engine can keep its prompts' chunks small beside them.
     """
@@ -19,7 +19,7 @@ class FairLock:
         self._decoding: set[object] = set()
 
     def __enter__(self) -> None:
-        with self._next:  # whoever waits for the lock holds this one, so that nobody overtakes
+        with self._next:  # one of those who wait holds this one, so that who lets go can't overtake it
             self._running.acquire()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

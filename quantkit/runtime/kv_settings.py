@@ -46,7 +46,7 @@ class KVSettings:
         if prefix_bytes is None and grows:
             prefix_bytes = default_prefix_bytes()
         self._budget = None if prefix_bytes == 0 else PrefixBudget(prefix_bytes)
-        self._lock = threading.Lock()
+        self._making, self._lock = threading.Lock(), threading.Lock()  # of one setting; of what there is
         self._dropped_queries = self._dropped_hits = 0
         specs = {str(spec): spec for spec in (default, *more)}
         self._managers: dict[str, KVCacheManager] = {}  # by the setting's text
@@ -79,8 +79,7 @@ class KVSettings:
             UsageError: it doesn't fit the model, or isn't among those that the memory was divided for.
             EngineFull: there are too many others in use.
         """
-        with self._lock:
-            manager = self._of(spec)
+        manager = self._of(spec)
         self._loaded.model.prepare(manager.cache)
         return manager
 
@@ -95,19 +94,22 @@ class KVSettings:
         Raises:
             UsageError, EngineFull: as :meth:`prepare`.
         """
+        if kv is not None and not isinstance(kv, KVCacheManager):
+            kv = self._of(kv)
+        manager = kv or self.default
         with self._lock:
-            if kv is None:
-                manager = self.default
-            elif isinstance(kv, KVCacheManager):  # one that was dropped comes back, unless there is another
-                manager = self._managers.setdefault(str(kv.cache.spec), kv)
-            else:
-                manager = self._of(kv)
+            name = str(manager.cache.spec)
+            if name not in self._managers:  # it was dropped, and comes back
+                self._make_room()
+            manager = self._managers.setdefault(name, manager)
             manager.requests.add(request)
         request.kv = manager
 
     def _of(self, spec: KVSpec) -> KVCacheManager:
-        """The manager of a setting, made if it is new."""
-        if (manager := self._managers.get(str(spec))) is None:
+        """The manager of a setting, made if it is new. Whoever needs none that is made doesn't wait."""
+        with self._making:
+            if (manager := self._managers.get(str(spec))) is not None:
+                return manager
             if (queries := build_policy(spec).query_window) > MAX_QUERIES:
                 raise UsageError(f"the KV setting {spec} keeps {queries:,} queries",
                                  why=f"a request may choose one that keeps at most {MAX_QUERIES}",
@@ -116,9 +118,12 @@ class KVSettings:
                 raise UsageError(f"no memory is set aside for the KV setting {spec}",
                                  why=f"there is some for {', '.join(self._managers)}",
                                  next="choose one of them, or start with another --kv")
-            self._make_room()
-            manager = self._managers[str(spec)] = self._make(spec, None, 1)
-        return manager
+            with self._lock:
+                self._make_room()
+            manager = self._make(spec, None, 1)
+            with self._lock:
+                self._managers[str(spec)] = manager
+            return manager
 
     def clear(self) -> None:
         """Give back all prefixes."""
@@ -140,9 +145,9 @@ class KVSettings:
             if len(self._managers) - self._kept < MAX_SETTINGS:
                 return
             if not manager.requests:
-                del self._managers[name]
                 self._dropped_queries += manager.prefix_queries
                 self._dropped_hits += manager.prefix_hits
+                del self._managers[name]
                 manager.prefix_queries = manager.prefix_hits = 0  # it may come back
         if len(self._managers) - self._kept >= MAX_SETTINGS:
             raise EngineFull(f"{MAX_SETTINGS} other KV settings are in use",

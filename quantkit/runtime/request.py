@@ -125,7 +125,7 @@ class Request:
         waited: whether it waits for another's prompt, which begins like its own.
         isolated: its chunks go through the model by themselves, because a step that it was in failed.
         spoiled: whether a step failed in the middle, so that nobody may read what it has in the cache.
-        block_names: of its text's blocks, see :func:`quantkit.kv.prefix_cache.block_names`.
+        block_names: of its text's blocks, see :func:`quantkit.kv.prefix.block_names`.
         arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
     """
 

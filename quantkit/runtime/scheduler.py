@@ -128,13 +128,19 @@ class Scheduler:
         with self.changed:
             return [request for request in self.requests if request.cancelled]
 
-    def admit(self) -> None:
-        """Begin with waiting requests, in their order, as long as there is room for the first."""
+    def admit(self) -> tuple[Request, Exception] | None:
+        """Begin with waiting requests, in their order, as long as there is room for the first. Returns one
+        that can't begin, and why, before it looks at those behind it."""
         while self.running < self._max_batch:
             with self.changed:
                 request = self._waiting[0] if self._waiting else None
-            if request is None or not self._begin(request):
-                return
+            try:
+                if request is None or not self._begin(request):
+                    return None
+            except Exception as error:  # there is no memory for what it needs
+                assert request is not None
+                return request, error
+        return None
 
     @property
     def may_preempt(self) -> bool:

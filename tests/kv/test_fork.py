@@ -154,3 +154,19 @@ def test_a_beginning_is_shared_until_a_policy_dropped_of_it(model, kv):
             got = feed(model, cache, number, ids, phase)
             assert torch.equal(got, feed(model, alone, own, ids, phase))
         assert cache.slots(number) == alone.slots(own)
+
+
+def test_a_fork_for_which_there_is_no_memory_leaves_nothing(model, monkeypatch):
+    cache = KVCache(model.config, parse_kv("int8"), torch.float32)
+    row = cache.add()
+    feed(model, cache, row, torch.arange(4, 304) % 256, "prefill_end")
+
+    def fails(*given):
+        raise MemoryError
+
+    monkeypatch.setattr(cache.layers[-1].store, "fork", fails)
+    with pytest.raises(MemoryError):
+        cache.fork(row)
+    assert cache.numbers == (row,)
+    cache.free([row])
+    assert held(cache) == 0

@@ -128,7 +128,7 @@ def test_a_broken_engine_fails_its_requests_instead_of_hanging(small, monkeypatc
     monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(args.exc_value))
     failing = iter([OSError("no pages")])
 
-    def add(max_length):
+    def admit():
         raise next(failing)
 
     def fail(error):
@@ -136,7 +136,7 @@ def test_a_broken_engine_fails_its_requests_instead_of_hanging(small, monkeypatc
         if len(failed) == 2:
             ended.set()
 
-    monkeypatch.setattr(engine.cache, "add", add)
+    monkeypatch.setattr(engine._scheduler, "admit", admit)
     for _ in range(2):
         engine.submit([5, 6, 7], Sampling(max_tokens=4), on_error=fail)
     engine.start()
@@ -144,3 +144,40 @@ def test_a_broken_engine_fails_its_requests_instead_of_hanging(small, monkeypatc
     engine.close()
     assert [str(error) for error in printed] == ["no pages"]
     assert not engine._settings.default.requests
+
+
+def test_what_a_request_holds_may_be_lost_but_its_listener_is_told(started, monkeypatch, prompt_of, long):
+    engine, ended, printed = started(), threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(str(args.exc_value)))
+    free, failing = engine._settings.default.free, iter([MemoryError("no pages to move")])
+
+    def fails_once(request):
+        free(request)
+        for error in failing:
+            raise error
+
+    def broken(_):
+        raise RuntimeError("listener")
+
+    monkeypatch.setattr(engine._settings.default, "free", fails_once)
+    engine.submit(prompt_of(5), long, on_token=broken, on_error=lambda error: ended.set())
+    assert ended.wait(WAIT) and engine.drain(WAIT)
+    assert printed == ["no pages to move"]
+
+
+def test_who_cannot_begin_fails_alone(small, monkeypatch, prompt_of):
+    engine, errors = Engine(small, max_batch=1), []
+    begin = engine._settings.default.begin
+
+    def fails(request):
+        if request.prompt_tokens == 7:
+            raise MemoryError("no pages")
+        return begin(request)
+
+    monkeypatch.setattr(engine._settings.default, "begin", fails)
+    bad, good = (engine.submit(prompt_of(length), Sampling(max_tokens=3, ignore_eos=True),
+                               on_error=errors.append) for length in (7, 8))
+    while engine.step():
+        pass
+    assert [str(error) for error in errors] == ["no pages"] and bad.done
+    assert len(good.result.token_ids) == 3 and not engine._settings.default.requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from quantkit.errors import UsageError
@@ -78,3 +80,35 @@ def test_counts_outlive_their_setting(small, prompt_of):
     engine.submit(prompt_of(130), SHORT, logprobs=0, echo=True)
     finish(engine)
     assert engine.stats()["prefix_queries"] == 260, "a prompt that is scored isn't looked up"
+
+
+def test_a_setting_that_is_made_holds_up_nobody_else(small, prompt_of, monkeypatch):
+    engine, begun, goes_on = Engine(small), threading.Event(), threading.Event()
+    make = engine._settings._make
+
+    def slow(*given):
+        begun.set()
+        assert goes_on.wait(60)
+        return make(*given)
+
+    monkeypatch.setattr(engine._settings, "_make", slow)
+    thread = threading.Thread(target=engine.prepare, args=(SETTINGS[0],))
+    thread.start()
+    assert begun.wait(60)
+    engine.submit(prompt_of(5), SHORT)
+    assert thread.is_alive()
+    goes_on.set()
+    thread.join(60)
+    finish(engine)
+    assert len(engine._settings.managers) == 2
+
+
+def test_dropped_settings_that_come_back_are_no_more_than_others(small, prompt_of):
+    engine = Engine(small, max_queue=99)
+    prepared = [engine.prepare(setting) for setting in SETTINGS]
+    for manager in prepared[1:]:
+        engine.submit(prompt_of(5), SHORT, kv=manager)
+    with pytest.raises(EngineFull):
+        engine.submit(prompt_of(5), SHORT, kv=prepared[0])
+    assert len(engine._settings.managers) == 1 + MAX_SETTINGS
+    finish(engine)

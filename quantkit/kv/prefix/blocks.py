@@ -102,7 +102,8 @@ class BlockPrefixes(PrefixCache):
         return number
 
     def insert(self, names: Sequence[bytes], number: int) -> None:
-        """See the base class. Keeps all whole blocks; of those that are there already, the tree's pages."""
+        """See the base class. Keeps all whole blocks; of those that are there already, the tree's pages. A
+        sequence that computed such a block itself, at the same time as another, counts as its reader."""
         cache = self._cache
         depth = min(cache.seen(number) // PAGE, len(names))
         known = next((at for at in range(depth) if names[at] not in self._blocks), depth)

@@ -19,10 +19,12 @@ class _State:
     Attributes:
         number: of the fork in the cache.
         tokens: that it has had.
+        bytes: of its pages and of what is tracked.
     """
 
     number: int
     tokens: int
+    bytes: int
 
 
 class StatePrefixes(PrefixCache):
@@ -72,7 +74,8 @@ class StatePrefixes(PrefixCache):
         if name in self._states:
             self._states[name] = self._states.pop(name)
             return
-        self._states[name] = _State(self._cache.fork(number), seen)
+        fork = self._cache.fork(number)
+        self._states[name] = _State(fork, seen, self._cache.bytes_of(fork))
         self._count()
         while self._max_states is not None and len(self._states) > self._max_states:
             self.evict()
@@ -89,6 +92,12 @@ class StatePrefixes(PrefixCache):
         self._count()
         return True
 
+    def clear(self) -> None:
+        """See the base class."""
+        self._cache.free([state.number for state in self._states.values()])
+        self._states = {}
+        self._bytes = 0
+
     def spare_pages(self) -> Sequence[int]:
         """See the base class."""
         spare = []
@@ -102,11 +111,11 @@ class StatePrefixes(PrefixCache):
     def _count(self) -> None:
         """Count the bytes again. Where all is kept, states of one text share pages, in each head as in the
         first. What windows keep moves, so that states of those share next to nothing."""
-        cache, numbers = self._cache, [state.number for state in self._states.values()]
-        self._bytes = sum(map(cache.bytes_of, numbers))
+        cache, states = self._cache, self._states.values()
+        self._bytes = sum(state.bytes for state in states)
         if not cache.keeps_all:
             return
-        firsts = [cache.sequence(number).layers[0] for number in numbers]
+        firsts = [cache.sequence(state.number).layers[0] for state in states]
         for heads, token_bytes in (([state.pages[0] for state in firsts], cache.bytes_per_token),
                                    ([state.residual[0] for state in firsts], cache.residual_bytes_per_token)):
             repeated = sum(map(len, heads)) - len(set().union(*heads))

@@ -83,16 +83,18 @@ class EmbeddingReply:
             EngineFull: there is no room for the first part.
             BaseException: what went wrong in the engine.
         """
-        size = max(1, min(self._model.engine.stats()["max_batch"], self._model.max_queue))
-        start = 0
+        engine, start = self._model.engine, 0
         while start < len(self.jobs):
+            stats = engine.stats()
+            size = min(stats["max_batch"], stats["max_queue"] - stats["waiting"])  # what finds room now
+            if size <= 0 < start:
+                await asyncio.sleep(QUEUE_SECONDS)
+                continue
             try:
-                work = RequestWork(self._model.engine, self.jobs[start:start + size], metrics)
-            except EngineFull:
+                work = RequestWork(engine, self.jobs[start:start + max(1, size)], metrics)
+            except EngineFull:  # or a running request came to wait again meanwhile
                 if not start:
                     raise
-                size = max(1, size // 2)  # a smaller part finds room sooner
-                await asyncio.sleep(QUEUE_SECONDS)
                 continue
             try:
                 async for event in work.events():
