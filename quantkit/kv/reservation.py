@@ -127,11 +127,11 @@ class PageReservation:
         for number, (_, needed) in self._reserved.items():
             for layer, (pages, has) in enumerate(zip(needed, self._holds(number, spare is not None))):
                 future[layer] += max(0, pages - has)
-        heads, most = self._cache.heads, 0
+        heads, missing = self._cache.heads, 0
         for layer, group in enumerate(self._groups):
             used = self._cache.layers[layer].store.pages.used - (0 if spare is None else spare[layer])
-            most = max(most, used + future[layer] - self._available[group] * heads)
-        return -(-most // heads)
+            missing = max(missing, used + future[layer] - self._available[group] * heads)
+        return -(-missing // heads)
 
     def _holds(self, number: int, alone: bool) -> list[int]:
         """Pages of a sequence by layer that it needn't take again. A page that it shares and may still write
@@ -143,9 +143,10 @@ class PageReservation:
         first, holds = cache.codecs.first, []
         for layer, state in layers:
             # where all is kept, nobody writes to a page whose tokens are encoded
-            whole = [(start - first) // PAGE if cache.keeps_all else 0 for start in state.starts.tolist()]
+            starts = state.starts.tolist()
+            full_pages = [(start - first) // PAGE if cache.keeps_all else 0 for start in starts]
             holds.append(sum(full + layer.store.pages.owned(pages[full:])
-                             for full, pages in zip(whole, state.pages)))
+                             for full, pages in zip(full_pages, state.pages)))
         return holds
 
     def _by_layer(self, by_group: Sequence[int]) -> list[int]:

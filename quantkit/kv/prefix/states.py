@@ -102,10 +102,11 @@ class StatePrefixes(PrefixCache):
         """See the base class."""
         spare = []
         for index, layer in enumerate(self._cache.layers):
-            held = Counter(page for state in self._states.values()
-                           for head in self._cache.sequence(state.number).layers[index].pages
-                           for page in head)
-            spare.append(sum(layer.store.pages.holders(page) == count for page, count in held.items()))
+            states_with = Counter(page for state in self._states.values()
+                                  for head in self._cache.sequence(state.number).layers[index].pages
+                                  for page in head)
+            pool = layer.store.pages
+            spare.append(sum(pool.holders(page) == count for page, count in states_with.items()))
         return spare
 
     def _count(self) -> None:
