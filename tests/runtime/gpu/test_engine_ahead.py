@@ -197,7 +197,7 @@ def test_pages_that_run_out_and_prefixes_change_no_token(loaded, monkeypatch):
     def run(**more):
         engine = Engine(loaded, max_batch=3, context=512, **more)
         submitted = [engine.submit(list(range(length, 2 * length)), Sampling(
-            max_tokens=12, ignore_eos=True, temperature=30.0, seed=length)) for length in (60, 62, 70)]
+            max_tokens=12, ignore_eos=True, temperature=30.0, seed=length)) for length in (124, 122, 120)]
         while engine.step():
             pass
         engine.close()
@@ -205,5 +205,5 @@ def test_pages_that_run_out_and_prefixes_change_no_token(loaded, monkeypatch):
         return [request.result.token_ids for request in submitted], engine.stats()["preemptions"]
 
     whole, none = run()
-    found, preempted = run(memory=256 * Engine(loaded).cache.bytes_per_token, prefix_cache=None)
+    found, preempted = run(memory=448 * Engine(loaded).cache.bytes_per_token, prefix_cache=None)
     assert found == whole and none == 0 < preempted
