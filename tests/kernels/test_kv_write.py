@@ -110,7 +110,7 @@ def test_norms_of_heads(on, randn, obeys_the_rule, wide):
     cos, sin = (t[where].repeat(1, 2).double() for t in turns)
     exact = reference.rotate(reference.rms_norm(x, weights["q_norm"], EPS), cos, sin)
     obeys_the_rule(out, q, exact)
-    pages = cache.held[1][0].layers[0].pages
+    pages = cache.stored[1][0].layers[0].pages
     stored, plain = (store.pages.parts["k.values"][[own[0] for own in pages], :n].transpose(0, 1)
                      for store in (cache.store, cache.expected))
     exact = reference.rotate(reference.rms_norm(k, weights["k_norm"], EPS), cos, sin)
@@ -121,8 +121,8 @@ def test_norms_of_heads(on, randn, obeys_the_rule, wide):
 
 def write(cache, qkv, turns, rows, **about):
     """Tokens of a cache's first pages, in layer 1; the pages behind are other sequences'."""
-    for one in cache.held[1]:
-        cache.store.reserve(one.layers[0], 64)
+    for sequence in cache.stored[1]:
+        cache.store.reserve(sequence.layers[0], 64)
     where = torch.tensor(rows, dtype=torch.int32, device=cache.on[0]).view(-1, 2)
     return rope_store(qkv, *turns, cache.pages(), cache.tables(), StepTokens(where, 64), 1, heads=H,
                       kv_heads=HKV, dim=cache.dim, rotation=cache.turn, **about)
@@ -160,8 +160,8 @@ def test_a_row_does_not_depend_on_the_others(on, randn, values):
     for at in (0, 4, 16):
         assert torch.equal(write(few, qkv[at:at + 1], turns, rows[at:at + 1])[0], out[at])
     for name, part in few.store.pages.parts.items():
-        held = [own[0] for own in few.held[1][0].layers[0].pages]
-        mine, other = part[held], many.store.pages.parts[name][held]
+        first_pages = [own[0] for own in few.stored[1][0].layers[0].pages]
+        mine, other = part[first_pages], many.store.pages.parts[name][first_pages]
         assert torch.equal(mine[:, [0, 4, 16]], other[:, [0, 4, 16]])
         assert not mine[:, 1:4].bool().any() and not other[:, 1].bool().any()
 
@@ -194,7 +194,7 @@ def test_decoding_needs_nothing_from_the_host(on, randn):
     dim, steps = 32, 6
     cache, turns = Cache(on, "channel4", "token4", dim, sequences=1), angles(80, dim, on[0])
     cache.fill((60,), randn, turns)
-    cache.store.reserve(cache.held[1][0].layers[0], steps)
+    cache.store.reserve(cache.stored[1][0].layers[0], steps)
     tables, pages = cache.tables(), cache.pages()
     tokens, given = fused(randn, steps, dim, on), fused(randn, 1, dim, on)
     step = StepTokens(torch.zeros(1, 2, dtype=torch.int32, device=on[0]), 80)

@@ -46,29 +46,30 @@ class Cache:
         self.codecs = KVCodecs(CODINGS[keys], CODINGS[values], residual_length, first)
         self.expected, self.store = (PageStore(self.codecs, HKV, dim, on[1], numbered, device, MoveCounter())
                                      for device in (torch.device("cpu"), on[0]))
-        self.held = [[SequenceState(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
+        self.stored = [[SequenceState(1, HKV, first=first) for _ in range(sequences)] for _ in range(2)]
         self.turn = tuple(part.to(on[0]) for part in hadamard.hadamard_factors(dim))
 
     def tables(self):
         """Of all sequences, as layer 1 of 2; what lies behind a head's pages is far outside."""
-        held = self.held[1]
-        for one in held:
-            one.lay_out(None if self.store.residual is None else self.codecs.residual_length)
+        sequences = self.stored[1]
+        for sequence in sequences:
+            sequence.lay_out(None if self.store.residual is None else self.codecs.residual_length)
 
         def joined(name):
-            parts = [getattr(one, name)[0] for one in held]
-            most = max(part.shape[1] for part in parts) + 1
-            found = torch.full((len(held), 2, HKV, most), 1 << 30, dtype=torch.int32)
-            for row, part in zip(found, parts):
+            parts = [getattr(sequence, name)[0] for sequence in sequences]
+            width = max(part.shape[1] for part in parts) + 1
+            table = torch.full((len(sequences), 2, HKV, width), 1 << 30, dtype=torch.int32)
+            for row, part in zip(table, parts):
                 row[1, :, :part.shape[1]] = torch.from_numpy(part)
-            return found.to(self.on[0])
+            return table.to(self.on[0])
 
         def numbers(name):
-            rows = [torch.from_numpy(getattr(one, name)) for one in held]
+            rows = [torch.from_numpy(getattr(sequence, name)) for sequence in sequences]
             return torch.stack([row.expand(2, -1) for row in rows]).to(torch.int32).to(self.on[0])
 
         waits = self.store.residual is not None
-        seen = torch.tensor([int(one.seen[0]) for one in held], dtype=torch.int32, device=self.on[0])
+        seen = torch.tensor([int(sequence.seen[0]) for sequence in sequences], dtype=torch.int32,
+                            device=self.on[0])
         return SequenceTables(joined("table"), numbers("lengths"), seen, joined("residual")
                               if waits else None,
                               numbers("starts") if waits else None, self.codecs.residual_length,
@@ -88,10 +89,10 @@ class Cache:
 
     def step(self, counts, qkv, angles, rows=None, run=True, **about):
         """Tokens of each sequence: the torch path into one store, the kernels into the other → both q."""
-        before = [one.lengths.copy() for one in self.held[1]]
+        before = [sequence.lengths.copy() for sequence in self.stored[1]]
         placed = [(row, place) for row, count in enumerate(counts) for place in range(count)]
         order = range(len(placed)) if rows is None else rows
-        starts = [int(one.seen[0]) for one in self.held[0]]
+        starts = [int(sequence.seen[0]) for sequence in self.stored[0]]
         positions = torch.tensor([starts[row] + place for row, place in placed], device=self.on[0])
         q, k, v = parts(qkv, self.dim)
         cos, sin = (t[positions].repeat(1, 2) for t in angles)
@@ -107,17 +108,17 @@ class Cache:
         for row, count in enumerate(counts):
             own = slice(at, at + count)
             at += count
-            held = self.held[0][row].layers[0]
-            slots = self.expected.allocate(held, count)
+            state = self.stored[0][row].layers[0]
+            slots = self.expected.allocate(state, count)
             spread = positions[own].repeat(HKV).cpu()
             both = (x[own].transpose(0, 1).reshape(-1, self.dim).cpu() for x in (k, v))
             self.expected.write(slots, *both, spread)
-            self.expected.close(held)
-            self.store.allocate(self.held[1][row].layers[0], count)
+            self.expected.close(state)
+            self.store.allocate(self.stored[1][row].layers[0], count)
         if not run:
             return None
         tables = self.tables()
-        lengths = torch.stack([torch.from_numpy(one).expand(2, -1) for one in before]).contiguous()
+        lengths = torch.stack([torch.from_numpy(row).expand(2, -1) for row in before]).contiguous()
         seen = torch.tensor(starts, dtype=torch.int32, device=self.on[0])
         tables = replace(tables, lengths=lengths.to(self.on[0]), seen=seen)
         where = torch.tensor([placed[at] for at in order], dtype=torch.int32, device=self.on[0]).view(-1, 2)
@@ -129,7 +130,7 @@ class Cache:
         return out, q[list(order)]
 
     def fill(self, counts, randn, angles):
-        """So many tokens are in both stores, settled, without any kernel."""
+        """Put this number of tokens of each sequence into both stores, settled, without any kernel."""
         self.step(counts, fused(randn, sum(counts), self.dim, self.on, seed=7), angles, run=False)
         for mine, other in zip(self.store.all, self.expected.all):
             mine.parts.update({name: part.clone().to(self.on[0]) for name, part in other.parts.items()})
@@ -137,9 +138,9 @@ class Cache:
 
     def settle(self):
         """Both stores give back what is encoded."""
-        for store, held in zip((self.expected, self.store), self.held):
-            for one in held:
-                store.settle(one.layers[0])
+        for store, sequences in zip((self.expected, self.store), self.stored):
+            for sequence in sequences:
+                store.settle(sequence.layers[0])
 
     def same(self):
         """Every byte of both stores."""

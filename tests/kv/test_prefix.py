@@ -229,9 +229,9 @@ def test_whatever_comes_and_goes_the_count_is_right(config, steps, kv, limit):
             ended(prefixes, cache, taken.pop(0))
         if cache.divisible:
             reached = {block for number in taken for block in block_pages(cache, number)}
-            held = {page for number in cache.numbers for page in block_pages(cache, number)}
-            assert prefixes.held_bytes == 64 * len(held - reached) * cache.bytes_per_token
-            assert prefixes.spare_pages() == [2 * len(held - reached)] * 2
+            pages = {page for number in cache.numbers for page in block_pages(cache, number)}
+            assert prefixes.held_bytes == 64 * len(pages - reached) * cache.bytes_per_token
+            assert prefixes.spare_pages() == [2 * len(pages - reached)] * 2
     ended(prefixes, cache, *taken)
     assert cache.used_bytes == prefixes.held_bytes or not cache.divisible
     prefixes.clear()

@@ -71,8 +71,8 @@ def test_counts_outlive_their_setting(small, prompt_of):
         engine.submit(prompt_of(130), SHORT, kv=parse_kv("int8"))
         finish(engine)
     assert engine.stats()["prefix_queries"] == 260 and engine.stats()["prefix_hits"] == 128
-    held = engine.stats()["prefix_cache_bytes"]
-    assert held == engine.stats()["kv_used_bytes"] > 0
+    prefix_bytes = engine.stats()["prefix_cache_bytes"]
+    assert prefix_bytes == engine.stats()["kv_used_bytes"] > 0
     for setting in SETTINGS:
         engine.prepare(setting)
     assert engine.stats()["prefix_queries"] == 260 and engine.stats()["prefix_hits"] == 128

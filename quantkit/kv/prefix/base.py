@@ -125,8 +125,8 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def evict(self, pages: int = 1) -> bool:
-        """Give back what wasn't used for the longest time, at least this number of pages of each head if
-        there are so many that no running sequence holds; returns whether anything was given back."""
+        """Give back what wasn't used for the longest time: this number of pages of each head, or all that no
+        running sequence holds. Returns whether anything was given back."""
 
     @abstractmethod
     def spare_pages(self) -> Sequence[int]:
