@@ -204,18 +204,19 @@ class KVCacheManager:
         return end
 
     def after_chunk(self, request: Request) -> None:
-        """A chunk of a prompt went through the model: keep the state if another text can be taken up here."""
+        """A chunk of a prompt went through the model: keep what another text can begin with. Blocks can be
+        kept at the prompt's end, all at once, if nobody waits for them."""
         at = request.computed_tokens
-        if self.prefixes is None or self.cache.divisible or at >= len(request.prompt):
+        if self.prefixes is None or at >= len(request.prompt):
             return
-        if at % self._chunk == 0 or at == _last_block(request):
+        if request.awaited if self.cache.divisible else (at % self._chunk == 0 or at == _last_block(request)):
             self.keep_prefix(request)
 
     def waits_for(self, request: Request, other: Request) -> bool:
-        """Whether a request should wait because another's prompt, which is being read, begins like its own:
-        it can then begin behind that."""
-        if (self.prefixes is None or not request.reuses_prefix or not other.reuses_prefix
-                or request.computed_tokens > request.result.cached_tokens or request.preemptions):
+        """Whether a request should wait because another's prompt, which is being read, begins like its own
+        and that part isn't read yet: it can then begin behind that."""
+        if (self.prefixes is None or request.begun
+                or not request.reuses_prefix or not other.reuses_prefix):
             return False
         names, others = self._names(request), self._names(other)
         shared = 0
@@ -229,8 +230,7 @@ class KVCacheManager:
             usable = usable // self._chunk * self._chunk
         elif not self.cache.divisible:
             usable = last
-        passed = not self.cache.divisible and other.computed_tokens >= usable  # its state is there
-        return usable >= request.computed_tokens + PAGE and not passed
+        return usable >= request.computed_tokens + PAGE and other.computed_tokens < usable
 
     def _match(self, request: Request) -> PrefixMatch | None:
         """The longest prefix of a request's text so far. Its last token must be computed for its logits, if

@@ -123,9 +123,12 @@ class Request:
         preemptions: how often it gave up its pages.
         retries: how often a step failed that it shared with others.
         waited: whether it waits for another's prompt, which begins like its own.
+        awaited: whether another waited for its prompt.
         isolated: its chunks go through the model by themselves, because a step that it was in failed.
         spoiled: whether a step failed in the middle, so that nobody may read what it has in the cache.
         block_names: of its text's blocks, see :func:`quantkit.kv.prefix.block_names`.
+        came: prompt tokens that the engine had read when it came.
+        due: as many as it would have read then, if this one's text had been read at once.
         arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
     """
 
@@ -140,9 +143,10 @@ class Request:
         self.result = Completion(len(self.prompt), prompt_logprobs=[] if echo else None)
         self.status, self.cancelled = Status.WAITING, False
         self.computed_tokens, self.sequence = 0, -1
+        self.came = self.due = 0
         self.pool = None if pooling is None else Pooler(pooling)
         self.priority, self.preemptions, self.retries = priority, 0, 0
-        self.isolated = self.waited = self.spoiled = False
+        self.isolated = self.waited = self.awaited = self.spoiled = False
         self.kv: KVCacheManager
         self.deferred: Generator[int, None, None] | None = None
         self.last_logits: torch.Tensor | None = None
@@ -183,6 +187,11 @@ class Request:
     def reuses_prefix(self) -> bool:
         """Whether it may begin with keys and values that are there: nothing else of its prompt is needed."""
         return self.pool is None and not self.wants_prompt_logprobs
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of its prompt was computed for it."""
+        return self.computed_tokens > self.result.cached_tokens or self.preemptions > 0
 
     @property
     def order(self) -> tuple[int, int]:

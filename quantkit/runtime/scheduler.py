@@ -1,9 +1,10 @@
 """Decides what runs in a step: which requests get their next token, and which prompts go on by how much.
 
 Requests wait by priority, then in the order in which they came. A step decodes a token of every request
-behind its prompt, and reads prompts in the same order within a budget of tokens. Where pages run out, the
-last request gives up its own and waits again; what it had is computed anew. This file is the only one that
-admits requests and the only one that ends them.
+behind its prompt, and reads prompts within a budget of tokens. A short prompt goes before a long one that
+came a little earlier: one of n tokens lets pass only what would be read before n further tokens, so none
+waits for ever. Where pages run out, the last request gives up its own and waits again; what it had is
+computed anew. This file is the only one that admits requests and the only one that ends them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Scheduler:
         chunk: prompt tokens of a step, at most.
 
     Attributes:
-        prefilling: requests whose prompt is read, in their order.
+        prefilling: requests whose prompt is read, in the order of :attr:`Request.due`.
         decoding: requests that decode, in the order in which their prompts ended.
         preemptions: how often a request gave up its pages.
         changed: notified when requests come or end, and when the engine is closed.
@@ -66,6 +67,7 @@ class Scheduler:
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self.preemptions = 0
+        self._read = 0  # prompt tokens of all steps so far
         self._version = 0  # of what is free; a request that found no room looks again when it changed
         self._no_room: tuple[int, int] | None = None
         self.changed = threading.Condition()
@@ -104,6 +106,7 @@ class Scheduler:
             if len(self._waiting) >= self._max_queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already", why="the queue is full",
                                  next="try again in a moment, or start with a larger --max-queue")
+            request.came = self._read
             self._queue(request)
             self.changed.notify_all()
 
@@ -183,9 +186,12 @@ class Scheduler:
             return step
         budget = max(1, min(budget, self._chunk - len(step.decode)))
         for index, request in enumerate(self.prefilling):
-            others = [other for other in self.prefilling[:index] if other.kv is request.kv]
-            if any(request.kv.waits_for(request, other) for other in others):
-                request.waited = True
+            # whoever has begun doesn't wait, and nobody waits for those behind who haven't: none waits in vain
+            ahead = [other for place, other in enumerate(self.prefilling) if other.kv is request.kv
+                     and (place < index or other.begun) and request.kv.waits_for(request, other)]
+            for other in ahead:
+                request.waited = other.awaited = True
+            if ahead:
                 continue
             if request.waited:  # even if its turn comes later: what it waited for may be gone then
                 request.waited = False
@@ -196,6 +202,7 @@ class Scheduler:
                 continue
             end = request.kv.chunk_end(request, budget)
             step.chunks.append((request, end))
+            self._read += end - request.computed_tokens
             budget = 0 if alone else budget - (end - request.computed_tokens)
         return step
 
@@ -234,7 +241,9 @@ class Scheduler:
         with self.changed:
             self._waiting.remove(request)
             request.status = Status.PREFILL
-            bisect.insort(self.prefilling, request, key=lambda other: other.order)
+            request.due = request.came + request.length - request.computed_tokens
+            bisect.insort(self.prefilling, request,
+                          key=lambda other: (other.priority, other.due, other.id))
         if not request.admitted_at:
             request.admitted_at = time.perf_counter()
         return True

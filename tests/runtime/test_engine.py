@@ -108,6 +108,23 @@ def test_a_long_prompt_does_not_stop_the_others(small, submit):
     assert len(steps) - before == 100 // 16, "a token for each chunk of the other's prompt"
 
 
+def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small, submit):
+    engine, only = Engine(small, max_batch=16), Sampling(max_tokens=1, ignore_eos=True)
+    long, _ = submit(engine, 100, only)
+    engine.step()
+    behind, _ = submit(engine, 85, only)  # would end at 16 + 85
+    short, _ = submit(engine, 16, only)
+    engine.step()
+    assert short.done and long.computed_tokens == 16 and not behind.computed_tokens
+    steps = 0
+    while not long.done:  # all that come meanwhile are shorter
+        submit(engine, 16, only)
+        engine.step()
+        steps += 1
+    assert not behind.done and 32 + 16 * steps <= 2 * 100 + 16
+    engine.close()
+
+
 # -- errors
 
 

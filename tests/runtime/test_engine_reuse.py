@@ -225,7 +225,7 @@ def test_who_waited_for_a_state_takes_it_before_it_is_gone(models):
     sampling = Sampling(max_tokens=1, ignore_eos=True)
     long = Request(0, 0, 128, 1200, 1, sampling).prompt
     short = Request(0, 0, 128, 20, 2, sampling).prompt
-    requests = [engine.submit(prompt, sampling) for prompt in (long, short)]
+    requests = [engine.submit(prompt, sampling, priority=place) for place, prompt in enumerate((long, short))]
     while engine.step():
         pass
     assert [request.result.cached_tokens for request in requests] == [0, 128]
@@ -233,6 +233,19 @@ def test_who_waited_for_a_state_takes_it_before_it_is_gone(models):
     while engine.step():
         pass
     assert late.result.cached_tokens == 0, "by now it is"
+
+
+@pytest.mark.parametrize("kv", ["none", "int4"])
+def test_who_waits_for_a_long_prompt_s_beginning_goes_on_when_that_is_read(models, kv):
+    engine, sampling = Engine(models["qwen3"], kv=parse_kv(kv), prefix_cache=None), Sampling(max_tokens=1)
+    long = engine.submit(Request(0, 0, 256, 900, 1, sampling).prompt, sampling)
+    engine.step()
+    short = engine.submit(Request(0, 0, 256, 20, 2, sampling).prompt, sampling)
+    engine.step()
+    assert long.computed_tokens == 2 * CHUNK and short.computed_tokens <= CHUNK
+    engine.step()
+    assert short.done and short.result.cached_tokens == 256 and not long.done
+    engine.close()
 
 
 def test_an_answer_that_grows_gives_up_prefixes_that_nobody_reads(models):
