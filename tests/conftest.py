@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only tests for a GPU see one, and are run by their marker: all others are about a CPU."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the marker ``sampled(n)`` one case in n is quick; the others are slow ones. Which are
+    quick depends on their names alone, and all values of a parameter get their turn."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for several in cases.values():
+        marker = several[0].get_closest_marker("sampled")
+        assert marker is not None
+        several.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in several[-(-len(several) // marker.args[0]):]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ def made(request, folder, tmp_path_factory):
     return folder, quantize(str(folder), str(out / "recipe.yaml"), out / "out")
 
 
+@pytest.mark.sampled(3)
 def test_it_is_quantized_whole_and_generates(made):
     _, result = made
     assert all(row.method for row in result.rows) and 4 < result.plan.bits_per_weight < 5

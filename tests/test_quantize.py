@@ -86,6 +86,7 @@ def with_nan(folder: Path, to: Path, name: str) -> Path:
 # -- what is made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("model", ["llama", "deep"])
 def test_every_shipped_recipe(name, model, request, tmp_path):

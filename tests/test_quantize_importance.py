@@ -65,6 +65,7 @@ def test_it_is_worked_out_where_it_is_asked_for_and_changes_the_result(model, re
     assert not torch.equal(levels["equal"], levels["gradient"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at", range(9))
 def test_stopped_anywhere_and_run_again_it_ends_with_the_same_bytes(model, recipe, tmp_path, found,
                                                                     at, stop_at):

@@ -186,12 +186,10 @@ class Scheduler:
             return step
         budget = max(1, min(budget, self._chunk - len(step.decode)))
         for index, request in enumerate(self.prefilling):
-            # whoever has begun doesn't wait, and nobody waits for those behind who haven't: none waits in vain
-            ahead = [other for place, other in enumerate(self.prefilling) if other.kv is request.kv
-                     and (place < index or other.begun) and request.kv.waits_for(request, other)]
-            for other in ahead:
-                request.waited = other.awaited = True
-            if ahead:
+            if ahead := self._read_first(request, self.prefilling[:index]):
+                request.waited = True
+                for other in ahead:
+                    other.awaited = True
                 continue
             if request.waited:  # even if its turn comes later: what it waited for may be gone then
                 request.waited = False
@@ -205,6 +203,12 @@ class Scheduler:
             self._read += end - request.computed_tokens
             budget = 0 if alone else budget - (end - request.computed_tokens)
         return step
+
+    def _read_first(self, request: Request, before: Sequence[Request]) -> list[Request]:
+        """Whose prompts a request waits for, of those before it and those that have begun: they don't wait
+        themselves, so nobody waits in vain."""
+        return [other for other in self.prefilling if other.kv is request.kv
+                and (other.begun or other in before) and request.kv.waits_for(request, other)]
 
     def start_decoding(self, request: Request) -> None:
         """A request's text has been computed: it decodes from now on."""

@@ -134,6 +134,7 @@ def terminal(named, tmp_path):
     return start
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", TYPED)
 def test_a_documented_command(command, terminal, tmp_path):
     process = terminal(command)
@@ -153,6 +154,7 @@ def test_a_documented_command(command, terminal, tmp_path):
         assert (tmp_path / out[1]).exists() != ("--dry-run" in command)
 
 
+@pytest.mark.slow
 def test_a_cluster_gives_the_bytes_of_a_local_run(terminal, tmp_path):
     made = []
     for command in (RAY, RAY.removesuffix(" --executor ray")):

@@ -98,6 +98,7 @@ def test_recipes_show_names_the_candidates(cli):
     assert "candidate 1 gptq, int2 g64 sym" in shown and "--recipe mixed --budget 4.25bpw --out OUT" in shown
 
 
+@pytest.mark.slow
 def test_killed_while_measuring_and_quantizing_it_ends_with_the_same_bytes(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "other"))
     command = [sys.executable, "-m", "quantkit.cli.main", "quantize", str(tiny), "--budget", "4bpw", "-q",

@@ -6,6 +6,7 @@ from quantkit.plugins import registry
 from quantkit.testing import check_codec
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(registry("kv_codecs")))
 def test_codec(name: str) -> None:
     check_codec(registry("kv_codecs").get(name))

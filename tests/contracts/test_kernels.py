@@ -10,6 +10,7 @@ FEW = [spec for spec in FORMAT_SPECS[::2] if spec.kind != "int" or spec.bits == 
 """For the reference, which takes every weight of every format: some of each kind."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(registry("kernels")))
 def test_registered_kernels(name: str) -> None:
     taken = check_kernel(registry("kernels").get(name), FEW if name == "reference" else FORMAT_SPECS)

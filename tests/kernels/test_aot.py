@@ -20,6 +20,7 @@ def run(*arguments):
                           capture_output=True, text=True, timeout=3600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", [  # `make aot` compiles all
     "rope int8 d128 n1", "argmax peak fp16",
     *(pytest.param(only, marks=pytest.mark.slow)

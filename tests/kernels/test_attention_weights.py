@@ -32,6 +32,7 @@ def expected(cache, q, peaks=False, **how):
     return found[0].float(), found[1], 5 * found[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("peaks", [False, True])
 @pytest.mark.parametrize(("keys", "values", "residual_length", "first"), [
     ("plain", "plain", None, 0), ("int8", "fp8", None, 0), ("channel4", "token4", 10, 64),

@@ -49,6 +49,7 @@ def check(packed, x, rows, gated=None):
 NAMES = ("w16a16", "w4a16", "w8a16", "fp8", "nf4", "w8a8", "fp8a8")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_or_one_after_the_other(on, randn, name):
     packed = make(name, 100, 1152 if name in ("w8a8", "fp8a8") else 576, *on)

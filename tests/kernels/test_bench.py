@@ -37,6 +37,7 @@ def small(on):
     return lambda **change: cases(replace(TINY, **change), *on)
 
 
+@pytest.mark.slow
 def test_both_sides_compute_the_same(small, on):
     if on[1] == torch.float16 and on[0].type == "cpu":
         pytest.skip("once is enough in the interpreter, where it takes a minute")

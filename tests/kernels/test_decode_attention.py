@@ -26,6 +26,7 @@ def check(cache, q, obeys_the_rule, **how):
     obeys_the_rule(got, plain, exact, 5 * torch.ones_like(exact))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("keys", "values"), [("plain", "plain"), ("int8", "int8"), ("fp8", "fp8"),
                                               ("int8", "token4"), ("fp8", "plain"), ("int8", "hadamard4")])
 @pytest.mark.parametrize(("group", "d"), [(4, 64), (3, 96), (16, 32)])
@@ -41,6 +42,7 @@ def test_other_head_dimensions(on, randn, obeys_the_rule, paged_cache, kind, d):
     check(cache, randn(1, 16, d, seed=5, on=on), obeys_the_rule)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values"), WAITING)
 @pytest.mark.parametrize(("residual_length", "first", "d"), [(0, 0, 64), (20, 64, 32)])
 def test_vectors_that_wait(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, d):
@@ -55,6 +57,7 @@ def test_heads_that_no_power_of_two_divides(on, randn, obeys_the_rule, paged_cac
     check(cache, randn(1, 6, 96, seed=5, on=on), obeys_the_rule)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize(("keys", "values", "residual_length"),
                          [("int8", "int8", None), ("channel4", "token4", 30)])

@@ -24,6 +24,7 @@ CASES = [("plain", "plain", None, 0), ("int8", "int8", None, 0), ("fp8", "token4
          ("channel4", "token4", 10, 0), ("hadamard4", "hadamard4", 0, 64), ("channel3", "token2", 64, 0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES)
 @pytest.mark.parametrize(("group", "d"), [(4, 32), (3, 96)])
 def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, residual_length, first, group,
@@ -36,6 +37,7 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, keys, values, r
     obeys_the_rule(attend(cache, q), plain, exact, 5 * torch.ones_like(exact))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize(("keys", "values", "residual_length"),
                          [("int8", "int8", None), ("channel4", "token4", 30)])
@@ -57,6 +59,7 @@ def test_scores_are_capped(on, randn, obeys_the_rule, paged_cache):
                    terms=torch.tensor(3.0 * q.numel()**0.5))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values", "residual_length", "first"), CASES[:1] + CASES[3:5])
 def test_where_a_prompt_is_cut_makes_no_difference(on, randn, paged_cache, keys, values, residual_length,
                                                    first):

@@ -160,6 +160,7 @@ class Pair:
             one.tracked_bytes for one in self.cache._sequences.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("codec", CODECS)
 def test_sequences_come_and_go_under_any_policy(feeder, codec, window):
@@ -199,6 +200,7 @@ def test_sequences_come_and_go_under_any_policy(feeder, codec, window):
     holds()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["window(8)", "snapkv(0.1, window=4)", "tova(8, interval=4)"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_move_under_other_sequences(feeder, codec, policy, monkeypatch):

@@ -48,12 +48,14 @@ def divergence(model, kv, cuts):
     return float((exact.exp() * (exact - got)).sum(-1).mean())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cuts", [[], [17, 18, 19, 50], [*range(1, 80)]], ids=["whole", "pieces", "tokens"])
 def test_codecs_cost_what_their_bits_say(model, cuts):
     cost = [divergence(model, kv, cuts) for kv in ("none", "int8", "int2(residual_length=0, sinks=0)")]
     assert abs(cost[0]) < 1e-6 < cost[1] < 0.02 and 5 * cost[1] < cost[2] < 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["window(80)", "window(8, sinks=1)+int8", "snapkv(200)",
                                 "snapkv(20, window=4)", "tova(200)", "tova(20, interval=2)+int8"])
 def test_policies_cost_nothing_before_they_drop(model, kv):

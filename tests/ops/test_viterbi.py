@@ -88,6 +88,7 @@ def loss(weight, values, scale, hessian):
     return float((error * (hessian.double() @ error)).sum())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("columns", [1, 40, 64, 65, 150])
 def test_kernel_and_torch_feed_back_alike(monkeypatch, columns):
     weight, hessian, upper, scale = problem(columns)

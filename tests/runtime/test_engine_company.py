@@ -127,6 +127,7 @@ def run(loaded, kv, requests, max_batch=11):
     return heard
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*MODELS, *BY_OPERATION])
 def test_a_request_gets_the_same_bits_in_any_company(models, name):
     # what fails is a whole crowd: making it small takes minutes and shows little

@@ -35,6 +35,7 @@ def test_requests_wait_for_room_and_give_the_same_tokens(small, submit, kv):
     assert tight.cache.used_bytes == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["window(70)+int4", "snapkv(0.5, window=16)+int4", "h2o(96, interval=8)",
                                 "h2o(96, interval=8)+int4", "kvzip(0.5)+rotation(4)", "adakv(64)+int2"])
 def test_what_a_policy_does_moves_nothing(small, submit, kv):

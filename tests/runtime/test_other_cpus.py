@@ -50,6 +50,7 @@ def imitate(root, tests, isa="", aten="", onednn="", openblas="", only=""):
     assert "passed" in done.stdout or "[100%]" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isa", "aten", "onednn", "openblas"), [
     ("plain", "default", "SSE41", "Nehalem"), ("avx2", "avx2", "AVX2", "Haswell"),
     ("avx512-vnni", "avx512", "AVX512_CORE", "SkylakeX")], ids=["sse4", "avx2", "avx512"])

@@ -22,6 +22,7 @@ def plugin(request, tmp_path):
     return make_plugin(KINDS[request.param].example, request.param, tmp_path)
 
 
+@pytest.mark.sampled(6)
 def test_its_tests_pass(plugin):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
            "QUANTKIT_PLUGINS": ""}

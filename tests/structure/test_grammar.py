@@ -93,6 +93,7 @@ def test_a_model_of_random_weights_writes_json_by_the_schema(write, schema):
     assert complete >= 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prompt", ["Describe a person as JSON:", "def f(x):", "Once upon a time"])
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_a_real_model_writes_json_by_the_schema(write, schema, prompt):
@@ -152,6 +153,7 @@ def calls(format, text, tools=STRICT, opened=False):
     return parsed, "".join(delta.text for delta in deltas if hasattr(delta, "text"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name + format.variant)
 @pytest.mark.parametrize("choice", ["required", "get_weather", "time"])
 def test_required_calls_are_calls_by_the_schema(write, format, choice):

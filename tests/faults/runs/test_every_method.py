@@ -33,6 +33,7 @@ def test_no_method_and_no_format_is_left_out(every_case):
     assert "hqq" in registry("methods"), "plugins are among them"
 
 
+@pytest.mark.sampled(4)
 def test_killed_at_some_points(case, run_of, killed_at):
     killed_at(run_of(case), run_of(case).points(1 if "calibration" in case.recipe else 2))
 

@@ -69,6 +69,7 @@ def finished(steps: list[str], number: int) -> int:
     return len([what for what in done if "hidden.0." not in what and f"squares.{LAYERS}." not in what])
 
 
+@pytest.mark.slow
 def test_killed_where_the_walks_write(run, made, tmp_path, at_step, in_child, kill, monkeypatch):
     """At some points of each kind of unit; no layer that was finished is computed again."""
     assert run.reference

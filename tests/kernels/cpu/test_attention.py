@@ -100,6 +100,7 @@ def exact(one, begin, window=MANY, limit=MANY, sinks=0):
                         for head, pair in enumerate(pairs)], 1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_the_bits_of_the_reference(isa, pages, codec, dim):
@@ -129,6 +130,7 @@ def test_what_is_stored_is_what_the_codec_makes(isa, pages, codec):
             assert torch.equal(found, wanted), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("limits", [{}, {"window": 40}, {"limit": 30, "sinks": 4}, {"window": 1}])
 def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, pages, codec, limits):

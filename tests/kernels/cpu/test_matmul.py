@@ -143,6 +143,7 @@ def activations(m, k, padded, seed, outlier=False, zeros=False):
     return _pad(x, padded).contiguous()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 2, 9])
 def test_the_bits_of_the_reference(isa, multiply, same, kind, m):

@@ -53,6 +53,7 @@ def count(monkeypatch):
     return run
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("units", [1, 2, 7, 64])
 def test_every_unit_once_and_after_what_it_needs(count, threads, units):

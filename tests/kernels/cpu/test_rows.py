@@ -169,6 +169,7 @@ def test_the_references_fma_rounds_once():
         assert min(near, key=lambda one: abs(Fraction(float(one)) - exact)) == found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [16, 48, 96, 112, 128])
 @pytest.mark.parametrize("source", ["plain", "norm", "silu"])
 @pytest.mark.parametrize("family", FAMILIES)

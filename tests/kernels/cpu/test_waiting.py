@@ -105,6 +105,7 @@ def kernels(pools, room):
     return lambda isa, *args, threads=1, **more: Kernels(isa, pools[threads], room, *args, **more)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kv", "dim"), [*((kv, 64) for kv in SETTINGS), ("int4", 32), ("rotation(3)", 96),
                                          ("int2", 96)])
 def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
@@ -123,6 +124,7 @@ def test_kernels_do_what_the_caches_own_operations_do(isa, kernels, kv, dim):
     assert one.cache.allocated_bytes == one.twin.allocated_bytes
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv", ["int4", "int8(residual_length=64)", "rotation(3)"])
 def test_vectors_wait_in_the_dtype_that_the_cache_has(isa, kernels, kv, dtype):

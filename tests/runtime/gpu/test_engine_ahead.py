@@ -189,6 +189,7 @@ def test_output_that_is_not_finite_ends_its_own_request(loaded):
     assert isinstance(errors[0], QuantkitError) and "finite" in errors[0].what
 
 
+@pytest.mark.slow
 def test_pages_that_run_out_and_prefixes_change_no_token(loaded, monkeypatch):
     """A request that gives up its pages was given a step ahead, and draws its tokens on the device."""
     for module in (kv_manager, tables):

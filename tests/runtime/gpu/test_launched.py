@@ -32,6 +32,7 @@ def launched(*arguments):
     return found["launches"]
 
 
+@pytest.mark.slow
 def test_a_model():
     assert launched("--kv", "none,int4").keys() >= NEEDED
 

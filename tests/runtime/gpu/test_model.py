@@ -79,6 +79,7 @@ def logits(folder, kv="none", device="cpu", dtype="float32"):
     return torch.cat(found, 1), model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
 def test_every_way_to_keep_the_cache(folder, simulated, kv):
@@ -89,6 +90,7 @@ def test_every_way_to_keep_the_cache(folder, simulated, kv):
     assert plain.std() > 0.1 and (ours - plain).abs().max() < 2e-4 * plain.abs().max()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_every_family(tmp_path, simulated, family):
@@ -191,6 +193,7 @@ def tokens(loaded, kv, prompts, together):
     return [request.result.token_ids for request in submitted]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", ["none", "int4"])
 def test_a_request_gives_the_same_tokens_alone_and_in_a_batch(folder, simulated, kv):
     simulated()
@@ -268,6 +271,7 @@ def test_a_model_keeps_no_cache_alive(folder, simulated):
     assert gone() is None and not loaded.model._running
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kv", ["none", "int4", "rotation(4)", "window(70)+int4", "h2o(40)"])
 @torch.inference_mode()
 def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
