@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with the marker ``sampled(n)`` one case in n is quick; the others are slow ones. Which are
-    quick depends on their names alone, and all values of a parameter get their turn."""
+    quick depends on the names of those that were collected, so that it stays the same."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

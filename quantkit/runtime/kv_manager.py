@@ -166,6 +166,12 @@ class KVCacheManager:
                 self.prefixes):
             self.prefixes.clear()
 
+    def keep_beginning(self, other: Request, request: Request) -> None:
+        """Keep what was read so far of another's prompt if a request that comes now begins like it."""
+        if self.prefixes is not None and self.cache.divisible and request.reuses_prefix and other.begun and (
+                self._names(other)[:1] == self._names(request)[:1] != []):
+            self.keep_prefix(other)
+
     def free(self, request: Request) -> None:
         """A request has ended, or waits again: give back its pages."""
         if request.sequence < 0:
@@ -213,10 +219,9 @@ class KVCacheManager:
             self.keep_prefix(request)
 
     def waits_for(self, request: Request, other: Request) -> bool:
-        """Whether a request should wait because another's prompt, which is being read, begins like its own
-        and that part isn't read yet: it can then begin behind that."""
-        if (self.prefixes is None or request.begun
-                or not request.reuses_prefix or not other.reuses_prefix):
+        """Whether a request of which nothing is computed should wait because another's prompt, which is being
+        read, begins like its own and that part isn't read yet: it can then begin behind that."""
+        if self.prefixes is None or not request.reuses_prefix or not other.reuses_prefix:
             return False
         names, others = self._names(request), self._names(other)
         shared = 0
@@ -224,7 +229,7 @@ class KVCacheManager:
             if name != other_name:
                 break
             shared += 1
-        usable = min(shared * PAGE, len(request.prompt) - 1)
+        usable = min(shared * PAGE, len(request.prompt) - 1, len(other.prompt))
         last = _last_block(other)  # where its last state is kept
         if not self.invariant or (not self.cache.divisible and usable < last):
             usable = usable // self._chunk * self._chunk

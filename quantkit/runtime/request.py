@@ -123,7 +123,7 @@ class Request:
         preemptions: how often it gave up its pages.
         retries: how often a step failed that it shared with others.
         waited: whether it waits for another's prompt, which begins like its own.
-        awaited: whether another waited for its prompt.
+        awaited: whether another waits for its prompt in this step.
         isolated: its chunks go through the model by themselves, because a step that it was in failed.
         spoiled: whether a step failed in the middle, so that nobody may read what it has in the cache.
         block_names: of its text's blocks, see :func:`quantkit.kv.prefix.block_names`.

@@ -185,15 +185,7 @@ class Scheduler:
         if step.deferred is not None:
             return step
         budget = max(1, min(budget, self._chunk - len(step.decode)))
-        for index, request in enumerate(self.prefilling):
-            if ahead := self._read_first(request, self.prefilling[:index]):
-                request.waited = True
-                for other in ahead:
-                    other.awaited = True
-                continue
-            if request.waited:  # even if its turn comes later: what it waited for may be gone then
-                request.waited = False
-                request.kv.restart(request)
+        for request in self._reading():
             alone = request.isolated or not request.kv.mixes
             if budget <= 0 or (step.chunks and alone):
                 budget = 0
@@ -204,11 +196,29 @@ class Scheduler:
             budget = 0 if alone else budget - (end - request.computed_tokens)
         return step
 
-    def _read_first(self, request: Request, before: Sequence[Request]) -> list[Request]:
-        """Whose prompts a request waits for, of those before it and those that have begun: they don't wait
-        themselves, so nobody waits in vain."""
-        return [other for other in self.prefilling if other.kv is request.kv
-                and (other.begun or other in before) and request.kv.waits_for(request, other)]
+    def _reading(self) -> list[Request]:
+        """Prompts that may go on, in their order. One that waits for another gives it its place.
+
+        A request waits for those before it and for those that have begun, which don't wait themselves: so
+        there is always one that goes on.
+        """
+        for request in self.prefilling:
+            request.awaited = False
+        order: dict[int, Request] = {}
+        for place, request in enumerate(self.prefilling):
+            ahead = [] if request.begun else [
+                other for at, other in enumerate(self.prefilling) if other.kv is request.kv
+                and (at < place or other.begun) and request.kv.waits_for(request, other)]
+            for other in ahead:
+                request.waited = other.awaited = True
+                if other.begun:
+                    order.setdefault(other.id, other)
+            if not ahead:
+                if request.waited:  # even if its turn comes later: what it waited for may be gone then
+                    request.waited = False
+                    request.kv.restart(request)
+                order.setdefault(request.id, request)
+        return list(order.values())
 
     def start_decoding(self, request: Request) -> None:
         """A request's text has been computed: it decodes from now on."""
@@ -235,6 +245,9 @@ class Scheduler:
         if self._no_room == (request.id, self._version) or (
                 kv.one_prompt and any(other.kv is kv for other in self.prefilling)):
             return False
+        for other in self.prefilling:
+            if other.kv is kv:
+                kv.keep_beginning(other, request)
         while not kv.begin(request):
             running = [other for other in (*self.prefilling, *self.decoding) if other.kv is kv]
             last = max(running, key=lambda other: other.order, default=None)
