@@ -183,6 +183,7 @@ def test_a_rotation_is_measured_where_it_works(tmp_path):
     assert 0.3 < whole[1] / whole[0] < 3 and 0 < whole[2] < 10 * whole[0]
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_and_run_again_it_finds_the_same(measured, folder, kept, monkeypatch, stop_at):
     whole = measured()
     for at in range(8):

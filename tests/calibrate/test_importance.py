@@ -118,6 +118,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(model, tmp_p
     assert not torch.equal(once["model.layers.0.mlp.down_proj"], other["model.layers.0.mlp.down_proj"])
 
 
+@pytest.mark.sampled(3)
 def test_answers_are_drawn_as_often_as_the_model_gives_them(model, drawn, tmp_path):
     config, weights, _ = model
     for seed in range(60):

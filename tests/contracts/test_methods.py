@@ -26,6 +26,7 @@ class FewSteps(AutoRoundOptions):
     steps: int = 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(registry("methods")))
 def test_registered_methods(name: str) -> None:
     method = registry("methods").get(name)

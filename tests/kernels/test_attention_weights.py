@@ -46,6 +46,7 @@ def test_against_float64(on, randn, obeys_the_rule, paged_cache, peaks, keys, va
     obeys_the_rule(got, *expected(cache, q, peaks))
 
 
+@pytest.mark.sampled(2)
 @given(lengths=st.lists(st.tuples(st.integers(3, 250), st.integers(3, 250)), min_size=1, max_size=2),
        coding=st.sampled_from([("plain", "plain", None), ("int8", "fp8", None), ("channel4", "token4", 10)]),
        d=st.sampled_from([32, 64, 96]), group=st.integers(1, 4), seed=st.integers(0, 99))

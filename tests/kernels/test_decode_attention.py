@@ -80,6 +80,7 @@ def test_a_window_reads_no_page_that_it_does_not_see(on, randn, paged_cache):
     cache.tables.pages[0, cache.layer] = table
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
 def test_large_and_small_numbers(on, randn, obeys_the_rule, paged_cache, kind):
     """Scores that overflow without the maximum taken out; weights that vanish in float16 times a scale."""

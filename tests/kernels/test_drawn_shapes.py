@@ -29,6 +29,7 @@ def random(seed):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.sampled(2)
 @given(m=ROWS, n=SMALL, k=SMALL, seed=st.integers(0, 99))
 @DRAWN
 def test_weights_with_a_scale_a_row(on, randn, product_obeys_the_rule, m, n, k, seed):
@@ -105,6 +106,7 @@ CODINGS = st.sampled_from([("plain", "plain", None), ("int8", "int8", None), ("f
 WINDOWS = st.sampled_from([{}, {"window": 50}, {"limit": 30, "sinks": 4}])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", [False, True])
 @given(lengths=LENGTHS, coding=CODINGS, d=st.sampled_from([32, 64, 96]), group=st.integers(1, 5), how=WINDOWS,
        seed=st.integers(0, 99))

@@ -37,6 +37,7 @@ def test_vectors_by_themselves(on, randn, keys, values, dim):
     cache.same()
 
 
+@pytest.mark.sampled(2)
 @drawn(counts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=3),
        keys=st.sampled_from(["none", "int8", "fp8", "channel4", "channel3", "channel2"]),
        values=st.sampled_from(["none", "int8", "fp8", "token4", "token3", "token2"]),

@@ -92,6 +92,7 @@ def test_the_candidates_are_those_of_the_host(on, randn, kept):
     assert found.gather(1, ids[:, None]).all()
 
 
+@pytest.mark.sampled(2)
 @given(vocab=st.integers(2, 1500), seed=st.integers(0, 99), rows=st.lists(st.tuples(
     st.floats(0.1, 5), st.integers(0, 60), st.floats(0.05, 1), st.floats(0, 0.5)), min_size=1, max_size=4))
 @DRAWN

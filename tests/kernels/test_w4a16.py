@@ -77,6 +77,7 @@ def test_groups_without_a_scale_outliers_and_a_common_mean(on, randn, check):
     assert (check(x, codes, scale, None)[:, 3] == 0).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_row_does_not_depend_on_the_others(on, randn, rows_stand_alone, zeros):
     codes, scale, zero = weight(150, 1088, 64, zeros)

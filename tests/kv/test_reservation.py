@@ -100,6 +100,7 @@ def test_what_is_encoded_again_never_residual_in_between(config, kv):
     assert cache.move_counter.count == moves and cache.slots(row) == [(480, 480)] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["h2o(0.5, interval=640)", "tova(0.5, interval=640)", "snapkv(0.5)"])
 def test_no_prompt_needs_more_than_was_looked_at(config, kv):
     config = dataclasses.replace(config, max_position_embeddings=2048)

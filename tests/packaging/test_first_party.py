@@ -60,6 +60,7 @@ def test_each_passes_the_kit(run, name):
     assert report["results"] and {row["status"] for row in report["results"]} == {"ok"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "method"), [("int4-hqq", "hqq"), ("int4-imatrix", "imatrix")])
 def test_recipes_make_checkpoints(run, tiny, tmp_path, recipe, method):
     run("quantize", tiny, "--recipe", recipe, "--out", tmp_path / "OUT", "--quiet",

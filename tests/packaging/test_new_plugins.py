@@ -74,6 +74,7 @@ def test_weights(run, tiny, tmp_path, recipe, word):
         assert (plain / "model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_kernel(run, tiny, tmp_path):
     assert "blockwise" in run("doctor")
     run("quantize", tiny, "--recipe", "int4-rtn", "--out", tmp_path / "OUT", "--quiet")
@@ -112,11 +113,13 @@ def test_metrics_and_reporters(run, tiny, tmp_path):
     assert json.loads(line)["top5"] == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["clipped", "quantkit-sizes", "int4-v8"])
 def test_they_can_be_checked(run, name):
     assert " ok, 0 failed, 0 not checked" in run("plugins", "check", name)
 
 
+@pytest.mark.slow
 def test_an_editable_one_follows_its_folder(tmp_path):
     """pip builds it apart from this environment, which hatchling needs for editable installs."""
     plugin = make_plugin("sizes", "command", tmp_path)

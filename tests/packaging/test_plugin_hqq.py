@@ -76,6 +76,7 @@ def test_it_is_listed_with_its_distribution(run):
     assert "int4-hqq" in run("recipes", "list").stdout
 
 
+@pytest.mark.slow
 def test_without_it_neither_recipe_nor_method_is_known(run, tiny, tmp_path):
     done = run("quantize", tiny, "--recipe", "int4-hqq", "--dry-run", installed=False)
     assert done.returncode == 2 and "no recipe is called 'int4-hqq'" in done.stderr

@@ -27,6 +27,7 @@ SLOW = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SLOW)
 def test_a_slow_single_operation_ends_in_time(name):
     template = ChatTemplate(CHAT_TEMPLATE)

@@ -69,6 +69,7 @@ def test_rows_times_a_number(isa, look_up, packed, kind):
     assert torch.equal(found, table[ids].float() * 33.75)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scales", ["bf16", "f32"])
 @pytest.mark.parametrize("group", [0, 32, 96])
 @pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "w8a8", "nf4", "e4m3"])

@@ -246,6 +246,7 @@ def test_the_longest_row_of_int8_fits_32_bits(isa, multiply, m, sign):
     assert torch.equal(found, torch.full((m, 32), -128.0 * 127 * sign * MOST_COLUMNS))
 
 
+@pytest.mark.sampled(3)
 def test_the_largest_sums_fit(isa, multiply, same):
     """Every code and activation at its limit: integers that overflow would change sign."""
     codes = torch.full((32, 64), 15, dtype=torch.uint8)

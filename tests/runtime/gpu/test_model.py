@@ -102,6 +102,7 @@ def test_every_family(tmp_path, simulated, family):
     assert (ours - plain).abs().max() < 5e-5 * plain.abs().max()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("recipe", "kernel"), [("int8", "triton-w8a16"), ("int4-rtn", "triton-w4a16"),
                                                 ("nf4", "triton-nf4"), ("w8a8", "triton-w8a8"),
                                                 ("fp8", "triton-w8a8")])
