@@ -61,6 +61,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
                 for row in opened.layers if (packed := opened.quantized(row.name)) is not None}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "to"), PAIRS)
 def test_there_and_back(made, tmp_path, name, to):
     first = made(name)

@@ -49,6 +49,7 @@ def test_it_is_quantized_whole_and_generates(made):
         assert generate(loaded, [prompt], sampling)[0].token_ids == tokens
 
 
+@pytest.mark.sampled(3)
 def test_it_is_measured(made):
     folder, result = made
     found = evaluate([str(folder), str(result.out)], EvalSettings(window=32, windows=4, speed=False))

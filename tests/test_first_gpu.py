@@ -120,6 +120,7 @@ def test_one_test_a_function_is_picked(root):
         "a.py::t[cuda-bfloat16-1]", "a.py::u", "b.py::t[x]"]
 
 
+@pytest.mark.slow
 def test_a_model_is_cut_to_a_size(root, tmp_path, smollm2):
     from quantkit.checkpoint.open import open_model
 

@@ -221,6 +221,7 @@ FALLBACKS = {"raised": (raised, "damping raised from 0.01 to 0.1"),
              "no gradient": (no_gradient, "no answer of the model depends on it")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", FALLBACKS)
 def test_every_fallback_is_told_and_strict_makes_it_an_error_that_keeps_what_is_done(
         model, tmp_path, monkeypatch, kind):

@@ -41,6 +41,7 @@ def source(tmp_path_factory):
     return open_source(str(tiny_model(tmp_path_factory.mktemp("models") / "tiny")))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("text", ["5bpw", "6bpw", "88000B"])
 def test_a_quantized_embedding_is_no_linear(source, bits, text):
@@ -115,6 +116,7 @@ def test_more_room_never_costs_more_and_the_mix_is_no_worse_than_one_width(sourc
     assert [one.label for one in found[0].uniform] == [c.label() for c in LADDER[:-1]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_fused_layers_get_the_same_and_engines_take_them(tmp_path, family):
     source = open_source(str(tiny_model(tmp_path / "model", family, **(

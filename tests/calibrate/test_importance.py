@@ -94,6 +94,7 @@ def by_autograd(config, weights, answers):
     return {name: (y.grad.square().mean(-1).flatten(), rows) for name, (y, rows) in outputs.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [*KINDS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("together, logits", [(2048, 1 << 25), (24, 1 << 25), (2048, 250), (1, 1)])
 def test_it_is_the_square_of_the_gradient_of_answers_that_the_model_gives(

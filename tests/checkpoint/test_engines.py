@@ -47,6 +47,7 @@ W8A8 = spec(8, None, activations="token")
 FP8 = W8A8 | {"kind": "fp"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("engine", "device", "what", "form"), [
     ("vllm", "cuda", spec(4), None), ("vllm", "cuda", spec(8, None), None),
     ("vllm", "cpu", spec(4, 64), None), ("vllm", "cpu", W8A8, None), ("vllm", "cpu", FP8, None),

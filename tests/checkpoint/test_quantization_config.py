@@ -104,6 +104,7 @@ def test_nothing_quantized_is_no_config(tiny):
     assert quantization_config(tiny.plan({"match": "*"}).rows) is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["int8", "int4", "int3-asym", "mixed-bits", "w8a8", "fp8", "fp8-weights",
                                   "mixed-layouts"])

@@ -139,6 +139,7 @@ def test_a_file_that_cannot_be_written(cli, tiny, tmp_path):
     assert result.exit_code == 2 and "can't be written" in result.stderr
 
 
+@pytest.mark.slow
 def test_kernels_measures_every_format_and_says_what_it_leaves_out(cli, cli_json):
     arguments = ("bench", "kernels", "--shape", "64x96", "--shape", "70x128", "--rows", "1,5",
                  "--repeats", 1, "-q")

@@ -155,6 +155,7 @@ def test_when_nothing_fits_the_closest_is_named_and_every_way_out_works(cli):
         assert again.exit_code == 0, again.stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arguments, words", [
     (("--context", 0), "--context"),
     (("--context", -5), "--context"),
@@ -209,6 +210,7 @@ def test_where_nothing_can_be_measured_it_says_what_to_give(cli, heads, monkeypa
     assert "llvmlite is not installed; give --bandwidth and --flops" in " ".join(result.stdout.split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("uri, words", [
     ("synthetic:gemma3-1b", "22 of 26 layers see 512 tokens only, and hold not many more"),
     ("synthetic:gemma2-2b", "activations are an estimate"),

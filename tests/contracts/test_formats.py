@@ -6,6 +6,7 @@ from quantkit.plugins import registry
 from quantkit.testing import check_format
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(registry("formats")))
 def test_registered_formats(name: str) -> None:
     check_format(registry("formats").get(name))

@@ -6,6 +6,7 @@ from quantkit.plugins import registry
 from quantkit.testing import check_policy
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", list(registry("kv_policies")))
 def test_policy(name: str) -> None:
     check_policy(registry("kv_policies").get(name))

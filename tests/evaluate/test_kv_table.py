@@ -34,6 +34,7 @@ def config():
                          "num_key_value_heads": 3, "max_position_embeddings": 1 << 16})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [8000, 32_000])
 @pytest.mark.parametrize("kv", [*CODECS, *POLICIES])
 def test_what_is_held_at_a_prompts_end_is_what_is_claimed(script, config, kv, tokens):

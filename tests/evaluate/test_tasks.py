@@ -110,6 +110,7 @@ def theirs(path, data, model, monkeypatch):
     return task, found["results"][task.config.task]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["arc_easy", "copa", "winogrande", "hellaswag", "lambada_openai", "ppl",
                                   "writes"])
 def test_what_lm_eval_makes_of_the_same_file(name, data, loaded, their_datasets, monkeypatch):

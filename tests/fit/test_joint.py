@@ -28,6 +28,7 @@ def test_every_recipe_and_every_measured_codec_is_there(big):
     assert {str(kv) for one, kv in big if one.name == "int8-kv8"} == {"int8"}, "the recipe says so"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("memory", [5, 6, 8, 10, 12, 15, 18, 20, 25])
 def test_the_least_expected_loss_of_what_fits_is_chosen(big, memory):
     found = combine(big, Requirements(8192, 4, memory * 10**9))

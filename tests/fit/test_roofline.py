@@ -51,6 +51,7 @@ def test_no_step_reads_less_than_the_cache_says(kv, context):
     assert read <= cache.step_bytes(row) <= read + spare
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("uri", ["synthetic:llama-8b", "synthetic:mixtral-8x7b", "synthetic:gemma3-1b"])
 @pytest.mark.parametrize("intensity", [1, 3, 10, 100, 1000])
 @pytest.mark.parametrize("context", [64, 4096])

@@ -17,6 +17,7 @@ def numpy_pack(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(flat, axis=1, bitorder="little").view("<i4")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("count", COUNTS)
 def test_equals_an_independent_packer(bits: int, count: int) -> None:

@@ -35,6 +35,7 @@ def test_codes_of_single_tokens(on, randn, obeys_the_rule, paged_cache, keys, va
     check(cache, randn(2, 2 * group, d, seed=5, on=on), obeys_the_rule)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("d", [20, 128])
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 def test_other_head_dimensions(on, randn, obeys_the_rule, paged_cache, kind, d):

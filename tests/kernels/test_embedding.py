@@ -40,6 +40,7 @@ def weights(name, family):
     return w16a16.pack(plain, family), plain.double()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["ampere", "hopper"])
 @pytest.mark.parametrize("name", ["int4 g32", "int4 g64", "int4 zp", "int8", "w8a8", "fp8", "nf4", "plain"])
 def test_rows(on, name, family):

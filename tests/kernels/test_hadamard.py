@@ -15,6 +15,7 @@ def factors(n, on):
     return tuple(part.to(on[0]) for part in reference_hadamard.hadamard_factors(n))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, 7, 12, 64, 80, 96, 128, 256, 576, 1536, 4096, 152, 11008])
 def test_there_and_back(on, randn, n):
     """In registers, and in parts from 9 times a power of two on."""

@@ -24,6 +24,7 @@ DRAWN = settings(max_examples=5, derandomize=True,
                  suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values", "dim"), [
     ("none", "none", 64), ("int8", "int8", 128), ("fp8", "fp8", 32), ("int8", "token4", 96),
     ("none", "token3", 64), ("fp8", "token2", 32), ("int8", "none", 20)])
@@ -54,6 +55,7 @@ def test_steps_of_any_length(on, randn, counts, keys, values, dim, residual_leng
         cache.settle()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values", "dim", "residual_length", "first", "count"), [
     ("channel4", "token4", 64, 64, 64, 20), ("channel3", "token3", 96, 0, 0, 20),
     ("channel2", "token2", 32, 10, 0, 70), ("int8", "fp8", 32, 0, 64, 20),
@@ -75,6 +77,7 @@ def test_vectors_that_wait(on, randn, monkeypatch, keys, values, dim, residual_l
     assert cache.store.pages.used >= 2 * HKV
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("keys", "values", "dim", "residual_length"), [
     ("hadamard4c", "hadamard4", 64, 64), ("hadamard3c", "hadamard3", 96, 0), ("hadamard2c", "token2", 32, 0),
     ("int8", "hadamard3", 64, 0)])
@@ -148,6 +151,7 @@ def test_three_tensors_and_a_part_that_is_not_rotated(on, randn):
     assert torch.equal(one[..., :width], reference.rotate(q[..., :width].float(), cos, sin).to(on[1]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("values", ["hadamard4", "token3", "none"])
 def test_a_row_does_not_depend_on_the_others(on, randn, values):
     """Nor on nobody's: those are zeros, store nothing, and may be anything before."""

@@ -30,6 +30,7 @@ def check(product_obeys_the_rule):
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("n", "k", "m"), [
     *((n, k, m) for n, k in ((1, 64), (33, 64), (130, 192)) for m in (1, 3, 16, 17)),
     (7, 1024, 1), (192, 576, 17)])

@@ -10,6 +10,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.triton.rms_norm import rms_norm
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("n", [1, 7, 64, 576, 1024, 4100])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("add", [False, True])

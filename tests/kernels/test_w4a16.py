@@ -31,6 +31,7 @@ def check(product_obeys_the_rule):
     return run
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("n", "k", "group", "m"), [
     *((*shape, m) for shape in ((1, 32, 32), (33, 96, 32), (3, 64, 64), (40, 128, 128), (17, 256, 256))
@@ -40,12 +41,14 @@ def test_against_float64(on, randn, check, n, k, group, zeros, m):
     check(randn(m, k, on=on), *weight(n, k, group, zeros))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("m", "group"), [(33, 32), (65, 64), (130, 128), (200, 32)])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_prefill(on, randn, check, m, group, zeros):
     check(randn(m, 256, on=on), *weight(140, 256, group, zeros))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["ampere", "hopper", "blackwell", "cdna"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_every_order_of_columns(on, randn, check, family, group):

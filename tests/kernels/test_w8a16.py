@@ -28,6 +28,7 @@ def check(product_obeys_the_rule):
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("n", "k", "m"), [
     *((n, k, m) for n, k in ((1, 1), (3, 16), (33, 100), (128, 64)) for m in (1, 3, 16, 17)),
     (130, 576, 1), (130, 576, 17), (257, 1000, 3)])

@@ -40,6 +40,7 @@ def check(obeys_the_rule):
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k", "m"), [
     (1, 1, 1), (3, 16, 3), (33, 100, 17), (128, 128, 16), (130, 1152, 1), (130, 1152, 17), (40, 300, 130)])

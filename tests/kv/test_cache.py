@@ -245,6 +245,7 @@ def test_snapkv_asks_nothing_of_decoding_and_keeps_no_queries_for_it(feeder):
     assert set(one.cache.slots(number)) == {(20, 20)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [p for p in POLICIES if not p.startswith("snapkv")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_chunks_make_no_difference_to_what_is_held(feeder, codec, policy):

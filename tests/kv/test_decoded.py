@@ -76,6 +76,7 @@ def check_pages(cache, rows):
     assert checked
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "int3", "int2", "int8/int4", "window(64)+int8",
                                 "window(256)+int4", "snapkv(0.5)+int8", "snapkv(0.9)+int4", "h2o(0.5)+int8"])
 def test_the_bits_are_those_of_the_kernel(loaded, ids, kv, monkeypatch):
@@ -188,6 +189,7 @@ def test_forks_and_freed_pages(loaded, ids, without_kernels):
     assert torch.isfinite(logits).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 @pytest.mark.parametrize("limit", [None, 0, 60_000])
 def test_company_changes_no_bit(loaded, ids, kv, limit, without_kernels):

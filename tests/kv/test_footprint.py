@@ -148,6 +148,7 @@ def test_plain_pages_are_arithmetic():
     assert found.moving_bytes(3) == 3 * 2**30 / 32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", [
     "none", "int8", "int4", "window(150, sinks=4)", "window(60)+int8", "window(0.2MB)", "snapkv(0.5)",
     "snapkv(0.6MB)+int4", "tova(90, interval=8)", "h2o(0.3, interval=16)+int8", "kvzip(0.5, chunk=100)"])
@@ -232,6 +233,7 @@ def test_queries_give_their_memory_back_when_the_prompt_ends(tmp_path, kv, dtype
         assert (watched > 0) == (phase == "prefill" or kv.startswith("h2o")), phase
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["none", "int4", "window(100, sinks=4)+int4", "window(700)"])
 @pytest.mark.parametrize("context, prompt, chunk", [(3001, 2500, 128), (2048, 2047, 384), (4000, 3300, 200)])
 def test_a_long_prompt_behind_windows_is_predicted_by_its_last_chunks(hybrid, kv, context, prompt, chunk,

@@ -41,6 +41,7 @@ def awkward() -> dict[str, torch.Tensor]:
                 [[1e-38, 6e4, -1e-40, 0, 1, -1, 1e-7, -6e4]] * 3)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -19,6 +19,7 @@ def form(size: int, seed: int = 0) -> torch.Tensor:
     return (made + made.T) / 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("whole", [1, 4, 5, 2048])
 @pytest.mark.parametrize("size", [1, 2, 5, 13, 32])

@@ -26,6 +26,7 @@ def close(a, b, bound=2e-5):
     assert (a - b).abs().max().item() <= bound
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "keys"), CASES)
 @pytest.mark.parametrize("sizes", [[12, 1, 1, 1, 1], [5, 7, 1, 3], [1] * 16])
 def test_pieces_equal_the_whole(make_config, make_model, family, keys, sizes, fed):

@@ -120,6 +120,7 @@ def test_prefill(pair):
     assert difference(ours(ids), expected) <= BOUND
 
 
+@pytest.mark.sampled(3)
 def test_prefill_in_chunks_then_token_by_token(pair, fed):
     hf, ours = pair
     ids = ids_of(2, 30)
@@ -131,6 +132,7 @@ def test_prefill_in_chunks_then_token_by_token(pair, fed):
     assert difference(torch.cat(got, 1), hf(ids).logits) <= BOUND
 
 
+@pytest.mark.sampled(3)
 def test_a_right_padded_batch(pair, fed):
     hf, ours = pair
     ids, lengths = ids_of(3, 14), [14, 6, 1]

@@ -52,6 +52,7 @@ def scattered(batch, slots, seed=0):
     return keys
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 4, 8), (6, 2, 16), (3, 1, 6), (9, 3, 64)])

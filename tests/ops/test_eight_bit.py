@@ -30,6 +30,7 @@ def asked(weight, **changes):
     return dataclasses.replace(query_for(weight, torch.bfloat16, torch.device("cpu"), "decode"), **changes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("m", [1, 3, 17, 70])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 97), (96, 576), (64, 1536)])
 def test_near_the_reference(case, n, k, m):

@@ -100,6 +100,7 @@ def test_packed_weights_are_multiplied_by_turns(monkeypatch):
     assert len(cpu_weight._kept.products) == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keys", [{"bits": 8}, {"bits": 4, "group": 32},
                                   {"bits": 4, "group": 32, "symmetric": False}, {"bits": 3, "group": 32},
                                   {"bits": 2, "group": 16},

@@ -17,6 +17,7 @@ TOKENS = [{"bits": 8, "form": "int-quantized", "activations": "token"},
           {"bits": 8, "form": "float-quantized", "kind": "fp", "activations": "token"}]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keys", WEIGHTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 3), (33, 17), (96, 130)])

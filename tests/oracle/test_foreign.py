@@ -65,6 +65,7 @@ def bnb(plain, folder, **options):
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
 def test_nf4(plain, tmp_path, nested, storage):
@@ -173,6 +174,7 @@ def compressed(plain, folder, groups, ignore=("lm_head",), form="pack-quantized"
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GROUPS)
 def test_pack_quantized(plain, tmp_path, name):
     folder = compressed(plain, tmp_path / name, GROUPS[name])
@@ -209,6 +211,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_byte_a_weight(plain, tmp_path, monkeypatch, name):
     """Weights as their own library decompresses them, bit for bit; logits as transformers computes them."""
@@ -307,6 +310,7 @@ def test_foreign_checkpoints_that_are_refused(plain, tmp_path, change, said):
     assert said in str(caught.value) and caught.value.next
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("key", "value"), [
     ("input_activations", {"num_bits": 8}), ("weights", {"num_bits": 4, "type": "float"}),
     ("weights", {"num_bits": 4, "strategy": "block", "block_structure": [8, 8]}),

@@ -136,7 +136,7 @@ def logits_agree(folder, hf, most: float = 1.0) -> None:
 # -- compressed-tensors
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", INTS)
 def test_compressed_tensors(make, name, dtype):
@@ -187,6 +187,7 @@ def test_compressed_tensors_without_any_option(make, name, dtype):
         logits_agree(folder, hf)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", ["int8", "int4-rtn"])
 @pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text"])
 def test_fused_projections_and_experts_load_as_they_are(tmp_path, family, recipe):
@@ -227,6 +228,7 @@ def test_eight_bits_and_activations(make, scales_of_engines, name, dtype):
         logits_agree(folder, hf, most=0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EIGHT)
 def test_eight_bits_decompressed_at_loading(make, name):
     """Activations are then left alone, so only weights can be compared."""
@@ -255,6 +257,7 @@ def test_bitsandbytes_reads_our_files(make, name, dtype):
             assert got.dtype == weight.dtype and torch.equal(got, weight), layer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested"])
 def test_transformers_reads_our_bitsandbytes_files(make, name, dtype):

@@ -58,7 +58,7 @@ def test_recipes_and_suites(run, tiny):
     assert result["protocol"]["window"] == 1024
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("recipe", "word"), [("int4-clipped", "clipped"), ("int4-equalize", "rtn"),
                                               ("int8-rowwise", "rowwise"), ("int4-v8", "rtn")])
 def test_weights(run, tiny, tmp_path, recipe, word):

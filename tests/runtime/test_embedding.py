@@ -74,6 +74,7 @@ def ids(*shape, seed=0):
     return torch.randint(4, 300, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("way", WAYS)
 def test_it_computes_what_its_weights_mean(make, way, tied):
@@ -144,6 +145,7 @@ def test_an_unknown_token_is_refused(make, token, dtype):
         model(torch.tensor([[5, token]]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"])
 def test_families_that_do_something_else_with_it(make, family, tied):

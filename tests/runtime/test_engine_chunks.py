@@ -49,6 +49,7 @@ def run(loaded, kv, prompt, seed, monkeypatch):
     return heard
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", KV)
 def test_tokens_do_not_depend_on_the_cut(long_model, kv, prompt_of, monkeypatch):
     monkeypatch.setattr(module, "PREFILL_CHUNK", 256)

@@ -77,8 +77,8 @@ def test_each_sequence_has_its_own_settings_and_leaves_when_it_is_done(by_operat
 
     monkeypatch.setattr(Batch, "attend", seen)
     together = generate(loaded, prompts, settings)
-    # a prompt joins at each step: 3, 12, 1 and 8 tokens, the first of each from its prompt
-    assert batches == [1, 2, 1, *[2] * 7, 1, 1]
+    # a prompt joins at each step, the shortest first: 1, 3, 8 and 12 tokens, the first of each is its prompt's
+    assert batches == [1, *[2] * 7, *[1] * 5]
     for prompt, one, got in zip(prompts, settings, together):
         assert got == generate(loaded, [prompt], one)[0]
         assert len(got.token_ids) == one.max_tokens

@@ -23,6 +23,7 @@ def random_logits(seed, size=50):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.oracle
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("settings", [

@@ -22,7 +22,7 @@ def plugin(request, tmp_path):
     return make_plugin(KINDS[request.param].example, request.param, tmp_path)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(13)
 def test_its_tests_pass(plugin):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
            "QUANTKIT_PLUGINS": ""}
@@ -31,6 +31,7 @@ def test_its_tests_pass(plugin):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sampled(3)
 def test_it_can_be_added_and_checked(plugin, monkeypatch):
     """Added as its entry point would be; importing its package imports nothing heavy."""
     monkeypatch.syspath_prepend(plugin.folder / "src")

@@ -30,6 +30,7 @@ def tokenizer_of(*, normalizer=None):
     return Tokenizer({"tokenizer.json": made.to_str().encode()}, {})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", [
     {"prompt": "1" * 4_000_000}, {"prompt": ["a", "1" * 4_000_000]}, {"prompt": " " * 4_000_000},
     {"prompt": "1" * 4_000_000, "echo": True, "logprobs": 3, "max_tokens": 0},

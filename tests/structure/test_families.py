@@ -61,6 +61,7 @@ def test_a_regular_expression_with_every_tokenizer(name):
         assert re.fullmatch("x[a-c é日]{6}y", text)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("choice", ["required", "get_weather"])
 def test_calls_with_the_familys_own_tokens(name, choice):

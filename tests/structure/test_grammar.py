@@ -83,6 +83,7 @@ def check(text, reason, schema):
     return True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_a_model_of_random_weights_writes_json_by_the_schema(write, schema):
     complete = 0

@@ -84,6 +84,7 @@ BAD = ["", " ", "Hello.", " a  b \n", "{", "[", "{}", "[]", "[1, 2]", '{"name": 
        "[" * 100, '{"a":' * 80, "[TOOL_CALLS]" + "x" * 300]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_no_call_is_text(read, name, text):
@@ -132,6 +133,7 @@ REASONED = [("<think>\nHm, <tool_call>?\n</think>\n\n", "Hm, <tool_call>?"), ("<
             ("\n<think>a</think>", "a")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "reasoning"), REASONED)
 @pytest.mark.parametrize(("name", "text", "calls", "rest"), GOOD)
 def test_reasoning_before_it(read, before, reasoning, name, text, calls, rest):

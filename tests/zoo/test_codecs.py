@@ -241,6 +241,7 @@ ZOO = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("fault", "kind", "words"), ZOO, ids=[row[0] for row in ZOO])
 def test_it_is_caught(fault, kind, words):
     with pytest.raises(PluginError, match=words):

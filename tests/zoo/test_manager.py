@@ -56,6 +56,7 @@ def warned(stderr):
     return [line for line in stderr.splitlines() if line.startswith("warning: ")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", LOADING)
 def test_every_command_works(outputs, command):
     assert outputs[command].returncode == 0, outputs[command].stderr
@@ -63,6 +64,7 @@ def test_every_command_works(outputs, command):
     assert "Traceback" not in outputs[command].stderr
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [plugin.name for plugin in ZOO if plugin.says])
 @pytest.mark.parametrize("command", LOADING)
 def test_what_is_wrong_is_said_once(outputs, command, name):

@@ -230,6 +230,7 @@ ZOO = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", ZOO)
 def test_the_kit_notices(fault: str) -> None:
     method, message = ZOO[fault]

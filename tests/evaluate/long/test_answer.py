@@ -25,6 +25,7 @@ def near(loaded):
     return 2e-3 if loaded.dtype == torch.float32 else 0.1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", SETTINGS)
 def test_a_question_in_the_prompt_is_answered_as_the_engine_does(exact, item, kv):
     found = LongContextModel(exact, parse_kv(kv)).read(item, ("known",))
@@ -85,6 +86,7 @@ def test_bytes_are_those_of_the_compressed_prompt(exact, item):
         assert 0.4 * full < held("snapkv(0.5)", when) < 0.65 * full
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["snapkv(5000)", "window(5000)", "snapkv(0.5)+int4", "h2o(0.5)"])
 def test_bytes_are_a_sequences_own_whatever_it_shares(exact, item, kv):
     both = LongContextModel(exact, parse_kv(kv)).read(item, ("known", "later"))

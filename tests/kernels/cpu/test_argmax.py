@@ -27,6 +27,7 @@ def test_the_answer_of_the_reference(isa, values):
     assert argmax(values, isa) == reference.argmax(values.numpy())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 15, 16, 47, 48, 50])
 def test_what_is_not_finite_is_seen_anywhere(isa, bad, at):

@@ -100,7 +100,7 @@ def exact(one, begin, window=MANY, limit=MANY, sinks=0):
                         for head, pair in enumerate(pairs)], 1)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_the_bits_of_the_reference(isa, pages, codec, dim):
@@ -109,6 +109,7 @@ def test_the_bits_of_the_reference(isa, pages, codec, dim):
     assert torch.equal(one.step(20), exact(one, 280))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dim", [8, 2, 20])
 def test_small_and_odd_heads(isa, pages, dim):
     one = pages(isa, "bf16", dim, 3, 1, 70)

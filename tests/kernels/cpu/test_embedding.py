@@ -42,6 +42,7 @@ def every_bit(n, dtype):
     return torch.randint(ends.min, ends.max, (VOCABULARY, n), generator=random, dtype=whole).view(dtype)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("packed", [False, True], ids=["table", "blocks"])
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 96, 576])

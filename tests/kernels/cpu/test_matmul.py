@@ -143,7 +143,7 @@ def activations(m, k, padded, seed, outlier=False, zeros=False):
     return _pad(x, padded).contiguous()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 2, 9])
 def test_the_bits_of_the_reference(isa, multiply, same, kind, m):
@@ -206,6 +206,7 @@ def test_the_error_beside_that_of_torch(multiply, fastest, kind, most, m):
         assert ours < rounding / 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply, kind):
     case = Case(kind, 97, 224, 3)
@@ -218,6 +219,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_thread(isa, multiply,
         assert torch.equal(multiply(isa, case.matmul, x, *packed, 97, threads=2, **units), alone)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_instruction_sets_agree(isa, multiply, kind):
     case = Case(kind, 33, 160, 5)

@@ -127,6 +127,7 @@ def _burn(stop):
         sum(range(10_000))
 
 
+@pytest.mark.slow
 def test_it_gets_on_while_others_want_the_cores(count):
     """Barriers that spin without end would take a time slice each: thousands of them, minutes."""
     context = multiprocessing.get_context("spawn")

@@ -21,6 +21,7 @@ def rows_of(m, k, seed=0):
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("source", ["plain", "norm", "silu", "gelu"])
 def test_the_bits_of_the_reference(isa, leave, same, source, family):
@@ -67,6 +68,7 @@ def test_e4m3_is_torchs(fastest, leave, scale, seed):
     assert scales[0, 0] == max(x.abs().max(), torch.tensor(2.0**-100)) / 448
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", TOKENS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 40, 63])

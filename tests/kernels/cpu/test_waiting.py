@@ -137,6 +137,7 @@ def test_vectors_wait_in_the_dtype_that_the_cache_has(isa, kernels, kv, dtype):
     assert float((mine - its).abs().max()) <= torch.finfo(dtype).eps * 4 * float(its.abs().max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", ["int3(residual_length=70, sinks=0)", "rotation(3)"])
 def test_any_tile_split_chunk_and_thread_gives_the_same_bits(isa, kernels, kv):
     whole = kernels(isa, kv, 64, 700)

@@ -35,6 +35,7 @@ def test_it_writes_to_nothing(coding):
     assert torch.equal(x, before) and all(torch.equal(parts[name], copies[name]) for name in parts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("coding", CODINGS, ids=lambda one: one.name)
 def test_layouts_are_what_is_made_and_everything_is_finite(coding, vectors):
     @settings(max_examples=60, deadline=None)
@@ -66,6 +67,7 @@ def test_pages_and_heads_are_apart(coding):
     assert torch.equal(coding.decode(whole)[1, 2], coding.decode(coding.encode(x[1, 2])))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("coding", CODINGS[2:], ids=lambda one: one.name)
 @pytest.mark.parametrize("dim", [1, 16, 31, 33, 80])
 def test_a_head_dimension_that_does_not_fit_is_refused(coding, dim):

@@ -155,6 +155,7 @@ def tensors(folder):
     return held.__getitem__, held.__contains__
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [None, "int8", "int4-rtn", "nf4-head8"])
 @pytest.mark.parametrize(("family", "keys"), [
     ("phi3", {"sliding_window": 40}),

@@ -79,7 +79,7 @@ def logits(folder, kv="none", device="cpu", dtype="float32"):
     return torch.cat(found, 1), model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", KV)
 @torch.inference_mode()
 def test_every_way_to_keep_the_cache(folder, simulated, kv):
@@ -292,7 +292,9 @@ def test_nothing_moves_in_a_cache_of_fixed_size(folder, simulated, kv):
             assert one.cache.move_counter.count == moves and one.cache.allocated_bytes >= before
         found.append([request.result.token_ids for request in submitted])
         one.close()
-    assert found[0] == found[1] and all(found[0])
+    for several in zip(*found):  # where memory is set aside the second may begin a step later
+        least = min(map(len, several))
+        assert least and several[0][:least] == several[1][:least]
 
 
 def test_what_no_kernel_computes(tmp_path):

@@ -92,6 +92,7 @@ def refused(answer, param, said):
     assert answer.json()["error"]["param"] == param and said in answer.json()["error"]["message"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "param", "said"), [
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
