@@ -77,7 +77,7 @@ def test_each_sequence_has_its_own_settings_and_leaves_when_it_is_done(by_operat
 
     monkeypatch.setattr(Batch, "attend", seen)
     together = generate(loaded, prompts, settings)
-    # a prompt joins at each step, the shortest first: 1, 3, 8 and 12 tokens, the first of each is its prompt's
+    # a prompt joins at each step, the shortest first: 1, 3, 8 and 12 tokens, each first one its prompt's
     assert batches == [1, *[2] * 7, *[1] * 5]
     for prompt, one, got in zip(prompts, settings, together):
         assert got == generate(loaded, [prompt], one)[0]
