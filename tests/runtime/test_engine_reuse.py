@@ -219,68 +219,6 @@ def test_choices_of_one_prompt_read_it_once(models):
     assert heard == [alone(loaded, "none", request) for request in requests]
 
 
-def test_who_waited_for_a_state_takes_it_before_it_is_gone(models):
-    """Many states of a long prompt come after the one that another prompt waited for."""
-    cache = Engine(models["qwen3"], kv=parse_kv("int4")).cache
-    state_bytes = 128 * (cache.bytes_per_token + cache.residual_bytes_per_token)
-    engine = Engine(models["qwen3"], kv=parse_kv("int4"), max_itl=1.0, prefix_cache=4 * state_bytes)
-    sampling = Sampling(max_tokens=1, ignore_eos=True)
-    long = Request(0, 0, 128, 1200, 1, sampling).prompt
-    short = Request(0, 0, 128, 20, 2, sampling).prompt
-    requests = [engine.submit(prompt, sampling, priority=place) for place, prompt in enumerate((long, short))]
-    while engine.step():
-        pass
-    assert [request.result.cached_tokens for request in requests] == [0, 128]
-    late = engine.submit(short, sampling)
-    while engine.step():
-        pass
-    assert late.result.cached_tokens == 0, "by now it is"
-
-
-@pytest.mark.parametrize("kv", ["none", "int4"])
-def test_who_waits_for_a_long_prompt_s_beginning_goes_on_when_that_is_read(models, kv):
-    engine, sampling = Engine(models["qwen3"], kv=parse_kv(kv), prefix_cache=None), Sampling(max_tokens=1)
-    long = engine.submit(Request(0, 0, 256, 900, 1, sampling).prompt, sampling)
-    engine.step()
-    short = engine.submit(Request(0, 0, 256, 20, 2, sampling).prompt, sampling)
-    engine.step()
-    assert long.computed_tokens == 2 * CHUNK and short.computed_tokens <= CHUNK
-    engine.step()
-    assert short.done and short.result.cached_tokens == 256 and not long.done
-    later = engine.submit(Request(0, 0, 256, 20, 3, sampling).prompt, sampling)
-    engine.step()
-    assert later.done and later.result.cached_tokens == 256 and not long.done
-    engine.close()
-
-
-def test_who_waits_gives_its_place_to_what_it_waits_for(models):
-    """Though others of its priority keep coming, and what it waits for has a lower one."""
-    engine, sampling = Engine(models["qwen3"], prefix_cache=None, max_batch=32), Sampling(max_tokens=1)
-    long = engine.submit(Request(0, 0, 512, 900, 1, sampling).prompt, sampling, priority=1)
-    engine.step()
-    waits = engine.submit(Request(0, 0, 512, 20, 2, sampling).prompt, sampling)
-    for step in range(10):  # six of the others come first
-        for seed in range(2):
-            engine.submit(Request(0, 0, 0, CHUNK, 10 + 2 * step + seed, sampling).prompt, sampling)
-        engine.step()
-    assert waits.done and waits.result.cached_tokens == 512 and long.computed_tokens == 512
-    while engine.step():
-        pass
-    assert long.done
-    engine.close()
-
-
-def test_a_prompt_begins_with_what_was_read_of_another_before_it_came(models):
-    engine, sampling = Engine(models["qwen3"], prefix_cache=None), Sampling(max_tokens=1)
-    long = engine.submit(Request(0, 0, 256, 900, 1, sampling).prompt, sampling)
-    for _ in range(3):
-        engine.step()
-    short = engine.submit(Request(0, 0, 256, 20, 2, sampling).prompt, sampling)
-    engine.step()
-    assert short.done and short.result.cached_tokens == 256 and not long.done
-    engine.close()
-
-
 def test_an_answer_that_grows_gives_up_prefixes_that_nobody_reads(models):
     """And if even all of them aren't enough, none, and its reservation stays as it was."""
     loaded = models["qwen3"]
