@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
+from statistics import median, median_low
 
 SLOWDOWN = 3
 """The largest allowed gap between tokens, as a multiple of the usual gap, where that is above the limit."""
@@ -17,6 +17,9 @@ REFRESH = 64
 """Steps with chunks after which one without a chunk shows the usual gap again."""
 GAPS, CHUNKS = 15, 3
 """The number of recent measurements whose median counts, so that a disturbed one doesn't."""
+FIRST = 2
+"""Steps without a chunk that show the usual gap anew. The shorter counts: the other may be disturbed, and
+three times a disturbed gap is what a chunk would then be allowed to take."""
 
 
 class ChunkSizer:
@@ -58,8 +61,8 @@ class ChunkSizer:
 
     @property
     def blind(self) -> bool:
-        """Whether the usual gap isn't known, or was measured long ago: a step without a chunk shows it."""
-        return self._max_itl is not None and (not self._gaps or self._age >= REFRESH)
+        """Whether the usual gap isn't known, or was measured long ago: steps without a chunk show it."""
+        return self._max_itl is not None and (len(self._gaps) < FIRST or self._age >= REFRESH)
 
     @property
     def spare(self) -> float:
@@ -73,7 +76,7 @@ class ChunkSizer:
 
     @property
     def _usual(self) -> float:
-        return median(self._gaps) if self._gaps else 0.0
+        return median_low(self._gaps) if self._gaps else 0.0
 
     def observe(self, seconds: float, tokens: int, *, ahead: bool = False) -> None:
         """Learn from a step in which others decoded.
