@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.kv.base import PAGE, Layout
+from quantkit.kv.reserved_memory import ReservedMemory, reserve
 
 
 @dataclass
@@ -23,8 +24,9 @@ class PagePool:
     """All pages of one layer.
 
     Memory grows a little at a time and shrinks when many pages are free, so that what a policy drops
-    is given back. New memory is zero: a slot that nobody wrote enters a product only masked, and NaN
-    times 0 is NaN.
+    is given back. On a CPU a large block stays where it is meanwhile: copying gigabytes would stall every
+    running answer. New memory is zero: a slot that nobody wrote enters a product only masked, and NaN times
+    0 is NaN.
 
     Args:
         layout: what a slot holds.
@@ -44,6 +46,7 @@ class PagePool:
         self.parts = {name: torch.zeros(0, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
+        self._memory: dict[str, ReservedMemory] = {}  # of those parts that don't move
         self._derived: frozenset[str] = frozenset()
         self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
@@ -91,16 +94,17 @@ class PagePool:
     def derive(self, layout: Layout) -> None:
         """Give each slot more parts, whose numbers follow from those of the others: zero until they are
         written. They move with their page and count in :attr:`allocated_bytes` alone."""
-        device = next(iter(self.parts.values())).device
-        new = {name: torch.zeros(self._total, PAGE, *shape, dtype=dtype, device=device)
+        like, memory = next(iter(self.parts.values())), dict(self._memory)
+        new = {name: _grown_part(name, like.new_zeros(0, PAGE, *shape, dtype=dtype), 0, self._total, memory)
                for name, (shape, dtype) in layout.items()}
         self._derived |= new.keys()  # before the parts are there
-        self.parts = {**self.parts, **new}
+        self.parts, self._memory = {**self.parts, **new}, memory
         self._moves.count += 1
 
     def forget_derived(self) -> None:
         """Give back the memory of derived parts."""
         self.parts = {name: part for name, part in self.parts.items() if name not in self._derived}
+        self._memory = {name: memory for name, memory in self._memory.items() if name in self.parts}
         self._derived = frozenset()  # after the parts are gone
         self._moves.count += 1
 
@@ -152,10 +156,15 @@ class PagePool:
             return None
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
-        parts = {name: part[:size].clone() for name, part in self.parts.items()}
+        memory = self._memory if size else {}
+        parts = {name: memory[name].tensor((size, *part.shape[1:]), part.dtype) if name in memory
+                 else part[:size].clone() for name, part in self.parts.items()}
         for name, part in parts.items() if high else ():
             part[holes[:len(high)]] = self.parts[name][high]
         self.parts.update(parts)  # all or, where memory is short, none
+        self._memory = memory
+        for name, kept in memory.items():
+            kept.forget(parts[name].nbytes)
         self._free, self._total = holes[len(high):], size
         self._moves.count += 1
         moved = dict(zip(high, holes))
@@ -189,13 +198,30 @@ class PagePool:
         return part.index_select(0, table.reshape(-1)).view(*table.shape, *part.shape[1:])
 
     def _resize(self, total: int) -> None:
-        parts = {name: part.new_zeros(total, *part.shape[1:]) for name, part in self.parts.items()}
-        for name, part in parts.items():
-            part[:self._total] = self.parts[name]
+        memory = dict(self._memory)
+        parts = {name: _grown_part(name, part, self._total, total, memory)
+                 for name, part in self.parts.items()}
         self.parts.update(parts)  # all or, where memory is short, none
+        self._memory = memory
         self._free += range(self._total, total)  # above all others: it stays a heap
         self._total = total
         self._moves.count += 1
+
+
+def _grown_part(name: str, part: torch.Tensor, used: int, total: int,
+                memory: dict[str, ReservedMemory]) -> torch.Tensor:
+    """A part with ``total`` pages, where it is if ``memory`` has room there; else ``used`` pages are copied,
+    and ``memory`` may get an entry."""
+    shape, size = (total, *part.shape[1:]), total * _page_bytes(part)
+    if name in memory and size <= memory[name].size:
+        return memory[name].tensor(shape, part.dtype)
+    if (reserved := reserve(size, part.device)) is not None:
+        memory[name] = reserved
+    else:
+        memory.pop(name, None)
+    grown = part.new_zeros(shape) if reserved is None else reserved.tensor(shape, part.dtype)
+    grown[:used] = part
+    return grown
 
 
 def _page_bytes(part: torch.Tensor) -> int:

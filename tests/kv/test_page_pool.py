@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from unittest import mock
+
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantkit.kv import reserved_memory
 from quantkit.kv.page_pool import PAGE, PagePool, slots_of
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere blocks are copied")
 
 LAYOUT = {"codes": ((4,), torch.int8), "scale": ((), torch.bfloat16), "pair": ((2, 3), torch.float32)}
 PAGE_BYTES = PAGE * (4 + 2 + 24)
@@ -26,11 +34,17 @@ def content(pages, page):
     return found.pop()
 
 
+@pytest.mark.parametrize("smallest", [1, reserved_memory.SMALLEST])
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(st.tuples(st.just("take"), st.integers(0, 9)),
                           st.tuples(st.just("give"), st.integers(0, 12)),
                           st.tuples(st.just("shrink"), st.just(0))), max_size=40), st.randoms())
-def test_random_taking_giving_and_shrinking(steps, random):
+def test_random_taking_giving_and_shrinking(smallest, steps, random):
+    with mock.patch.object(reserved_memory, "SMALLEST", smallest):
+        random_steps(steps, random)
+
+
+def random_steps(steps, random):
     pages, owned, name = PagePool(LAYOUT), {}, 0  # page → what was written there
     for what, count in steps:
         total = pages.allocated_bytes // PAGE_BYTES
@@ -122,8 +136,66 @@ def test_without_memory_everything_stays_as_it_was(monkeypatch, operation, lacki
     assert pages.take(3) == [0, 1, 2] and pages.take(2) == [8, 9]
 
 
+@on_linux
+def test_a_large_block_grows_and_shrinks_where_it_is():
+    pages = PagePool({"x": ((4096,), torch.float32)})
+    pages.take(8)
+    process, place, before = psutil.Process(), pages.parts["x"].data_ptr(), psutil.Process().memory_info().rss
+    taken = pages.take(120)
+    assert process.memory_info().rss - before < 1 << 24, "memory that nobody has written"
+    pages.parts["x"][taken] = 1.0
+    assert process.memory_info().rss - before > 100 << 20
+    pages.give(taken[:60])
+    moved = pages.shrink()
+    assert sorted(moved.values()) == taken[:len(moved)] and pages.total == 68
+    assert all(bool((pages.parts["x"][page] == 1.0).all()) for page in moved.values())
+    assert process.memory_info().rss - before < 80 << 20, "what is free went back to the system"
+    assert bool((pages.parts["x"][[*range(8)]] == 0).all())
+    new = pages.take(60)
+    assert pages.parts["x"].data_ptr() == place and bool((pages.parts["x"][new] == 0).all())
+
+
+@on_linux
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_where_no_addresses_can_be_reserved_a_block_is_copied(monkeypatch, error):
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=error("no")))
+    pages = PagePool({"x": ((4096,), torch.float32)})
+    for page in pages.take(8):
+        pages.parts["x"][page] = page
+    pages.take(8)
+    assert pages.parts["x"][:, 0, 0].tolist() == [*map(float, range(8)), *[0.0] * (pages.total - 8)]
+
+
+@on_linux
+def test_a_block_outgrows_its_addresses(monkeypatch):
+    monkeypatch.setattr(reserved_memory, "LEAST", 1)
+    monkeypatch.setattr(reserved_memory, "TIMES", 1)
+    pages, places = PagePool({"x": ((4096,), torch.float32)}), set()
+    for count in range(1, 12):
+        (page,) = pages.take(1)
+        pages.parts["x"][page] = count
+        places.add(pages.parts["x"].data_ptr())
+    assert len(places) > 1 and pages.parts["x"][:11, 0, 0].tolist() == [*map(float, range(1, 12))]
+
+
+@on_linux
+def test_derived_parts_and_what_is_left_of_them():
+    pages = PagePool({"x": ((4096,), torch.float32)})
+    pages.take(4)
+    pages.derive({"y": ((4096,), torch.float32)})
+    pages.parts["y"][3] = 1.0
+    pages.take(4)
+    assert bool((pages.parts["y"][3] == 1.0).all()) and not bool(pages.parts["y"][4:].any())
+    pages.forget_derived()
+    assert set(pages.parts) == {"x"} and pages.allocated_bytes == pages.total * pages.page_bytes
+    pages.derive({"y": ((4096,), torch.float32)})
+    assert not bool(pages.parts["y"].any())
+
+
+@pytest.mark.parametrize("smallest", [1, reserved_memory.SMALLEST])
 @pytest.mark.parametrize("inside", [True, False])
-def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside):
+def test_memory_of_inference_mode_can_be_given_back_outside_of_it(inside, smallest, monkeypatch):
+    monkeypatch.setattr(reserved_memory, "SMALLEST", smallest)
     with torch.inference_mode():
         pages = PagePool(LAYOUT)
         for page in pages.take(8):
