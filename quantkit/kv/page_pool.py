@@ -86,10 +86,13 @@ class PagePool:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def keep(self, total: int) -> None:
-        """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken."""
+        """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken. Their
+        memory is taken now: the system may lack it later."""
         self._least = total
-        if total > self._total:
+        if (before := self._total) < total:
             self._resize(total)
+            for part in self.parts.values():
+                part[before:].zero_()
 
     def derive(self, layout: Layout) -> None:
         """Give each slot more parts, whose numbers follow from those of the others: zero until they are

@@ -2,9 +2,9 @@
 
 Requests wait by priority, then in the order in which they came. A step decodes a token of every request
 behind its prompt, and reads prompts within a budget of tokens. A short prompt goes before a long one that
-came a little earlier: one of n tokens lets pass only what would be read before n further tokens, so none
-waits for ever. Where pages run out, the last request gives up its own and waits again; what it had is
-computed anew. This file is the only one that admits requests and the only one that ends them.
+came a little earlier: one of n tokens lets pass only what would be read before ``PATIENCE`` · n further
+tokens, so none waits for ever. Where pages run out, the last request gives up its own and waits again; what
+it had is computed anew. This file is the only one that admits requests and the only one that ends them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 
 from quantkit.errors import QuantkitError
 from quantkit.runtime.request import Request, Status
+
+PATIENCE = 3
+"""Tokens for which a prompt lets shorter ones pass, for each of its own. With more, first tokens come sooner
+on average and the longest prompts' later."""
 
 
 class EngineFull(QuantkitError):
@@ -258,7 +262,7 @@ class Scheduler:
         with self.changed:
             self._waiting.remove(request)
             request.status = Status.PREFILL
-            request.due = request.came + request.length - request.computed_tokens
+            request.due = request.came + PATIENCE * (request.length - request.computed_tokens)
             bisect.insort(self.prefilling, request,
                           key=lambda other: (other.priority, other.due, other.id))
         if not request.admitted_at:

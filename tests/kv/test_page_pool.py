@@ -156,6 +156,15 @@ def test_a_large_block_grows_and_shrinks_where_it_is():
 
 
 @on_linux
+def test_memory_that_is_kept_is_taken_at_once():
+    pages, before = PagePool({"x": ((4096,), torch.float32)}), psutil.Process().memory_info().rss
+    pages.keep(100)
+    assert psutil.Process().memory_info().rss - before > 90 << 20
+    pages.give(pages.take(40))
+    assert pages.shrink() is None and psutil.Process().memory_info().rss - before > 90 << 20
+
+
+@on_linux
 @pytest.mark.parametrize("error", [OSError, ValueError])
 def test_where_no_addresses_can_be_reserved_a_block_is_copied(monkeypatch, error):
     monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=error("no")))

@@ -15,6 +15,7 @@ from quantkit.runtime.engine import Engine, EngineClosed, EngineFull
 from quantkit.runtime.generate import generate
 from quantkit.runtime.request import ContextLengthError, TokenInfo
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
 
@@ -112,7 +113,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
     engine, only = Engine(small, max_batch=16), Sampling(max_tokens=1, ignore_eos=True)
     long, _ = submit(engine, 100, only)
     engine.step()
-    behind, _ = submit(engine, 85, only)  # would end at 16 + 85
+    behind, _ = submit(engine, 100 - 16 // PATIENCE + 1, only)  # its patience ends behind that of the first
     short, _ = submit(engine, 16, only)
     engine.step()
     assert short.done and long.computed_tokens == 16 and not behind.computed_tokens
@@ -121,7 +122,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier(small,
         submit(engine, 16, only)
         engine.step()
         steps += 1
-    assert not behind.done and 32 + 16 * steps <= 2 * 100 + 16
+    assert not behind.done and 32 + 16 * steps <= (PATIENCE + 1) * 100 + 16
     engine.close()
 
 

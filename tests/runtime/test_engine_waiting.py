@@ -9,6 +9,7 @@ from quantkit.runtime import engine as module
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load
 from quantkit.runtime.sampler import Sampling
+from quantkit.runtime.scheduler import PATIENCE
 from quantkit.testing import tiny_model
 
 CHUNK = 128
@@ -73,7 +74,7 @@ def test_who_waits_gives_its_place_to_what_it_waits_for(model):
     long = engine.submit(text(512, 900, 1), sampling, priority=1)
     engine.step()
     waits = engine.submit(text(512, 20, 2), sampling)
-    for step in range(10):  # six of the others come first
+    for step in range(10 * PATIENCE):  # some of the others come first
         for seed in range(2):
             engine.submit(text(0, CHUNK, 10 + 2 * step + seed), sampling)
         engine.step()
