@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,9 @@ class PagePool:
     """All pages of one layer.
 
     Memory grows a little at a time and shrinks when many pages are free, so that what a policy drops
-    is given back. On a CPU a large block stays where it is meanwhile: copying gigabytes would stall every
-    running answer. New memory is zero: a slot that nobody wrote enters a product only masked, and NaN times
-    0 is NaN.
+    is given back. On a CPU a large block stays where it is meanwhile, and so do its pages: copying gigabytes
+    would stall every running answer. New memory is zero: a slot that nobody wrote enters a product only
+    masked, and NaN times 0 is NaN.
 
     Args:
         layout: what a slot holds.
@@ -47,6 +48,7 @@ class PagePool:
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
         self._memory: dict[str, ReservedMemory] = {}  # of those parts that don't move
+        self._emptied: set[int] = set()  # free pages whose memory was given back there
         self._derived: frozenset[str] = frozenset()
         self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
@@ -72,8 +74,9 @@ class PagePool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that exist, free pages included."""
-        parts = self.parts
-        return sum(part.untyped_storage().nbytes() for part in parts.values())
+        parts, memory, emptied = self.parts, self._memory, len(self._emptied)
+        return sum(part.untyped_storage().nbytes() - (_page_bytes(part) * emptied if name in memory else 0)
+                   for name, part in parts.items())
 
     def taken(self) -> list[int]:
         """Pages that belong to somebody."""
@@ -83,7 +86,9 @@ class PagePool:
         """Take ``count`` pages, the lowest free ones."""
         if count > len(self._free):
             self._resize(_grown(self._total, self.used + count))
-        return [heapq.heappop(self._free) for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        self._emptied.difference_update(taken)
+        return taken
 
     def keep(self, total: int) -> None:
         """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken. Their
@@ -100,6 +105,8 @@ class PagePool:
         like, memory = next(iter(self.parts.values())), dict(self._memory)
         new = {name: _grown_part(name, like.new_zeros(0, PAGE, *shape, dtype=dtype), 0, self._total, memory)
                for name, (shape, dtype) in layout.items()}
+        for part in new.values() if self._least else ():
+            part.zero_()  # its memory is taken now
         self._derived |= new.keys()  # before the parts are there
         self.parts, self._memory = {**self.parts, **new}, memory
         self._moves.count += 1
@@ -154,25 +161,41 @@ class PagePool:
         Returns:
             old → new number of every page that moved, or ``None`` if none did. Tables must follow.
         """
-        size = max(self.used, self._least)
-        if (self._total - size) * 4 <= self._total:
+        size, total = max(self.used, self._least), self._total - len(self._emptied)
+        if (total - size) * 4 <= total:
+            return None
+        if self._memory and size:
+            self._empty(total - size)
             return None
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
-        memory = self._memory if size else {}
-        parts = {name: memory[name].tensor((size, *part.shape[1:]), part.dtype) if name in memory
-                 else part[:size].clone() for name, part in self.parts.items()}
+        parts = {name: part[:size].clone() for name, part in self.parts.items()}
         for name, part in parts.items() if high else ():
             part[holes[:len(high)]] = self.parts[name][high]
         self.parts.update(parts)  # all or, where memory is short, none
-        self._memory = memory
-        for name, kept in memory.items():
-            kept.forget(parts[name].nbytes)
+        self._memory, self._emptied = {}, set()
         self._free, self._total = holes[len(high):], size
         self._moves.count += 1
         moved = dict(zip(high, holes))
         self._more = {moved.get(page, page): count for page, count in self._more.items()}
         return moved or None
+
+    def _empty(self, count: int) -> None:
+        """Give the memory of the highest ``count`` free pages back; no page moves."""
+        going = sorted(set(self._free) - self._emptied)[-count:]
+        emptied, size = self._emptied | set(going), self._total
+        while size - 1 in emptied:
+            size -= 1
+        parts = {name: self._memory[name].tensor((size, *part.shape[1:]), part.dtype) if name in self._memory
+                 else part[:size].clone() for name, part in self.parts.items()}
+        self.parts.update(parts)  # all or, where memory is short, none
+        self._free = sorted(page for page in self._free if page < size)
+        self._emptied, self._total = {page for page in emptied if page < size}, size
+        self._moves.count += 1
+        for name, memory in self._memory.items():
+            page = _page_bytes(parts[name])
+            for first, last in _runs(going):
+                memory.forget(first * page, last * page)
 
     def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Store tokens.
@@ -225,6 +248,13 @@ def _grown_part(name: str, part: torch.Tensor, used: int, total: int,
     grown = part.new_zeros(shape) if reserved is None else reserved.tensor(shape, part.dtype)
     grown[:used] = part
     return grown
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and behind the last of every run of neighbors among these pages, which are in order."""
+    for _, run in itertools.groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
+        neighbors = [page for _, page in run]
+        yield neighbors[0], neighbors[-1] + 1
 
 
 def _page_bytes(part: torch.Tensor) -> int:
