@@ -45,6 +45,7 @@ from quantkit.planning.plan import Plan, make_plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.runtime.loader import load_source
 from quantkit.solve import ModelOrigin, Solved, in_order, solve, solve_data_free, stored_weight
 from quantkit.sources.base import ModelSource, prefetch, release, tensor_alone
 from quantkit.spec import CalibrationSpec
@@ -190,7 +191,8 @@ class _Run:
             return
         if not writer.has(OWN_TEXT):
             with self._tracing():
-                tokens = write(spec, self.source, self._weights(), self.phases(WRITING))
+                tokens = write(spec, self.source, load_source(self.source, self.device), self._weights(),
+                               self.phases(WRITING))
             writer.put(OWN_TEXT, {"tokens": tokens}, [])
         self.data = own(spec, self.source, writer.get(OWN_TEXT)[0]["tokens"], self.plan.widest_hessian)
 

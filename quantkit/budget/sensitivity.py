@@ -44,6 +44,7 @@ from quantkit.planning.plan import Plan
 from quantkit.plugins import current, registry
 from quantkit.progress import Listener, Phases, ProgressEvent, silent
 from quantkit.recipe import Candidate, Recipe
+from quantkit.runtime.loader import load_source
 from quantkit.sources.base import ModelSource, tensor_alone
 from quantkit_kernels.kept import cache_folder
 
@@ -120,7 +121,8 @@ class _Run:
 
     def _measure(self, writer: CheckpointWriter, missing: Sequence[int]) -> None:
         if self.data is None and not writer.has(TEXT):
-            written = write(self.spec, self.source, self.weights, self.phases(WRITING))
+            model = load_source(self.source, self.weights.device)
+            written = write(self.spec, self.source, model, self.weights, self.phases(WRITING))
             writer.put(TEXT, {"tokens": written}, [])
         tokens = self.data.tokens if self.data else writer.get(TEXT)[0]["tokens"]
         walks = WorkStore(writer, WALKS)

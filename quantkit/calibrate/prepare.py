@@ -10,6 +10,7 @@ from quantkit.calibrate.data import SELF, CalibrationData, load_calibration, own
 from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
+from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
 from quantkit.progress import Listener, ProgressEvent, silent
 from quantkit.sources.base import ModelSource
@@ -55,11 +56,11 @@ def writes_itself(spec: CalibrationSpec | None) -> bool:
     return spec is not None and spec.text == SELF
 
 
-def write(spec: CalibrationSpec, source: ModelSource, weights: Weights, progress: Listener) -> torch.Tensor:
+def write(spec: CalibrationSpec, source: ModelSource, model: LanguageModel, weights: Weights,
+          progress: Listener) -> torch.Tensor:
     """Let the model write the windows, int64 ``[samples, length]``. Raises CalibrationError."""
-    config = source.config()
-    tokenizer, total = Tokenizer(source.side_files(), config), spec.samples * spec.length
-    return write_windows(parse_config(config), weights, tokenizer, spec,
+    tokenizer, total = Tokenizer(source.side_files(), source.config()), spec.samples * spec.length
+    return write_windows(model, weights, tokenizer, spec,
                          lambda done: progress(ProgressEvent(done, total, "writing its calibration text")))
 
 

@@ -10,24 +10,26 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
 from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
-from quantkit.models.config import ModelConfig
+from quantkit.kv.batch import Batch
+from quantkit.kv.cache import KVCache
 from quantkit.models.decoder import CausalLM
-from quantkit.models.forward_context import ForwardContext
 from quantkit.models.interfaces import LanguageModel
 from quantkit.models.linear import Weights
-from quantkit.ops.attention import Visibility, attention
 from quantkit.ops.finite import all_finite
-from quantkit.ops.rope import apply_rope
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
 _ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
 _OUTPUT = "the model's output is NaN or infinite while it writes its calibration text"
+
+UNLIKELY = 20.0
+"""How far below the best logit a token's is that is never drawn: all of them have chances below 1e-4."""
 
 Part = tuple[tuple[int, ...], frozenset[int]]
 
@@ -96,47 +98,16 @@ class _Writer:
         return drawn
 
 
-class _Cache:
-    """Keys and values of windows that all have the same length."""
-
-    def __init__(self, config: ModelConfig, batch: int, length: int, like: torch.Tensor) -> None:
-        shape = (config.num_layers, 2, batch, config.num_kv_heads, length, config.head_dim)
-        self._config, self._length, self._seen = config, length, 0
-        self._held = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self._keys = torch.arange(length, device=like.device).expand(batch, length)
-
-    def next_positions(self, count: int = 1) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
-        return self._keys[:, self._seen:self._seen + count]
-
-    def max_lengths(self) -> torch.Tensor:
-        """All windows are written to their end."""
-        return torch.full((self._keys.shape[0],), self._length)
-
-    def done(self, model: LanguageModel, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Nothing is left to do."""
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext,
-               window: int | None) -> torch.Tensor:
-        """See :class:`~quantkit.models.interfaces.KVCacheProtocol`."""
-        at = int(context.positions[0, 0])
-        self._seen = at + 1
-        keys, values = self._held[layer]
-        cos, sin = context.rope_tables(window)
-        keys[:, :, at:at + 1], values[:, :, at:at + 1] = apply_rope(k, cos, sin), v
-        seen = Visibility(context.positions, self._keys[:, :at + 1], window)
-        return attention(apply_rope(q, cos, sin), keys[:, :, :at + 1], values[:, :, :at + 1], seen,
-                         self._config.attention_scale, self._config.attention_softcap)
-
-
 @torch.inference_mode()
-def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, spec: CalibrationSpec,
+def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, spec: CalibrationSpec,
                   step: Callable[[int], None] = lambda tokens: None) -> torch.Tensor:
-    """Sample ``spec.samples`` windows at temperature 1; the whole model is in memory meanwhile.
+    """Sample ``spec.samples`` windows at temperature 1.
+
+    Where the model's kernels give the same bits on every CPU, so does this.
 
     Args:
-        config: the model's.
-        weights: the original model's; computing happens in its dtype and on its device.
+        model: the whole model, not quantized.
+        weights: the same model's, to find out what isn't finite.
         tokenizer: the model's.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
@@ -148,26 +119,36 @@ def write_windows(config: ModelConfig, weights: Weights, tokenizer: Tokenizer, s
         CalibrationError: nothing says how a text begins.
         NonFiniteError: the model's output isn't finite; window, layer and tensor are named.
     """
-    form, known = WritingPrompt.of(tokenizer), min(tokenizer.vocab_size, config.vocab_size)
-    model = CausalLM(config, weights)
-    random = torch.Generator(model.device).manual_seed(spec.seed % 2**63)
+    form, known = WritingPrompt.of(tokenizer), min(tokenizer.vocab_size, model.config.vocab_size)
+    random = torch.Generator().manual_seed(spec.seed % 2**63)
     tokens = torch.zeros(spec.samples, spec.length, dtype=torch.int64)
     for first in range(0, spec.samples, WRITTEN):
         part = tokens[first:first + WRITTEN]
         writers = [_Writer(form) for _ in part]
-        cache = _Cache(config, len(part), spec.length, torch.empty(0, dtype=model.dtype, device=model.device))
+        cache = KVCache(model.config, dtype=model.dtype, device=model.device)
+        numbers = [cache.add(spec.length) for _ in part]
         drawn = [0] * len(part)  # nobody begins with it: something is always put there first
         for at in range(spec.length):
             part[:, at] = torch.tensor([writer.next(token)
                                         for writer, token in zip(writers, drawn, strict=True)])
             if at + 1 < spec.length:
-                positions = torch.full((len(part), 1), at, device=model.device)
-                logits = model(part[:, at:at + 1].to(model.device), positions, cache)[:, 0, :known].float()
+                batch = Batch(cache, numbers, "decode" if at else "prefill")
+                logits = model.forward(part[:, at:at + 1].tolist(), batch, [True] * len(part))[:, :known]
                 if not bool(torch.isfinite(logits).all()):
-                    raise _traced(model, part[:, :at + 1], first)
-                drawn = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0].tolist()
+                    raise _traced(CausalLM(model.config, weights), part[:, :at + 1], first)
+                uniform = torch.rand(len(part), dtype=torch.float64, generator=random)
+                drawn = [_draw(row, chance) for row, chance in zip(logits.cpu().numpy(), uniform.tolist())]
             step(first * spec.length + (at + 1) * len(part))
     return tokens
+
+
+def _draw(logits: np.ndarray, uniform: float) -> int:
+    """The token at which the chances of ``logits [vocab]``, added up, pass ``uniform``. In float64, where
+    the last bit of an exponential, which isn't the same on every CPU, as good as never decides."""
+    best = float(logits.max())
+    likely = np.flatnonzero(logits > best - UNLIKELY)
+    chances = np.exp(logits[likely].astype(np.float64) - best).cumsum()
+    return int(likely[min(np.searchsorted(chances, uniform * chances[-1], "right"), len(likely) - 1)])
 
 
 def _traced(model: CausalLM, tokens: torch.Tensor, first: int) -> NonFiniteError:

@@ -141,7 +141,8 @@ def _outside(row: PlanRow, calibrated: bool) -> int:
 
 
 def _writing(rows: list[PlanRow], calibration: CalibrationSpec, config: ModelConfig) -> int:
-    """While a model writes its calibration text: all of it in float32, and keys and values of the windows."""
+    """While a model writes its calibration text: all of it, and keys and values of the windows, at most in
+    float32."""
     if calibration.text != "self":
         return 0
     values = sum(row.shape[0] * row.shape[1] for row in rows) + 2 * config.vocab_size * config.hidden_size

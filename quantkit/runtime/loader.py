@@ -165,6 +165,17 @@ def label_of(rows: Sequence[LayerRow]) -> str:
     return ", ".join(kinds) or "unquantized"
 
 
+def load_source(source: ModelSource, device: torch.device) -> LanguageModel:
+    """A model's network, from a source that stays open; activations in the model's own dtype.
+
+    Raises:
+        QuantkitError: it doesn't fit on the device, or has a tensor too many or too few.
+    """
+    uri, infos = source.identity().uri, source.tensors()
+    checked = check_loadable(uri, source.config(), infos, source.side_files())
+    return build_model(checked.config, source, infos.__contains__, checked.dtype, {}, device, uri)[0]
+
+
 def _source(source: ModelSource, uri: str, dtype: str, device: torch.device, loading: Listener,
             on_tokenizer: Callable[[Tokenizer], object]) -> LoadedModel:
     infos = source.tensors()

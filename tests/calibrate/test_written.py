@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,12 +22,27 @@ from quantkit.spec import CalibrationSpec
 from quantkit.testing import tiny_model
 from quantkit.text.tokenizer import Tokenizer
 
+WRITE = """
+import json, sys, torch
+from quantkit.calibrate.written import write_windows
+from quantkit.runtime.loader import load_source
+from quantkit.sources.open import open_source
+from quantkit.spec import CalibrationSpec
+from quantkit.text.tokenizer import Tokenizer
+
+source = open_source(sys.argv[1])
+model = load_source(source, torch.device("cpu"))
+assert type(model).__name__ == "CpuModel"
+spec = CalibrationSpec(text="self", samples=3, length=100)
+print(json.dumps(write_windows(model, None, Tokenizer(source.side_files(), source.config()), spec).tolist()))
+"""
 START, END = 2, 3  # <|im_start|>, <|im_end|>
 
 
 class Model:
     def __init__(self, folder, family="qwen2", chat=True, **overrides) -> None:
-        source = open_source(str(tiny_model(folder, family, dtype="float32", **overrides)))
+        self.folder = tiny_model(folder, family, dtype="float32", **overrides)
+        source = open_source(str(self.folder))
         files, raw = dict(source.side_files()), source.config()
         if not chat:
             settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": None}
@@ -35,7 +53,7 @@ class Model:
 
     def write(self, **fields) -> torch.Tensor:
         spec = CalibrationSpec(text="self", **{"samples": 5, "length": 48, **fields})
-        return write_windows(self.config, self.weights, self.tokenizer, spec)
+        return write_windows(CausalLM(self.config, self.weights), self.weights, self.tokenizer, spec)
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +96,37 @@ def test_a_base_model_begins_with_bos_or_eos(tmp_path, family, begin):
                                             "max_window_layers": 0}])
 def test_every_token_is_drawn_from_the_models_own_distribution(tmp_path, monkeypatch, overrides):
     model, seen = Model(tmp_path, **overrides), []
-    draw = torch.multinomial
+    draw = written._draw
 
-    def watched(chances, count, generator=None):
-        seen.append(chances.clone())
-        return draw(chances, count, generator=generator)
+    def watched(logits, uniform):
+        seen.append(torch.from_numpy(logits.copy()))
+        return draw(logits, uniform)
 
-    monkeypatch.setattr(torch, "multinomial", watched)
+    monkeypatch.setattr(written, "_draw", watched)
     tokens = model.write(samples=3, length=40)
     whole = CausalLM(model.config, model.weights)(tokens)[:, :-1, :model.tokenizer.vocab_size]
-    torch.testing.assert_close(torch.stack(seen, 1), whole.softmax(-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.stack(seen).unflatten(0, (39, 3)).transpose(0, 1).softmax(-1),
+                               whole.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits = torch.tensor([0.0, 2.0, -30.0, 1.0, float("-inf")])
+    places = (torch.arange(1000) + 0.5) / 1000
+    drawn = torch.tensor([written._draw(logits.numpy(), place) for place in places.tolist()])
+    expected = 1000 * logits.softmax(-1)
+    assert (drawn.bincount(minlength=5) - expected).abs().max() <= 1
+    assert written._draw(logits.numpy(), 0.0) == 0 and written._draw(logits.numpy(), 1.0) == 3
+
+
+def test_kernels_write_the_same_text_on_every_cpu(model, tmp_path):
+    """Whatever instructions they use, and whatever torch does."""
+    script = tmp_path / "write.py"
+    script.write_text(WRITE)
+    settings = [{}, {"QUANTKIT_ISA": "plain", "ATEN_CPU_CAPABILITY": "default"}]
+    texts = {subprocess.run([sys.executable, str(script), str(model.folder)], check=True, text=True,
+                            capture_output=True, env={**os.environ, **setting}).stdout
+             for setting in settings}
+    assert len(texts) == 1 and len(json.loads(texts.pop())) == 3
 
 
 def test_the_seed_chooses_and_batches_are_whole(model, monkeypatch):
