@@ -1,7 +1,8 @@
 """Calibration text that the model writes itself, where no text is at hand.
 
 A base model begins at its BOS token, as in Self-calibration, https://arxiv.org/abs/2410.17170; a chat model
-at a user's turn, and so makes up the question too, as in Magpie, https://arxiv.org/abs/2406.08464.
+at a user's turn, and so makes up the question too, as in Magpie, https://arxiv.org/abs/2406.08464. Other
+windows begin with a question or some words of ours, so that the text is of many kinds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from quantkit.calibrate.finite import NonFiniteError, first_nonfinite, require_finite_states
+from quantkit.calibrate.openings import BEGINNINGS, QUESTIONS
 from quantkit.calibrate.sizes import WRITTEN
 from quantkit.errors import CalibrationError, SourceError
 from quantkit.kv.batch import Batch
@@ -79,13 +81,38 @@ class WritingPrompt:
         part = ((begin,), tokenizer.eos_ids)
         return cls(part, (part,), why and f"the model wrote plain text, not conversations: {why}")
 
+    def openings(self, tokenizer: Tokenizer, count: int) -> list[Part]:
+        """How ``count`` windows begin, in turn: as :attr:`first`, with a question where there are
+        conversations, and with the first words of some other text."""
+        if len(self.then) == 1:
+            begin, ends = self.first
+            begun = [[self.first], [(begin + tuple(tokenizer.encode(text, special=False)), ends)
+                                    for text in BEGINNINGS]]
+        else:
+            begun = [[self.first], self._questions(tokenizer),
+                     [(tuple(tokenizer.encode(text)), tokenizer.eos_ids) for text in BEGINNINGS]]
+        begun = [parts for parts in begun if parts]
+        kinds = len(begun)
+        return [begun[at % kinds][at // kinds % len(begun[at % kinds])] for at in range(count)]
+
+    def _questions(self, tokenizer: Tokenizer) -> list[Part]:
+        """Conversations up to the answer; none if the template doesn't take a question alone."""
+        try:
+            texts = [tokenizer.chat_text([{"role": "user", "content": question}], answer=True)
+                     for question in QUESTIONS]
+        except SourceError:
+            return []
+        return [(tuple(tokenizer.encode(text, special=False)), self.then[0][1]) for text in texts]
+
 
 class _Writer:
     """One window: what it must say next, and what ends its part."""
 
-    def __init__(self, form: WritingPrompt) -> None:
-        self._form, self._part = form, -1
-        self._waiting, self._ends = list(form.first[0]), form.first[1]
+    def __init__(self, form: WritingPrompt, opening: Part) -> None:
+        self._form = form
+        # behind a user's turn comes the answer, behind anything else a user's turn
+        self._part = -1 if opening == form.first else 0
+        self._waiting, self._ends = list(opening[0]), opening[1]
 
     def next(self, drawn: int) -> int:
         """The next token: one that must be there, or the one that was ``drawn``."""
@@ -122,9 +149,10 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
     form, known = WritingPrompt.of(tokenizer), min(tokenizer.vocab_size, model.config.vocab_size)
     random = torch.Generator().manual_seed(spec.seed % 2**63)
     tokens = torch.zeros(spec.samples, spec.length, dtype=torch.int64)
+    openings = form.openings(tokenizer, spec.samples)
     for first in range(0, spec.samples, WRITTEN):
         part = tokens[first:first + WRITTEN]
-        writers = [_Writer(form) for _ in part]
+        writers = [_Writer(form, opening) for opening in openings[first:first + WRITTEN]]
         cache = KVCache(model.config, dtype=model.dtype, device=model.device)
         numbers = [cache.add(spec.length) for _ in part]
         drawn = [0] * len(part)  # nobody begins with it: something is always put there first

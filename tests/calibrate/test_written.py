@@ -12,6 +12,7 @@ import torch
 
 from quantkit.calibrate import written
 from quantkit.calibrate.finite import NonFiniteError
+from quantkit.calibrate.openings import BEGINNINGS, QUESTIONS
 from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
@@ -36,6 +37,8 @@ assert type(model).__name__ == "CpuModel"
 spec = CalibrationSpec(text="self", samples=3, length=100)
 print(json.dumps(write_windows(model, None, Tokenizer(source.side_files(), source.config()), spec).tolist()))
 """
+TEMPLATE = (b"{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            b"{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 START, END = 2, 3  # <|im_start|>, <|im_end|>
 
 
@@ -62,13 +65,13 @@ def model(tmp_path_factory) -> Model:
 
 
 def test_a_conversation_is_written_turn_by_turn(model):
-    tokens = model.write(samples=8, length=200)
-    assert tokens.dtype == torch.int64 and tokens.shape == (8, 200)
+    tokens = model.write(samples=60, length=200)
+    assert tokens.dtype == torch.int64 and tokens.shape == (60, 200)
     ask = model.tokenizer.encode("<|im_start|>user\n", special=False)
     answer = model.tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", special=False)
     again = model.tokenizer.encode("<|im_end|>\n<|im_start|>user\n", special=False)
     ended = 0
-    for row in tokens.tolist():
+    for row in tokens.tolist()[::3]:  # the others begin with a question or a text of ours
         assert row[:len(ask)] == ask
         ends = [at for at, token in enumerate(row) if token in (END, 0) and at + len(answer) < len(row)]
         # what ends a turn is followed by the other one's beginning; ends inside of that don't count
@@ -81,6 +84,36 @@ def test_a_conversation_is_written_turn_by_turn(model):
             assert row[at + 1:at + 1 + len(expected)] == expected
             due, turn, ended = at + 1 + len(expected), turn + 1, ended + 1
     assert ended > 5
+
+
+def test_windows_begin_in_many_ways(model):
+    form, tokenizer, behind = WritingPrompt.of(model.tokenizer), model.tokenizer, 0
+    again = tokenizer.encode("<|im_end|>\n<|im_start|>user\n", special=False)
+    for number, row in enumerate(model.write(samples=30, length=200).tolist()):
+        question = tokenizer.chat_text([{"role": "user", "content": QUESTIONS[number // 3]}], answer=True)
+        opening = (form.first[0], tokenizer.encode(question, special=False),
+                   tokenizer.encode(BEGINNINGS[number // 3]))[number % 3]
+        assert row[:len(opening)] == [*opening]
+        end = next((at for at in range(len(opening), 190) if row[at] in (END, 0)), None)
+        if end is not None and number % 3:  # behind an answer and behind a text comes a user's turn
+            expected, behind = again[1:] if row[end] == END else again, behind + 1
+            assert row[end + 1:end + 1 + len(expected)] == expected
+    assert behind > 3
+
+
+def test_a_template_that_takes_no_question_alone(tmp_path):
+    model = Model(tmp_path)
+    alone = b"{% if messages | length == 1 %}{{ raise_exception('alone') }}{% endif %}"
+    model.tokenizer = Tokenizer({**model.files, "chat_template.jinja": alone + TEMPLATE}, model.raw)
+    form = WritingPrompt.of(model.tokenizer)
+    texts = [(tuple(model.tokenizer.encode(text)), model.tokenizer.eos_ids) for text in BEGINNINGS[:2]]
+    assert form.fallback is None
+    assert form.openings(model.tokenizer, 4) == [form.first, texts[0], form.first, texts[1]]
+
+
+def test_all_of_them_are_used_before_one_comes_again(model):
+    openings = WritingPrompt.of(model.tokenizer).openings(model.tokenizer, 3 * len(QUESTIONS))
+    assert len(QUESTIONS) == len(BEGINNINGS) and len(set(openings)) == 1 + 2 * len(QUESTIONS)
 
 
 @pytest.mark.parametrize(("family", "begin"), [("llama", 1), ("qwen2", 3)])
