@@ -1,4 +1,5 @@
-"""How texts begin that a model goes on with: many kinds, topics and languages, so that all of it is used."""
+"""Openings of calibration texts that a model writes itself: questions and first words of many kinds, on many
+topics and in several languages."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ QUESTIONS = (
     "Write minutes of a meeting about a delayed project.",
     "Explain the difference between a list and a tuple in Python with examples.",
 )
-"""What a user asks first."""
+"""The first user turn of a conversation."""
 BEGINNINGS = (
     "The history of the region begins in the",
     "It was late in the evening when Mr. and Mrs.",
@@ -71,4 +72,4 @@ BEGINNINGS = (
     "SELECT ",
     "В начале",
 )
-"""How a text begins that isn't a conversation."""
+"""The first words of plain text."""

@@ -30,8 +30,8 @@ from quantkit.text.tokenizer import Tokenizer
 _ASKED, _ANSWERED = "QUESTIONOFTHEUSER", "ANSWEROFTHEASSISTANT"
 _OUTPUT = "the model's output is NaN or infinite while it writes its calibration text"
 
-UNLIKELY = 20.0
-"""How far below the best logit a token's is that is never drawn: all of them have chances below 1e-4."""
+LOGIT_CUTOFF = 20.0
+"""Tokens whose logit is this far below the largest are never drawn. Each has a probability below e⁻²⁰."""
 
 Part = tuple[tuple[int, ...], frozenset[int]]
 
@@ -130,11 +130,11 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
                   step: Callable[[int], None] = lambda tokens: None) -> torch.Tensor:
     """Sample ``spec.samples`` windows at temperature 1.
 
-    Where the model's kernels give the same bits on every CPU, so does this.
+    On a CPU whose kernels run the model, the text doesn't depend on the instruction set.
 
     Args:
         model: the whole model, not quantized.
-        weights: the same model's, to find out what isn't finite.
+        weights: of the same model; used to find which tensor isn't finite.
         tokenizer: the model's.
         spec: number and length of windows, seed.
         step: called after every token of a batch of windows, with the tokens written so far.
@@ -171,10 +171,12 @@ def write_windows(model: LanguageModel, weights: Weights, tokenizer: Tokenizer, 
 
 
 def _draw(logits: np.ndarray, uniform: float) -> int:
-    """The token at which the chances of ``logits [vocab]``, added up, pass ``uniform``. In float64, where
-    the last bit of an exponential, which isn't the same on every CPU, as good as never decides."""
+    """Draw a token: the first at which the cumulative probability of ``logits [vocab]`` passes ``uniform``.
+
+    Computed in float64. The last bit of an exponential differs between CPUs, and in float64 that almost never
+    changes the token."""
     best = float(logits.max())
-    likely = np.flatnonzero(logits > best - UNLIKELY)
+    likely = np.flatnonzero(logits > best - LOGIT_CUTOFF)
     chances = np.exp(logits[likely].astype(np.float64) - best).cumsum()
     return int(likely[min(np.searchsorted(chances, uniform * chances[-1], "right"), len(likely) - 1)])
 

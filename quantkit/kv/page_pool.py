@@ -25,9 +25,9 @@ class PagePool:
     """All pages of one layer.
 
     Memory grows a little at a time and shrinks when many pages are free, so that what a policy drops
-    is given back. On a CPU a large block stays where it is meanwhile, and so do its pages: copying gigabytes
-    would stall every running answer. New memory is zero: a slot that nobody wrote enters a product only
-    masked, and NaN times 0 is NaN.
+    is given back. On a CPU a large block grows and shrinks in place and its pages keep their numbers: copying
+    gigabytes would stall every running answer. New memory is zero: a slot that nobody wrote enters a product
+    only masked, and NaN times 0 is NaN.
 
     Args:
         layout: what a slot holds.
@@ -47,8 +47,8 @@ class PagePool:
         self.parts = {name: torch.zeros(0, *shape, dtype=dtype, device=device)
                       for name, (shape, dtype) in shapes.items()}
         self.shared = frozenset(shared or ())
-        self._memory: dict[str, ReservedMemory] = {}  # of those parts that don't move
-        self._emptied: set[int] = set()  # free pages whose memory was given back there
+        self._memory: dict[str, ReservedMemory] = {}  # of the parts that grow in place
+        self._released: set[int] = set()  # free pages whose memory was given back
         self._derived: frozenset[str] = frozenset()
         self._free: list[int] = []  # a heap: the lowest is taken
         self._more: dict[int, int] = {}  # holders of a page beside its first
@@ -74,8 +74,8 @@ class PagePool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that exist, free pages included."""
-        parts, memory, emptied = self.parts, self._memory, len(self._emptied)
-        return sum(part.untyped_storage().nbytes() - (_page_bytes(part) * emptied if name in memory else 0)
+        parts, memory, released = self.parts, self._memory, len(self._released)
+        return sum(part.untyped_storage().nbytes() - (_page_bytes(part) * released if name in memory else 0)
                    for name, part in parts.items())
 
     def taken(self) -> list[int]:
@@ -87,12 +87,12 @@ class PagePool:
         if count > len(self._free):
             self._resize(_grown(self._total, self.used + count))
         taken = [heapq.heappop(self._free) for _ in range(count)]
-        self._emptied.difference_update(taken)
+        self._released.difference_update(taken)
         return taken
 
     def keep(self, total: int) -> None:
         """Keep ``total`` pages allocated from now on, in use or not; they move only if more are taken. Their
-        memory is taken now: the system may lack it later."""
+        memory is allocated now, because the system may have none left later."""
         self._least = total
         if (before := self._total) < total:
             self._resize(total)
@@ -106,7 +106,7 @@ class PagePool:
         new = {name: _grown_part(name, like.new_zeros(0, PAGE, *shape, dtype=dtype), 0, self._total, memory)
                for name, (shape, dtype) in layout.items()}
         for part in new.values() if self._least else ():
-            part.zero_()  # its memory is taken now
+            part.zero_()  # as keep() does: allocate its memory now
         self._derived |= new.keys()  # before the parts are there
         self.parts, self._memory = {**self.parts, **new}, memory
         self._moves.count += 1
@@ -161,11 +161,11 @@ class PagePool:
         Returns:
             old → new number of every page that moved, or ``None`` if none did. Tables must follow.
         """
-        size, total = max(self.used, self._least), self._total - len(self._emptied)
+        size, total = max(self.used, self._least), self._total - len(self._released)
         if (total - size) * 4 <= total:
             return None
         if self._memory and size:
-            self._empty(total - size)
+            self._release(total - size)
             return None
         holes = sorted(page for page in self._free if page < size)
         high = sorted(set(range(size, self._total)) - set(self._free))
@@ -173,29 +173,29 @@ class PagePool:
         for name, part in parts.items() if high else ():
             part[holes[:len(high)]] = self.parts[name][high]
         self.parts.update(parts)  # all or, where memory is short, none
-        self._memory, self._emptied = {}, set()
+        self._memory, self._released = {}, set()
         self._free, self._total = holes[len(high):], size
         self._moves.count += 1
         moved = dict(zip(high, holes))
         self._more = {moved.get(page, page): count for page, count in self._more.items()}
         return moved or None
 
-    def _empty(self, count: int) -> None:
+    def _release(self, count: int) -> None:
         """Give the memory of the highest ``count`` free pages back; no page moves."""
-        going = sorted(set(self._free) - self._emptied)[-count:]
-        emptied, size = self._emptied | set(going), self._total
-        while size - 1 in emptied:
+        pages = sorted(set(self._free) - self._released)[-count:]
+        released, size = self._released | set(pages), self._total
+        while size - 1 in released:
             size -= 1
         parts = {name: self._memory[name].tensor((size, *part.shape[1:]), part.dtype) if name in self._memory
                  else part[:size].clone() for name, part in self.parts.items()}
         self.parts.update(parts)  # all or, where memory is short, none
         self._free = sorted(page for page in self._free if page < size)
-        self._emptied, self._total = {page for page in emptied if page < size}, size
+        self._released, self._total = {page for page in released if page < size}, size
         self._moves.count += 1
         for name, memory in self._memory.items():
-            page = _page_bytes(parts[name])
-            for first, last in _runs(going):
-                memory.forget(first * page, last * page)
+            page_bytes = _page_bytes(parts[name])
+            for start, stop in _runs(pages):
+                memory.release(start * page_bytes, stop * page_bytes)
 
     def write(self, slots: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Store tokens.
@@ -236,8 +236,8 @@ class PagePool:
 
 def _grown_part(name: str, part: torch.Tensor, used: int, total: int,
                 memory: dict[str, ReservedMemory]) -> torch.Tensor:
-    """A part with ``total`` pages, where it is if ``memory`` has room there; else ``used`` pages are copied,
-    and ``memory`` may get an entry."""
+    """A part with ``total`` pages. It grows in place if its reservation in ``memory`` is large enough. If
+    not, its ``used`` pages are copied, and ``memory`` gets a new reservation where one is possible."""
     shape, size = (total, *part.shape[1:]), total * _page_bytes(part)
     if name in memory and size <= memory[name].size:
         return memory[name].tensor(shape, part.dtype)
@@ -251,7 +251,7 @@ def _grown_part(name: str, part: torch.Tensor, used: int, total: int,
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and behind the last of every run of neighbors among these pages, which are in order."""
+    """``start, stop`` of every run of consecutive numbers in ``pages``, which are sorted."""
     for _, run in itertools.groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
         neighbors = [page for _, page in run]
         yield neighbors[0], neighbors[-1] + 1

@@ -1,7 +1,7 @@
-"""Memory that grows and shrinks where it lies: nothing is copied while answers wait for their next token.
+"""Memory that grows and shrinks in place, so that no step has to copy the KV cache.
 
-A range of addresses is reserved, many times what is needed at first. The system puts memory behind an address
-when something is written there; until then zeros are read.
+A range of virtual addresses is reserved that is much larger than what is needed at first. The system
+allocates physical memory when an address is written; until then it reads as zero.
 """
 
 from __future__ import annotations
@@ -16,53 +16,58 @@ from pathlib import Path
 import torch
 
 SMALLEST = 1 << 20
-"""Bytes from which addresses are reserved; copying fewer takes no time that anybody notices."""
-TIMES, LEAST = 8, 1 << 32
-"""So many times what is needed is reserved, and at least so many bytes: where addresses aren't limited they
-cost nothing."""
+"""Tensors of fewer bytes are copied when they grow."""
+GROWTH, MINIMUM = 8, 1 << 32
+"""A reservation has 8 times the bytes that are needed now, and at least 4 GiB. Reserved addresses take no
+memory."""
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 class ReservedMemory:
-    """A range of addresses, of the CPU's memory. Only Linux gives parts of one back and reads zeros there.
+    """A reserved range of virtual addresses. It needs Linux, where a part can be released and reads as zero
+    afterwards.
 
     Args:
         size: bytes.
 
     Raises:
-        OSError: the system has no such range.
+        OSError: the range can't be reserved.
     """
 
     def __init__(self, size: int) -> None:
-        unbacked = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name since 3.13
         self.size = size
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unbacked)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The beginning of it as a tensor, which keeps it alive; not empty."""
+        """The beginning of the range as a tensor, which keeps it alive; ``shape`` has no 0."""
         return torch.frombuffer(self._map, dtype=torch.uint8,
                                 count=math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
-    def forget(self, begin: int, end: int) -> None:
-        """Give bytes from ``begin`` to ``end`` back: zeros are read there again. The system takes whole
-        pages of its own; what is left of others is overwritten."""
+    def release(self, begin: int, end: int) -> None:
+        """Give the memory of the bytes from ``begin`` to ``end`` back to the system. They read as zero
+        afterwards: the system takes whole pages, and the rest at both ends is overwritten."""
         first = min(-(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end)
         last = max(end // mmap.PAGESIZE * mmap.PAGESIZE, first)
         try:
             if first < last:
                 self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-        except OSError:  # it is locked in memory
+        except OSError:  # the pages are locked in memory, by mlockall for instance
             first = last = end
         self._map[begin:first] = bytes(first - begin)
         self._map[last:end] = bytes(end - last)
 
 
 def reserve(nbytes: int, device: torch.device) -> ReservedMemory | None:
-    """Addresses for what has ``nbytes`` now and will grow; ``None`` where it is small, or addresses are
-    limited: others need them too."""
-    if device.type != "cpu" or nbytes < SMALLEST or _limited():
+    """Reserve addresses for a tensor that has ``nbytes`` now and will grow.
+
+    Returns:
+        ``None`` if it should be copied when it grows: it is small or on a GPU, or addresses are limited, so
+        that a reservation would take them from other allocations.
+    """
+    if device.type != "cpu" or nbytes < SMALLEST or _addresses_limited():
         return None
-    size = max(LEAST, TIMES * nbytes)
+    size = max(MINIMUM, GROWTH * nbytes)
     try:
         return ReservedMemory(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     except (OSError, ValueError, OverflowError):
@@ -70,8 +75,9 @@ def reserve(nbytes: int, device: torch.device) -> ReservedMemory | None:
 
 
 @functools.cache
-def _limited() -> bool:
-    """Whether the process may not have all addresses, or the system counts them as memory."""
+def _addresses_limited() -> bool:
+    """Whether this isn't Linux, ``ulimit`` limits the process's addresses, or the system counts reserved
+    addresses as memory (``vm.overcommit_memory=2``)."""
     if sys.platform != "linux":
         return True
     import resource

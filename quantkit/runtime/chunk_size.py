@@ -17,9 +17,9 @@ REFRESH = 64
 """Steps with chunks after which one without a chunk shows the usual gap again."""
 GAPS, CHUNKS = 15, 3
 """The number of recent measurements whose median counts, so that a disturbed one doesn't."""
-FIRST = 2
-"""Steps without a chunk that show the usual gap anew. The shorter counts: the other may be disturbed, and
-three times a disturbed gap is what a chunk would then be allowed to take."""
+BASELINE_STEPS = 2
+"""Steps without a chunk that measure the usual gap after the number of sequences has changed. The shorter one
+counts. With a single one that other work slowed down, the next chunks could take three times that long."""
 
 
 class ChunkSizer:
@@ -62,7 +62,7 @@ class ChunkSizer:
     @property
     def blind(self) -> bool:
         """Whether the usual gap isn't known, or was measured long ago: steps without a chunk show it."""
-        return self._max_itl is not None and (len(self._gaps) < FIRST or self._age >= REFRESH)
+        return self._max_itl is not None and (len(self._gaps) < BASELINE_STEPS or self._age >= REFRESH)
 
     @property
     def spare(self) -> float:

@@ -128,7 +128,7 @@ class Request:
         spoiled: whether a step failed in the middle, so that nobody may read what it has in the cache.
         block_names: of its text's blocks, see :func:`quantkit.kv.prefix.block_names`.
         came: prompt tokens that the engine had read when it came.
-        due: as many that it has read when no shorter prompt may pass this one any more.
+        due: the number of prompt tokens read after which no later prompt can pass this one.
         arrived_at, admitted_at: ``time.perf_counter()`` seconds; 0: not yet.
     """
 

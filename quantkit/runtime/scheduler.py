@@ -19,8 +19,8 @@ from quantkit.errors import QuantkitError
 from quantkit.runtime.request import Request, Status
 
 PATIENCE = 3
-"""Tokens for which a prompt lets shorter ones pass, for each of its own. With more, first tokens come sooner
-on average and the longest prompts' later."""
+"""A prompt that is n tokens shorter passes another one if it arrives before 3 · n further tokens have been
+read. A larger factor shortens the median time to the first token and lengthens that of long prompts."""
 
 
 class EngineFull(QuantkitError):

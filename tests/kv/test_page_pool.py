@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from quantkit.kv import reserved_memory
 from quantkit.kv.page_pool import PAGE, PagePool, slots_of
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere blocks are copied")
+on_linux = pytest.mark.skipif(sys.platform != "linux",
+                              reason="the KV cache grows in place on Linux only; other systems copy it")
 
 LAYOUT = {"codes": ((4,), torch.int8), "scale": ((), torch.bfloat16), "pair": ((2, 3), torch.float32)}
 PAGE_BYTES = PAGE * (4 + 2 + 24)
@@ -181,7 +182,7 @@ def test_memory_that_is_locked_is_overwritten(monkeypatch):
 @on_linux
 def test_where_addresses_are_limited_none_are_reserved(monkeypatch, tmp_path):
     def limited():
-        reserved_memory._limited.cache_clear()
+        reserved_memory._addresses_limited.cache_clear()
         return reserved_memory.reserve(1 << 20, torch.device("cpu")) is None
 
     try:
@@ -194,7 +195,7 @@ def test_where_addresses_are_limited_none_are_reserved(monkeypatch, tmp_path):
         monkeypatch.setattr(reserved_memory, "_OVERCOMMIT", strict)
         assert limited()
     finally:
-        reserved_memory._limited.cache_clear()
+        reserved_memory._addresses_limited.cache_clear()
 
 
 @on_linux
@@ -219,8 +220,8 @@ def test_where_no_addresses_can_be_reserved_a_block_is_copied(monkeypatch, error
 
 @on_linux
 def test_a_block_outgrows_its_addresses(monkeypatch):
-    monkeypatch.setattr(reserved_memory, "LEAST", 1)
-    monkeypatch.setattr(reserved_memory, "TIMES", 1)
+    monkeypatch.setattr(reserved_memory, "MINIMUM", 1)
+    monkeypatch.setattr(reserved_memory, "GROWTH", 1)
     pages, places = PagePool({"x": ((4096,), torch.float32)}), set()
     for count in range(1, 12):
         (page,) = pages.take(1)
