@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from quantkit.formats.base import Codes
-from quantkit.methods import trellis
+from quantkit.methods import gptq_tiles, trellis
 from quantkit.methods.base import LayerStats, Method, MethodOptions
 from quantkit.methods.descent import by_column, descend_levels, descend_scales, stacked
 from quantkit.methods.grid import (
@@ -101,6 +101,9 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         if factors is None:
             results[number] = to_codes(round_to_grid(weight, plain, spec), plain, spec, notes)
             continue
+        if gptq_tiles.takes(spec, weight.device):
+            results[number] = _tiled(weight, hessian, factors, plain, spec, options, notes)
+            continue
         grid = plain if not options.clip_search else find_grid(
             weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
         begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
@@ -109,6 +112,20 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
         numbers = [task.number for task in begun]
         results |= zip(numbers, _solved(begun, spec, options), strict=True)
     return [results[number] for number in range(len(weights))]
+
+
+def _tiled(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors, plain: Grid,
+           spec: QuantSpec, options: GptqOptions, notes: tuple[str, ...]) -> Codes:
+    solver = gptq_tiles.TiledSolver(hessian, factors, spec)
+    codes, failed = list[Codes](), True
+    for part in row_parts(weight, spec, TOGETHER):
+        levels, grid, solved = solver.solve(weight[part], plain.rows(part), options.clip_search,
+                                            options.descent_passes, options.refit)
+        rounded = round_to_grid(weight[part], plain.rows(part), spec)
+        worse = ~(solved <= losses(weight[part] - from_grid(rounded, plain.rows(part)), hessian))
+        codes.append(_merged(levels, grid, rounded, plain.rows(part), worse, spec))
+        failed &= bool(worse.all())
+    return join(codes, notes + (NO_BETTER,) * failed)
 
 
 @dataclass
@@ -180,10 +197,16 @@ def _unless_rounded(task: _Begun, levels: torch.Tensor, grid: Grid, part: slice,
     if spec.granularity.strategy == "tensor":  # one scale for all rows: all or none
         solved, baseline = solved.sum().expand_as(solved), baseline.sum().expand_as(baseline)
     worse = ~(solved <= baseline)  # also where a loss is NaN
+    return _merged(levels, grid, rounded, plain, worse, spec), worse
+
+
+def _merged(levels: torch.Tensor, grid: Grid, rounded: torch.Tensor, plain: Grid, worse: torch.Tensor,
+            spec: QuantSpec) -> Codes:
+    """Solved rows, and rounded ones where the solved are ``worse``, bool ``[out]``."""
     pick = worse.unsqueeze(1)
     rows = pick[:grid.scale.shape[0]]
     best = Grid(torch.where(rows, plain.scale, grid.scale), torch.where(rows, plain.zero, grid.zero))
-    return to_codes(torch.where(pick, rounded, levels), best, spec), worse
+    return to_codes(torch.where(pick, rounded, levels), best, spec)
 
 
 def _solve(weights: Sequence[torch.Tensor], grids: Sequence[Grid], upper: torch.Tensor, order: torch.Tensor,

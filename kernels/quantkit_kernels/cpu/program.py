@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quantkit_kernels.cpu import attention, embedding, kv_write, matmul, read, rows, viterbi
+from quantkit_kernels.cpu import attention, columns, embedding, kv_write, matmul, read, rows, viterbi
 from quantkit_kernels.cpu.compiled import address, on_disk
 from quantkit_kernels.cpu.driver import ARGUMENTS, EACH, FLAGS, KERNEL, NO_BARRIER, RECORD, RING, UNITS
 from quantkit_kernels.cpu.isa import Isa
@@ -24,6 +24,8 @@ KERNELS: dict[type, Sequence[str]] = {
     kv_write.KeepQueries: kv_write.KEEP_ARGUMENTS,
     kv_write.UndoHadamard: kv_write.UNTURN_ARGUMENTS, attention.Attend: attention.ATTEND_ARGUMENTS,
     attention.ReduceSplits: attention.COMBINE_ARGUMENTS, read.ReadKernel: read.ARGUMENTS,
+    columns.SearchRanges: columns.SEARCH_ARGUMENTS, columns.SolveColumns: columns.SOLVE_ARGUMENTS,
+    columns.DescendColumns: columns.DESCEND_ARGUMENTS,
     viterbi.Viterbi: viterbi.ARGUMENTS, viterbi.ColumnSearch: viterbi.COLUMN_ARGUMENTS}
 """The kernels that a program may have, and their arguments in a record's order; ``*name`` is a pointer."""
 

@@ -1,0 +1,309 @@
+"""GPTQ's loops over the columns of a weight, each a kernel: the search for ranges, solving, and descent.
+
+Rows of a weight don't depend on one another. A unit is a *tile*, 64 rows of all columns with a column's rows
+side by side, ``[columns, 64]``. Every operation is one of vectors along the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from quantkit_kernels.cpu.driver import begin
+from quantkit_kernels.cpu.emit import Emitter
+from quantkit_kernels.cpu.values import F32, I64, Value, vec
+
+ROWS = 64
+"""Rows of a tile."""
+LANES = 8
+"""Of this module's vectors, whatever the instruction set's are."""
+BLOCK = 64
+"""Columns solved before the rest is updated."""
+FARTHEST = 2.0**21
+"""Quotients are clamped to this before rounding: further out, every level is clamped anyway."""
+SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}
+LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0, "float32": 3.4028234663852886e38}
+"""Of the dtypes that scales are stored in."""
+_SIZE, _STEP = ROWS * 4, LANES * 4
+_WIDE = vec(F32, LANES)
+
+SEARCH_ARGUMENTS = ("*weight", "*cost", "*factors", "*scale", "*zero", "columns", "groups", "size", "count")
+"""Of a record: ``weight`` float32 ``[units, columns, 64]``, ``cost`` ``[columns]``, ``factors`` ``[count]``;
+results are ``scale`` and ``zero``, float32 ``[units, groups, 64]``; ``size`` columns are a group."""
+SOLVE_ARGUMENTS = ("*work", "*upper", "*scale", "*zero", "*group", "*levels", "*room", "room_private",
+                   "columns", "groups")
+"""Of a record: ``work`` float32 ``[units, columns, 64]`` in solving order, overwritten; ``upper`` float32
+``[columns, columns]``; ``group`` int64 ``[columns]``; results are ``levels``, float32 like ``work``."""
+DESCEND_ARGUMENTS = ("*slopes", "*levels", "*scale", "*zero", "*hessian", "*room", "room_private", "columns",
+                     "groups", "size", "block", "passes", "visits")
+"""Of a record: ``slopes`` and ``levels`` float32 ``[units, columns, 64]``, ``scale`` and ``zero`` float32
+``[units, groups, 64]``, all but ``zero`` updated; ``hessian`` float32 ``[columns, columns]``. ``block``
+columns are worked on before the rest is updated. Of ``passes`` the first ``visits`` change levels."""
+
+
+@dataclass(frozen=True)
+class SearchRanges:
+    """Finds every group's range: of some factors on its extremes the one with the least weighted error.
+
+    Attributes:
+        bits: of a level.
+        symmetric: whether the zero is the middle level.
+        dtype: in which scales are stored.
+    """
+
+    bits: int
+    symmetric: bool
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return f"search_ranges_{self.bits}_{'' if self.symmetric else 'a'}symmetric_{self.dtype}"
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e, a, unit, _ = begin(module, self.name, SEARCH_ARGUMENTS)
+        tile, grids = a.weight + unit * a.columns * _SIZE, unit * a.groups * _SIZE
+        with e.loop(0, a.groups) as group:
+            first, stop = group * a.size, (group + 1) * a.size
+            for part in range(0, _SIZE, _STEP):
+                low, high = e.var(e.const(_WIDE, 0.0)), e.var(e.const(_WIDE, 0.0))
+                with e.loop(first, stop) as i:
+                    weight = e.load(tile + i * _SIZE, _WIDE, part)
+                    low.set(e.min(weight, low.get()))
+                    high.set(e.max(weight, high.get()))
+                best, best_scale, best_zero = (e.var(e.const(_WIDE, value)) for value in (3e38, 1.0, 0.0))
+                with e.loop(0, a.count) as number:
+                    factor = e.load(a.factors, F32, number * 4).spread(LANES)
+                    scale, zero = self._grid(e, low.get() * factor, high.get() * factor)
+                    error = self._error(e, tile + part, a.cost, first, stop, scale, zero)
+                    better = error < best.get()
+                    for value, new in ((best, error), (best_scale, scale), (best_zero, zero)):
+                        value.set(e.select(better, new, value.get()))
+                at = grids + group * _SIZE + part
+                e.store(a.scale + at, best_scale.get())
+                e.store(a.zero + at, best_zero.get())
+        e.ret()
+
+    def _grid(self, e: Emitter, low: Value, high: Value) -> tuple[Value, Value]:
+        top = 2.0**self.bits - 1
+        if self.symmetric:
+            scale = stored(e, e.max(-low, high) / (top / 2), self.dtype)
+            zero = e.const(_WIDE, 2.0 ** (self.bits - 1))
+        else:
+            scale = stored(e, high / top - low / top, self.dtype)
+            zero = clamped(e, e.round(-low / scale), top)
+        limit = e.const(_WIDE, LARGEST[self.dtype]) / e.max(zero, e.const(_WIDE, top) - zero)
+        return e.min(scale, limit), zero
+
+    def _error(self, e: Emitter, tile: Value, cost: Value, first: Value, stop: Value, scale: Value,
+               zero: Value) -> Value:
+        inverse, total = e.const(_WIDE, 1.0) / scale, e.var(e.const(_WIDE, 0.0))
+        lowest, highest = -zero, e.const(_WIDE, 2.0**self.bits - 1) - zero
+        with e.loop(first, stop) as i:
+            scaled = e.load(tile + i * _SIZE, _WIDE) * inverse
+            off = e.round(e.min(e.max(scaled, lowest), highest)) - scaled
+            weight = e.load(cost, F32, i * 4).spread(LANES)
+            total.set(e.fma(off * off, weight, total.get()))
+        return total.get() * (scale * scale)
+
+
+@dataclass(frozen=True)
+class SolveColumns:
+    """Rounds a column and spreads its error over the columns that are left, again and again.
+
+    Attributes:
+        bits: of a level.
+    """
+
+    bits: int
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return f"solve_columns_{self.bits}"
+
+    @property
+    def room_bytes(self) -> int:
+        """What a thread needs."""
+        return BLOCK * _SIZE
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e, a, unit, thread = begin(module, self.name, SOLVE_ARGUMENTS)
+        work, levels = (start + unit * a.columns * _SIZE for start in (a.work, a.levels))
+        grids, errors, top = unit * a.groups * _SIZE, a.room + thread * a.room_private, 2.0**self.bits - 1
+        with e.loop(0, a.columns, BLOCK) as start:
+            stop = e.min(start + BLOCK, a.columns)
+            with e.loop(start, stop) as i:
+                row = a.upper + i * a.columns * 4
+                pivot = e.load(row, F32, i * 4).spread(LANES)
+                grid = grids + e.load(a.group, I64, i * 8) * _SIZE
+                for at in range(0, _SIZE, _STEP):
+                    scale, zero = e.load(a.scale + grid, _WIDE, at), e.load(a.zero + grid, _WIDE, at)
+                    weight = e.load(work + i * _SIZE, _WIDE, at)
+                    level = nearest_level(e, weight / scale, zero, top)
+                    e.store(levels + i * _SIZE, level, at)
+                    e.store(errors + (i - start) * _SIZE, (weight - (level - zero) * scale) / pivot, at)
+                _subtract(e, work, i + 1, stop, row, errors + (i - start) * _SIZE)
+            with e.loop(stop, a.columns) as j:
+                _subtract_all(e, work + j * _SIZE, errors, start, stop,
+                              lambda i, j=j: a.upper + (i * a.columns + j) * 4)
+        e.ret()
+
+
+@dataclass(frozen=True)
+class DescendColumns:
+    """Coordinate descent on ``eᵀ H e`` over the scales of a block's groups and over its levels.
+
+    Attributes:
+        bits: of a level.
+        dtype: in which scales are stored; ``None``: they stay as they are. Otherwise a block is a group.
+    """
+
+    bits: int
+    dtype: str | None
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return f"descend_columns_{self.bits}_{self.dtype}"
+
+    @staticmethod
+    def room_bytes(block: int) -> int:
+        """What a thread needs."""
+        return (3 * block + 1) * _SIZE
+
+    def emit(self, module: ir.Module) -> None:
+        """Write the kernel into a module."""
+        e, a, unit, thread = begin(module, self.name, DESCEND_ARGUMENTS)
+        slopes, levels = (start + unit * a.columns * _SIZE for start in (a.slopes, a.levels))
+        grids, moved = unit * a.groups * _SIZE, a.room + thread * a.room_private
+        with e.loop(0, a.passes) as number, e.loop(0, (a.columns + a.block - 1) // a.block) as block:
+            start = block * a.block
+            stop = e.min(start + a.block, a.columns)
+            with e.loop(start, stop) as i:
+                for at in range(0, _SIZE, _STEP):
+                    e.store(moved + (i - start) * _SIZE, e.const(_WIDE, 0.0), at)
+            tile = _Block(e, self, a, slopes, levels, grids, start, stop, moved)
+            if self.dtype is not None:
+                tile.move_scales(self.dtype)
+            with e.when(number < a.visits):
+                tile.visit_levels()
+            for low, high in ((e.const(I64, 0), start), (stop, a.columns)):
+                with e.loop(low, high) as j:
+                    _subtract_all(e, slopes + j * _SIZE, moved, start, stop,
+                                  lambda i, j=j: a.hessian + (j * a.columns + i) * 4)
+        e.ret()
+
+
+class _Block:
+    """A block of columns of a tile. ``moved [block, 64]`` is how far each weight's value has gone."""
+
+    def __init__(self, e: Emitter, spec: DescendColumns, a: Any, slopes: Value, levels: Value, grids: Value,
+                 start: Value, stop: Value, moved: Value) -> None:
+        self.e, self.a, self.top = e, a, 2.0**spec.bits - 1
+        self.slopes, self.levels, self.grids, self.start, self.stop = slopes, levels, grids, start, stop
+        self.moved = moved
+        self.units, self.bends = moved + a.block * _SIZE, moved + a.block * (2 * _SIZE)
+        self.steps = moved + a.block * (3 * _SIZE)
+
+    def _grid(self, column: Value) -> Value:
+        return self.grids + column // self.a.size * _SIZE
+
+    def move_scales(self, dtype: str) -> None:
+        """Put the group's scale where the loss is least with the levels as they are, rounded to ``dtype``, if
+        it is less there. With the value ``u · scale`` of each weight the least is ``uᵀ s / uᵀ H u`` away."""
+        e, grid, start, stop = self.e, self._grid(self.start), self.start, self.stop
+        with e.loop(start, stop) as i:
+            for at in range(0, _SIZE, _STEP):
+                level = e.load(self.levels + i * _SIZE, _WIDE, at)
+                e.store(self.units + (i - start) * _SIZE, level - e.load(self.a.zero + grid, _WIDE, at), at)
+                e.store(self.bends + (i - start) * _SIZE, e.const(_WIDE, 0.0), at)
+        with e.loop(start, stop) as j:
+            _subtract_all(e, self.bends + (j - start) * _SIZE, self.units, start, stop,
+                          lambda i: self.a.hessian + (j * self.a.columns + i) * 4)
+        for at in range(0, _SIZE, _STEP):
+            slope, curve = e.var(e.const(_WIDE, 0.0)), e.var(e.const(_WIDE, 0.0))
+            with e.loop(start, stop) as i:
+                unit = e.load(self.units + (i - start) * _SIZE, _WIDE, at)
+                slope.set(e.fma(unit, e.load(self.slopes + i * _SIZE, _WIDE, at), slope.get()))
+                curve.set(e.fma(unit, -e.load(self.bends + (i - start) * _SIZE, _WIDE, at), curve.get()))
+            old, zero = e.load(self.a.scale + grid, _WIDE, at), e.load(self.a.zero + grid, _WIDE, at)
+            positive = curve.get() > 0.0
+            target = old + slope.get() / e.select(positive, curve.get(), e.const(_WIDE, 1.0))
+            limit = e.const(_WIDE, LARGEST[dtype]) / e.max(zero, e.const(_WIDE, self.top) - zero)
+            new = stored(e, e.max(e.min(target, limit), e.const(_WIDE, SMALLEST[dtype])), dtype)
+            step = e.select(new > limit, old, new) - old
+            gain = step * (slope.get() * 2.0 - step * curve.get())
+            step = e.select(positive, e.select(gain > 0.0, step, e.const(_WIDE, 0.0)), e.const(_WIDE, 0.0))
+            e.store(self.steps, step, at)
+            e.store(self.a.scale + grid, old + step, at)
+        with e.loop(start, stop) as i:
+            for at in range(0, _SIZE, _STEP):
+                place, step = (i - start) * _SIZE, e.load(self.steps, _WIDE, at)
+                e.store(self.moved + place, step * e.load(self.units + place, _WIDE, at), at)
+                bend = e.load(self.bends + place, _WIDE, at)
+                e.store(self.slopes + i * _SIZE, e.fma(step, bend, e.load(self.slopes + i * _SIZE, _WIDE, at)),
+                        at)
+
+    def visit_levels(self) -> None:
+        """Put every weight on the level that is best with the others as they are."""
+        e = self.e
+        with e.loop(self.start, self.stop) as i:
+            row, grid, place = self.a.hessian + i * self.a.columns * 4, self._grid(i), (i - self.start) * _SIZE
+            pivot = e.load(row, F32, i * 4).spread(LANES)
+            for at in range(0, _SIZE, _STEP):
+                scale, zero = e.load(self.a.scale + grid, _WIDE, at), e.load(self.a.zero + grid, _WIDE, at)
+                old = e.load(self.levels + i * _SIZE, _WIDE, at)
+                best = e.load(self.slopes + i * _SIZE, _WIDE, at) / (scale * pivot) + old - zero
+                level = nearest_level(e, best, zero, self.top)
+                step = (level - old) * scale
+                e.store(self.levels + i * _SIZE, level, at)
+                e.store(self.steps, step, at)
+                e.store(self.moved + place, e.load(self.moved + place, _WIDE, at) + step, at)
+            _subtract(e, self.slopes, self.start, self.stop, row, self.steps)
+
+
+def nearest_level(e: Emitter, quotient: Value, zero: Value, top: float) -> Value:
+    """Weights over their scales → the nearest levels, 0 to ``top``."""
+    far = e.const(_WIDE, FARTHEST)
+    return clamped(e, e.round(e.min(e.max(quotient, -far), far)) + zero, top)
+
+
+def clamped(e: Emitter, value: Value, top: float) -> Value:
+    """Between 0 and ``top``."""
+    return e.min(e.max(value, e.const(_WIDE, 0.0)), e.const(_WIDE, top))
+
+
+def stored(e: Emitter, scale: Value, dtype: str) -> Value:
+    """Scales as ``dtype`` stores them, never below its smallest."""
+    scale = e.max(scale, e.const(_WIDE, SMALLEST[dtype]))
+    if dtype == "bfloat16":
+        return e.widened(e.narrowed(scale))
+    return e.half_widened(e.half_narrowed(scale)) if dtype == "float16" else scale
+
+
+def _subtract(e: Emitter, work: Value, start: Value, stop: Value, row: Value, step: Value) -> None:
+    """``work[j] −= row[j] · step`` for columns j of ``[start, stop)``; ``step`` is ``[64]``."""
+    with e.loop(start, stop) as j:
+        factor = -e.load(row, F32, j * 4).spread(LANES)
+        for at in range(0, _SIZE, _STEP):
+            e.store(work + j * _SIZE, e.fma(factor, e.load(step, _WIDE, at),
+                                            e.load(work + j * _SIZE, _WIDE, at)), at)
+
+
+def _subtract_all(e: Emitter, column: Value, steps: Value, start: Value, stop: Value,
+                  factor_at: Callable[[Value], Value]) -> None:
+    """``column −= Σ factor_i · steps_i`` over columns i of a block; ``steps`` is ``[block, 64]``."""
+    remaining = [e.var(e.load(column, _WIDE, at)) for at in range(0, _SIZE, _STEP)]
+    with e.loop(start, stop) as i:
+        factor = -e.load(factor_at(i), F32).spread(LANES)
+        for part, total in enumerate(remaining):
+            step = e.load(steps + (i - start) * _SIZE, _WIDE, part * _STEP)
+            total.set(e.fma(factor, step, total.get()))
+    for part, total in enumerate(remaining):
+        e.store(column, total.get(), part * _STEP)
