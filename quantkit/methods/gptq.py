@@ -4,8 +4,8 @@ https://arxiv.org/abs/2210.17323. Minimizes ``tr((W - Q) H (W - Q)ᵀ)`` with ``
 over calibration tokens. Groups are *static*: their grids are fixed before solving, so that
 activation order changes only the order of solving and every group keeps its place on disk.
 
-Additions to the paper, on by default. The grids come from a search over shrunken ranges that weighs
-each column's error by ``diag(H)``. After solving, coordinate descent on the same loss visits every
+Additions to the paper, on by default. The grids come from a search over shrunken and stretched ranges that
+weighs each column's error by what it costs once the other columns have made up for it. After solving, coordinate descent on the same loss visits every
 group's scale and every weight's level again (:mod:`~quantkit.methods.descent`). A row that plain
 rounding serves better is kept rounded, so that the loss on ``H`` is never above that of ``rtn``.
 """
@@ -36,7 +36,7 @@ from quantkit.methods.grid import (
     settle_,
     to_codes,
 )
-from quantkit.methods.hessian import NO_BETTER, HessianFactors, damped, factorize, hessian_of, losses
+from quantkit.methods.hessian import NO_BETTER, HessianFactors, column_costs, damped, factorize, hessian_of, losses
 from quantkit.ops import gpu
 from quantkit.spec import QuantSpec
 
@@ -53,12 +53,12 @@ class GptqOptions(MethodOptions):
             Cholesky factorization fails.
         act_order: solve the columns with the largest ``diag(H)`` first.
         block: columns solved before the rest is updated; changes speed, not the result.
-        clip_search: choose the groups' ranges by error weighted with ``diag(H)``.
+        clip_search: choose the groups' ranges by error weighted with what it costs.
         refit: rounds of refitting the scales after solving, and after each visit to the levels.
         descent_passes: passes of coordinate descent over all levels after solving.
     """
 
-    damp: float = Field(default=0.01, gt=0, le=1)
+    damp: float = Field(default=0.05, gt=0, le=1)
     act_order: bool = True
     block: int = Field(default=128, ge=1)
     clip_search: bool = True
@@ -105,7 +105,7 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
             results[number] = _tiled(weight, hessian, factors, plain, spec, options, notes)
             continue
         grid = plain if not options.clip_search else find_grid(
-            weight, spec, importance=hessian.diagonal(), shrinks=search_factors(spec))
+            weight, spec, importance=column_costs(factors), shrinks=search_factors(spec))
         begun.append(_Begun(number, weight, hessian, factors, plain, grid, notes))
         del factors  # as large as the Hessian
     if begun:

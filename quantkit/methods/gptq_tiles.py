@@ -1,4 +1,4 @@
-"""GPTQ on a CPU, where our own kernels take all columns of 64 rows at a time (:mod:`quantkit.ops.columns`)."""
+"""GPTQ on a CPU: our own kernels take all columns of 64 rows at a time (:mod:`quantkit.ops.columns`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from quantkit.formats.dtypes import dtype_name, scale_dtype
 from quantkit.methods.descent import descend_scales
 from quantkit.methods.grid import SHRINKS, Grid
-from quantkit.methods.hessian import HessianFactors, damped
+from quantkit.methods.hessian import HessianFactors, column_costs, damped
 from quantkit.ops import columns
 from quantkit.spec import QuantSpec
 
@@ -29,7 +29,7 @@ class TiledSolver:
 
     def __init__(self, hessian: torch.Tensor, factors: HessianFactors, spec: QuantSpec) -> None:
         self._form, self._factors, self._spec = damped(hessian, factors.damping), factors, spec
-        self._cost, self._dtype = hessian.diagonal(), dtype_name(scale_dtype(spec))
+        self._costs, self._dtype = column_costs(factors), dtype_name(scale_dtype(spec))
 
     def solve(self, weight: torch.Tensor, plain: Grid, clip_search: bool, visits: int,
               refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
@@ -49,8 +49,8 @@ class TiledSolver:
         size = count // plain.scale.shape[1]
         tiled = columns.tiles(weight)
         if clip_search:
-            scale, zero = columns.search_ranges(tiled, self._cost, size, SHRINKS, spec.bits, spec.symmetric,
-                                                self._dtype)
+            scale, zero = columns.search_ranges(tiled, self._costs, size, SHRINKS, spec.bits,
+                                                spec.symmetric, self._dtype)
         else:
             scale, zero = columns.tiles(plain.scale, 1.0), columns.tiles(plain.zero)
         order = self._factors.order

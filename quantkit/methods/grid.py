@@ -24,8 +24,9 @@ from quantkit.formats.e4m3 import LARGEST, encode, nearest_
 from quantkit.ops.finite import all_finite
 from quantkit.spec import QuantSpec
 
-SHRINKS = tuple(1 - 0.025 * step for step in range(24))
-"""Factors on a group's extremes that a clip search tries."""
+SHRINKS = tuple(1 + 0.025 * step for step in range(4, -20, -1))
+"""Factors on a group's extremes that a clip search tries. Some reach beyond the extremes: there a level may lie
+where many weights are."""
 STRETCHES = tuple(2 ** (step / 24) for step in range(24))
 """The same for kind ``fp``: beyond twice the range all levels but the smallest come again."""
 

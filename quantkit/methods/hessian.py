@@ -79,6 +79,15 @@ def factorize(hessian: torch.Tensor, damp: float,
                   f"{damp / 10:g}",)
 
 
+def column_costs(factors: HessianFactors) -> torch.Tensor:
+    """What an error in a column costs if all other columns make up for it as far as they can: one over the
+    diagonal of ``H⁻¹``, float32 ``[in]``, as in Optimal Brain Surgeon,
+    https://papers.nips.cc/paper/1992/hash/303ed4c69846ab36c2904d3ba8573050-Abstract.html."""
+    costs = torch.empty_like(factors.upper[0])
+    costs[factors.order] = factors.upper.square().sum(dim=0).reciprocal()
+    return costs
+
+
 def damped(hessian: torch.Tensor, damping: float, order: torch.Tensor | None = None) -> torch.Tensor:
     """A copy ``[in, in]`` with ``damping`` added to the diagonal; rows and columns in ``order`` if given."""
     if order is None:

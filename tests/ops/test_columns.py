@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quantkit.methods import gptq, gptq_tiles
 from quantkit.methods.base import LayerStats
-from quantkit.methods.grid import SHRINKS, Grid, find_grid, from_grid, round_to_grid
 from quantkit.methods.gptq import GptqOptions
+from quantkit.methods.grid import SHRINKS, Grid, find_grid, from_grid, round_to_grid
 from quantkit.ops import columns
 from quantkit.spec import Granularity, QuantSpec
 
@@ -106,7 +106,8 @@ def test_a_visit_puts_every_weight_where_it_is_best(symmetric):
     levels = round_to_grid(weight, grid, spec)
     scale, zero = tiled_grid(grid)
     tiled = columns.tiles(levels)
-    columns.descend_columns(slopes_of(weight, levels, grid, hessian), tiled, scale, zero, hessian, 3, None, 1, 0)
+    slopes = slopes_of(weight, levels, grid, hessian)
+    columns.descend_columns(slopes, tiled, scale, zero, hessian, 3, None, 1, 0)
     expected = levels.clone()
     for i in range(24):
         tried = []

@@ -246,15 +246,16 @@ class _Block:
             for at in range(0, _SIZE, _STEP):
                 place, step = (i - start) * _SIZE, e.load(self.steps, _WIDE, at)
                 e.store(self.moved + place, step * e.load(self.units + place, _WIDE, at), at)
+                slope = e.load(self.slopes + i * _SIZE, _WIDE, at)
                 bend = e.load(self.bends + place, _WIDE, at)
-                e.store(self.slopes + i * _SIZE, e.fma(step, bend, e.load(self.slopes + i * _SIZE, _WIDE, at)),
-                        at)
+                e.store(self.slopes + i * _SIZE, e.fma(step, bend, slope), at)
 
     def visit_levels(self) -> None:
         """Put every weight on the level that is best with the others as they are."""
         e = self.e
         with e.loop(self.start, self.stop) as i:
-            row, grid, place = self.a.hessian + i * self.a.columns * 4, self._grid(i), (i - self.start) * _SIZE
+            row, grid = self.a.hessian + i * self.a.columns * 4, self._grid(i)
+            place = (i - self.start) * _SIZE
             pivot = e.load(row, F32, i * 4).spread(LANES)
             for at in range(0, _SIZE, _STEP):
                 scale, zero = e.load(self.a.scale + grid, _WIDE, at), e.load(self.a.zero + grid, _WIDE, at)
