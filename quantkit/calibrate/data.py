@@ -12,9 +12,9 @@ import torch
 
 from quantkit.calibrate import hub
 from quantkit.calibrate.coverage import SHARED, Coverage, Overlap, SourceFile
-from quantkit.calibrate.docstrings import prose
 from quantkit.calibrate.files import DataFile, local_files, read_files, some_of
 from quantkit.calibrate.overlap import Passages, repeated
+from quantkit.calibrate.passages import builtin_documents
 from quantkit.calibrate.rows import Document
 from quantkit.calibrate.windows import SEPARATOR, Encoded, Ids, cut_windows
 from quantkit.errors import CalibrationError, SourceError
@@ -24,8 +24,6 @@ from quantkit.text.tokenizer import Tokenizer
 
 BUILTIN, SELF = "builtin", "self"
 EVALUATION = "eval's built-in text"
-CHARACTERS_PER_TOKEN = 8
-"""Of the built-in text, so much is collected for every token asked for: about twice what is needed."""
 BYTES_PER_TOKEN = 64
 """Bytes of files that are read for every requested token: no tokenizer needs more."""
 LONGEST_TEXT = 256 * 2**20
@@ -71,7 +69,7 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
         CalibrationError: the data can't be had, is malformed, can't be rendered, or too little, or the
             tokenizer doesn't fit the model.
     """
-    documents, read = _documents(spec, listen)
+    documents, read = _documents(spec, tokenizer, listen)
     packing = spec.packing
     if packing == "auto":
         packing = "documents" if any(document.is_chat for document in documents) else "stream"
@@ -128,12 +126,14 @@ class _Exams:
             "overlaps": tuple(overlaps)})
 
 
-def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
+def _documents(spec: CalibrationSpec, tokenizer: Tokenizer,
+               listen: Listener) -> tuple[list[Document], tuple[SourceFile, ...]]:
     need = spec.samples * spec.length
     parts: list[DataFile | Document] = []
     for name in spec.texts:
         if name == BUILTIN:
-            parts.append(Document(BUILTIN, _builtin(need * CHARACTERS_PER_TOKEN)))
+            # twice as much where windows may be left out
+            parts += builtin_documents(need * (2 if spec.avoid else 1), tokenizer)
         elif name.startswith(hub.PREFIX):
             parts += hub.dataset_files(name, need * BYTES_PER_TOKEN, listen)
         else:
@@ -144,15 +144,6 @@ def _documents(spec: CalibrationSpec, listen: Listener) -> tuple[list[Document],
                  for document in (by_file[part] if isinstance(part, DataFile) else [part])]
     return documents, tuple(SourceFile(name=file.name, sha256=file.sha256(), revision=file.revision)
                             for file, _ in read)
-
-
-def _builtin(characters: int) -> str:
-    text = prose(characters=characters)
-    if not text.strip():
-        raise CalibrationError("the built-in calibration text is empty",
-                               why="this Python was installed without its standard library's sources",
-                               next="name a text: --calibration FILE, or calibration: {text: FILE}")
-    return text
 
 
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, packing: str) -> list[Encoded]:
