@@ -217,6 +217,11 @@ class CalibrationSpec(Frozen):
                                        "avoid": tuple(map(_last_part, self.avoid))})
 
 
+def tokens_of(text: str) -> str:
+    """How the tokens of a calibration are called, by :attr:`CalibrationSpec.text`."""
+    return "tokens drawn at random" if text == "random" else f"tokens of {text}"
+
+
 def _last_part(text: str) -> str:
     if text.startswith("hub:"):
         return text

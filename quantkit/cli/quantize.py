@@ -256,7 +256,9 @@ def _print_choice(choice: BudgetChoice) -> None:
 
 
 def _windows(facts: CalibrationFacts) -> str:
-    return f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
+    from quantkit.spec import tokens_of
+
+    return f"{facts.samples} windows of {facts.length} {tokens_of(facts.text)}"
 
 
 def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:
