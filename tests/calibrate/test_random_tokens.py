@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ RANDOM = CalibrationSpec(text="random", samples=4, length=32, importance="equal"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("models") / "model"))
 
 
@@ -106,7 +107,7 @@ def test_random_tokens_are_not_mixed_with_texts() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_recipes_without_text(model: str, tmp_path, bits: int) -> None:
+def test_recipes_without_text(model: str, tmp_path: Path, bits: int) -> None:
     recipe = load_recipe(f"int{bits}-datafree")
     assert recipe.calibration is not None and recipe.calibration.text == "random"
     with warnings.catch_warnings():
