@@ -23,7 +23,7 @@ from quantkit import __version__
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import WALKS, balanced, token_gradients
 from quantkit.calibrate.kept import gradients
-from quantkit.calibrate.prepare import own, prepare, write, writes_itself
+from quantkit.calibrate.prepare import correlation, own, prepare, write, writes_itself
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import CalibrationFacts, LayerRow, Manifest, SourceRecord
@@ -223,7 +223,8 @@ class _Run:
             if tokens is not None:
                 states = ends.enter_context(Spill(writer.states))
                 with self._tracing():
-                    runner = LayerRunner(self.config, weights, tokens, importance, states, table)
+                    runner = LayerRunner(self.config, weights, tokens, importance, states, table,
+                                         correlation(self.plan.calibration))
             for index in range(layers):
                 progress(ProgressEvent(done + index, total, f"layer {index}", kept=index not in missing))
                 packed, changed = self._layer(writer, index, runner, elsewhere)

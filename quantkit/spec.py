@@ -173,7 +173,8 @@ class CalibrationSpec(Frozen):
         text: ``builtin`` (the docstrings of Python's standard library: everywhere, offline and
             apart from the default evaluation text), a text file, a folder of them, a ``.jsonl`` or
             ``.parquet`` file of texts or conversations, ``hub:OWNER/NAME[:SPLIT][:FILE]``; or
-            several of these. Or ``self``: the model writes it.
+            several of these. Or ``self``: the model writes it. Or ``random``: no text at all, but tokens
+            drawn from the vocabulary.
         samples: number of windows.
         length: tokens a window.
         seed: chooses the windows.
@@ -200,6 +201,8 @@ class CalibrationSpec(Frozen):
             raise ValueError("no text is named")
         if text != "self" and "self" in text and not isinstance(text, str):
             raise ValueError("text that the model writes itself can't be mixed with other texts")
+        if text != "random" and "random" in text and not isinstance(text, str):
+            raise ValueError("random tokens can't be mixed with texts")
         return text
 
     @property
@@ -212,6 +215,11 @@ class CalibrationSpec(Frozen):
         names = tuple(map(_last_part, self.texts))
         return self.model_copy(update={"text": names[0] if isinstance(self.text, str) else names,
                                        "avoid": tuple(map(_last_part, self.avoid))})
+
+
+def tokens_of(text: str) -> str:
+    """How the tokens of a calibration are called, by :attr:`CalibrationSpec.text`."""
+    return "tokens drawn at random" if text == "random" else f"tokens of {text}"
 
 
 def _last_part(text: str) -> str:

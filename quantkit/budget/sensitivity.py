@@ -25,7 +25,7 @@ from quantkit.calibrate.data import CalibrationData
 from quantkit.calibrate.finite import NonFiniteError, blame
 from quantkit.calibrate.importance import NEVER, WALKS, balanced, token_gradients
 from quantkit.calibrate.kept import gradients
-from quantkit.calibrate.prepare import prepare, write
+from quantkit.calibrate.prepare import correlation, prepare, write
 from quantkit.calibrate.runner import LayerRunner
 from quantkit.calibrate.spill import Spill
 from quantkit.checkpoint.manifest import SourceRecord
@@ -137,7 +137,8 @@ class _Run:
         squares = writer.get(GRADIENTS)[0]
         weighed = {name: balanced(squares_of_layer) for name, squares_of_layer in squares.items()}
         with Spill(writer.states) as states:
-            runner = LayerRunner(self.config, self.weights, tokens, weighed, states)
+            runner = LayerRunner(self.config, self.weights, tokens, weighed, states,
+                                 correlation=correlation(self.spec))
             for index in range(missing[-1] + 1):
                 self.phases(MEASURING)(ProgressEvent(index, self.config.num_layers,
                                                      f"candidates in layer {index}",

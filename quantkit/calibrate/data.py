@@ -22,7 +22,7 @@ from quantkit.progress import Listener, silent
 from quantkit.spec import CalibrationSpec
 from quantkit.text.tokenizer import Tokenizer
 
-BUILTIN, SELF = "builtin", "self"
+BUILTIN, SELF, RANDOM = "builtin", "self", "random"
 EVALUATION = "eval's built-in text"
 BYTES_PER_TOKEN = 64
 """Bytes of files that are read for every requested token: no tokenizer needs more."""
@@ -91,11 +91,12 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, vocabulary: in
 
 def own_calibration(spec: CalibrationSpec, tokenizer: Tokenizer, tokens: torch.Tensor, vocabulary: int,
                     widest: int, fallback: str | None = None) -> CalibrationData:
-    """The same of windows (int64 ``[samples, length]``) that the model has written itself."""
+    """The same of windows (int64 ``[samples, length]``) that the model has written itself, or that were drawn
+    from its vocabulary."""
     coverage = Coverage(documents=len(tokens), available=tokens.numel(), vocabulary=vocabulary, widest=widest,
                         fallback=fallback)
-    return CalibrationData(tokens, tuple(f"{SELF}, window {i}" for i in range(len(tokens))), "documents", (),
-                           _Exams(spec, tokenizer).look(tokens, coverage))
+    origins = tuple(f"{spec.text}, window {i}" for i in range(len(tokens)))
+    return CalibrationData(tokens, origins, "documents", (), _Exams(spec, tokenizer).look(tokens, coverage))
 
 
 class _Exams:

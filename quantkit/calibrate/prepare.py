@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from quantkit.calibrate.data import SELF, CalibrationData, load_calibration, own_calibration
+from quantkit.calibrate.data import RANDOM, SELF, CalibrationData, load_calibration, own_calibration
+from quantkit.calibrate.random_tokens import CORRELATION, random_windows
 from quantkit.calibrate.written import WritingPrompt, write_windows
 from quantkit.errors import CalibrationError
 from quantkit.models.architecture import parse_config
@@ -48,12 +49,24 @@ def prepare(spec: CalibrationSpec | None, source: ModelSource, widest: int, prog
             raise CalibrationError(form.fallback, why="--strict makes every fallback an error",
                                    next="--calibration builtin, a template that works, or leave out --strict")
         return None
-    return _warned(load_calibration(spec, tokenizer, parse_config(config).vocab_size, widest, progress))
+    vocabulary = parse_config(config).vocab_size
+    if spec.text == RANDOM:
+        left_out = tokenizer.added_tokens.values()
+        tokens = random_windows(spec.samples, spec.length, min(tokenizer.vocab_size, vocabulary), left_out,
+                                spec.seed)
+        # few tokens are enough: with the factor below, a Hessian has full rank whatever their number
+        return _warned(own_calibration(spec, tokenizer, tokens, vocabulary, widest=0))
+    return _warned(load_calibration(spec, tokenizer, vocabulary, widest, progress))
 
 
 def writes_itself(spec: CalibrationSpec | None) -> bool:
     """Whether the model writes the text that it is calibrated on."""
     return spec is not None and spec.text == SELF
+
+
+def correlation(spec: CalibrationSpec | None) -> float:
+    """The factor on what the Hessians of a calibration have beside their diagonals."""
+    return CORRELATION if spec is not None and spec.text == RANDOM else 1.0
 
 
 def write(spec: CalibrationSpec, source: ModelSource, model: LanguageModel, weights: Weights,

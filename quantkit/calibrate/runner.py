@@ -42,6 +42,7 @@ class LayerRunner:
             ``None``: all tokens count the same.
         states: where hidden states are kept; in memory by default.
         table: the embedding, if it is quantized already.
+        correlation: factor on Hessians beside their diagonals; below 1 where tokens are no text.
 
     Attributes:
         next: index of the layer that the hidden states are the input of.
@@ -49,8 +50,9 @@ class LayerRunner:
 
     def __init__(self, config: ModelConfig, weights: Weights, tokens: torch.Tensor,
                  importance: Mapping[str, torch.Tensor] | None = None, states: Spill | None = None,
-                 table: QuantizedTensor | None = None) -> None:
+                 table: QuantizedTensor | None = None, correlation: float = 1.0) -> None:
         self._config, self._weights, self._importance = config, weights, importance
+        self._correlation = correlation
         self._shares = {slot.name: slot.shares for slot in linear_slots(config)}
         self._layer: DecoderLayer | None = None
         self.next = 0
@@ -89,7 +91,8 @@ class LayerRunner:
             if key[name] not in observers:
                 observers[key[name]] = linears[name].observer = HessianObserver(
                     name, self._importance.get(name) if self._importance else None,
-                    linears[name].shape[1] if EXPERT in name else None, key[name] in formed)
+                    linears[name].shape[1] if EXPERT in name else None, key[name] in formed,
+                    self._correlation)
         try:
             first = 0
             for i in range(self._batches if observers else 0):
@@ -158,7 +161,8 @@ class LayerRunner:
         if self.next != self._config.num_layers:
             raise ValueError(f"the head was asked for, the hidden states are at {self.next}")
         norm = RMSNorm("model.norm", self._config.hidden_size, self._config, self._weights)
-        observer = HessianObserver(name, self._importance.get(name) if self._importance else None)
+        observer = HessianObserver(name, self._importance.get(name) if self._importance else None,
+                                   correlation=self._correlation)
         samples = (state for i in range(self._batches) for state in self._states.get(str(i)))
         for sample, x in enumerate(samples):
             observer.first = sample * x.shape[0]

@@ -26,6 +26,7 @@ class HessianObserver:
         importance: float32 ``[tokens]``, a weight on each of all tokens, 1 on average.
         size: *in*, where it may be that no token comes, as with experts: the result is zeros then.
         form: whether the sum of ``x xᵀ`` is wanted.
+        correlation: factor on the Hessian beside its diagonal; below 1 where tokens are no text.
 
     Attributes:
         tokens: how many entered the layer so far.
@@ -33,9 +34,9 @@ class HessianObserver:
     """
 
     def __init__(self, name: str, importance: torch.Tensor | None = None, size: int | None = None,
-                 form: bool = True) -> None:
+                 form: bool = True, correlation: float = 1.0) -> None:
         self.name, self.importance, self.tokens, self.first, self._size = name, importance, 0, 0, size
-        self._form = form
+        self._form, self._correlation = form, correlation
         self._sum: torch.Tensor | None = None
         self._largest: torch.Tensor | None = None
 
@@ -87,6 +88,9 @@ class HessianObserver:
             raise CalibrationError(f"the Hessian of {self.name} overflows float32",
                                    why="its inputs are large throughout; the model itself may be damaged",
                                    next=NEXT)
+        if self._correlation != 1:
+            diagonal = hessian.diagonal().clone()
+            hessian.mul_(self._correlation).diagonal().copy_(diagonal)
         notes: tuple[str, ...] = ()
         if self.importance is not None and bool((self.importance == 1).all()):
             notes = ("all calibration tokens count the same: no answer of the model depends on it",)

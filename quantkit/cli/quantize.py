@@ -49,8 +49,8 @@ MIXED = "mixed"
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub.")
 @click.option("--calibration", multiple=True, metavar="TEXT",
               help="Calibration text: a text file, a folder of them, a .jsonl or .parquet file of texts or"
-                   " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, or `self` (the model writes it). May"
-                   " be repeated.")
+                   " chats, hub:OWNER/NAME[:SPLIT][:FILE], `builtin`, `self` (the model writes it), or"
+                   " `random` (tokens drawn from the vocabulary, no text). May be repeated.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Number of calibration windows.")
 @click.option("--length", type=TokenCount(8), metavar="N", help="Tokens in a window: 512, 2k, 2K.")
 @click.option("--packing", type=click.Choice(["auto", "stream", "documents"]),
@@ -256,7 +256,9 @@ def _print_choice(choice: BudgetChoice) -> None:
 
 
 def _windows(facts: CalibrationFacts) -> str:
-    return f"{facts.samples} windows of {facts.length} tokens of {facts.text}"
+    from quantkit.spec import tokens_of
+
+    return f"{facts.samples} windows of {facts.length} {tokens_of(facts.text)}"
 
 
 def _warn_of_no_effect(plan: Plan, calibration: CalibrationSpec | None) -> None:

@@ -42,6 +42,7 @@ def list_(as_json: bool) -> None:
 def show(recipe: str, as_json: bool) -> None:
     """Show the rules of RECIPE, a name or a file, with what it extends resolved."""
     from quantkit.recipe import load_recipe
+    from quantkit.spec import tokens_of
 
     loaded = load_recipe(recipe)
     if as_json:
@@ -51,8 +52,8 @@ def show(recipe: str, as_json: bool) -> None:
     if loaded.description:
         click.echo(wrapped("description", loaded.description))
     if (spec := loaded.calibration) is not None:
-        click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} tokens of {spec.text}, "
-                                          f"seed {spec.seed}"))
+        click.echo(wrapped("calibration", f"{spec.samples} windows of {spec.length} "
+                                          f"{tokens_of(', '.join(spec.texts))}, seed {spec.seed}"))
     for number, rule in enumerate(loaded.rules, 1):
         optional = " (need not match)" if rule.optional else ""
         click.echo(wrapped(f"rule {number}", f"{rule.match}{optional}: {_does(rule)}"))
