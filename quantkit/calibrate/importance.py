@@ -98,6 +98,7 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
     walks = _Walks(config, weights, tokens, store)
     layers = config.num_layers
     inside = [name for name in wanted if name not in (EMBEDDING, HEAD)]
+    behind = [name for name in wanted if name in (EMBEDDING, HEAD)]
     reached = walks.reached(bool(inside))
     for index in range(-1, layers):
         if index + 1 < reached and not store.has(HIDDEN.format(index + 1)):
@@ -105,9 +106,9 @@ def token_gradients(config: ModelConfig, weights: Weights, tokens: torch.Tensor,
         if index >= 0:
             step()
     if reached > layers:
-        walks.head(seed)
+        walks.head(seed, bool(behind))
     squares = store.get(SQUARES.format(layers))["head"]
-    result = {name: squares for name in wanted if name in (EMBEDDING, HEAD)}
+    result = {name: squares for name in behind}
     for index in reversed(range(layers)) if inside else ():
         if index < reached:
             walks.backward(index, inside)
@@ -155,13 +156,13 @@ class _Walks:
                                       for i, x in enumerate(self._states(index))))
 
     @torch.no_grad()
-    def head(self, seed: int) -> None:
+    def head(self, seed: int, wanted: bool) -> None:
         """Compute, from the last layer's output, the gradients there of minus the log-likelihood of an answer
-        drawn for each token; and behind the head its square, float32 ``[tokens]``, a mean over logits and
-        over all answers."""
-        layers, squares = self._config.num_layers, list[torch.Tensor]()
+        drawn for each token; and behind the head, if that is wanted, its square, float32 ``[tokens]``, a mean
+        over logits and over all answers."""
+        layers, squares = self._config.num_layers, [] if wanted else None
         self._put(SLOPES, layers, _head(self._config, self._weights, self._states(layers), squares, seed))
-        self._store.put(SQUARES.format(layers), {"head": torch.cat(squares)})
+        self._store.put(SQUARES.format(layers), {"head": torch.cat(squares or [torch.empty(0)])})
         self._store.drop(HIDDEN.format(layers))
 
     def backward(self, index: int, wanted: Collection[str]) -> None:
@@ -214,8 +215,8 @@ def _forward(layer: DecoderLayer, index: int, x: torch.Tensor, positions: torch.
 
 
 def _head(config: ModelConfig, weights: Weights, states: Iterable[torch.Tensor],
-          squares: list[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
-    """The gradient at each batch of states; what is behind the head is added to ``squares``."""
+          squares: list[torch.Tensor] | None, seed: int) -> Iterator[torch.Tensor]:
+    """The gradient at each batch of states; what is behind the head is added to ``squares``, if given."""
     norm = RMSNorm("model.norm", config.hidden_size, config, weights)
     head = weights.tensor(f"{EMBEDDING if config.tie_word_embeddings else HEAD}.weight")
     random = torch.Generator(head.device).manual_seed(seed % 2**63)
@@ -230,21 +231,31 @@ def _head(config: ModelConfig, weights: Weights, states: Iterable[torch.Tensor],
                 normed = norm(entered)
             logits = softcapped((normed.detach() @ head.T).float(), config.logit_softcap)
             chances = F.softmax(logits, dim=-1)
-            odd = (~torch.isfinite(chances)).any(dim=-1).nonzero()
+            odd = (~torch.isfinite(chances[:, 0])).nonzero()  # a softmax is finite everywhere or nowhere
             if odd.numel():
                 raise NonFiniteError("the model's output is NaN or infinite",
                                      sample=sample + (start + int(odd[0])) // x.shape[1])
-            drawn = torch.multinomial(chances, 1, generator=random)
-            spread = chances - chances.square()
+            drawn = draw_answers(chances, random)
+            # its slope
+            slant = None if config.logit_softcap is None else 1 - (logits / config.logit_softcap).square()
+            if squares is not None:
+                spread = chances - chances.square()
+                squares.append((spread if slant is None else spread * slant.square()).mean(-1).cpu())
             chances.scatter_add_(1, drawn, -torch.ones_like(chances[:, :1]))
-            if config.logit_softcap is not None:  # its slope
-                slant = 1 - (logits / config.logit_softcap).square()
+            if slant is not None:
                 chances *= slant
-                spread *= slant.square()
-            squares.append(spread.mean(-1).cpu())
             (out[part],) = torch.autograd.grad(normed, entered, chances.to(head.dtype) @ head)
         sample += x.shape[0]
         yield slope
+
+
+def draw_answers(chances: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A token of each row of ``chances [n, vocab]``, int64 ``[n, 1]``: ``torch.multinomial`` draws a random
+    number for each token of the vocabulary, which takes longer than the head."""
+    cumulative = chances.cumsum(dim=-1)
+    uniform = torch.rand(len(chances), 1, generator=random, device=chances.device)
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return drawn.clamp_(max=chances.shape[1] - 1)
 
 
 def _watch(squares: torch.Tensor, first: int) -> Callable[..., None]:

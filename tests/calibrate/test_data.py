@@ -180,12 +180,6 @@ def test_hub_files_are_recorded_with_commit_and_hash(files, tmp_path, monkeypatc
     assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_python_without_sources(files, monkeypatch):
-    monkeypatch.setattr(module, "prose", lambda characters: "")
-    with pytest.raises(CalibrationError, match="built-in calibration text is empty"):
-        load(files, "builtin")
-
-
 def test_real_chats(files, shared_data):
     path = shared_data / "calibration" / "dolly_hhrlhf_train_small.jsonl"
     found = load(files, path, samples=16, length=512)
