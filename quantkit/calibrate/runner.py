@@ -7,7 +7,7 @@ are on disk where memory has no room for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -69,8 +69,8 @@ class LayerRunner:
                 wanted: Mapping[str, Collection[str]] | None = None) -> dict[str, LayerStats]:
         """Statistics of the inputs of layer ``index``, by the full name of the Linear that they enter.
 
-        Linears that share an input share its statistics too, unless tokens have an importance. An expert's
-        are of the tokens that were sent to it; of one that got none they are zeros.
+        Linears that share an input share its statistics too; a token counts there as it does for them on
+        average. An expert's are of the tokens that were sent to it; of one that got none they are zeros.
 
         Args:
             index: must be :attr:`next`.
@@ -84,13 +84,13 @@ class LayerRunner:
         layer = self._current(index)
         linears = layer.linears()
         names = [name for name in linears if wanted is None or name in wanted]
-        key = {name: name if self._importance else self._shares[name] for name in names}
+        key = {name: self._shares[name] for name in names}
         formed = {key[name] for name in names if wanted is None or "hessian" in wanted[name]}
         observers: dict[str, HessianObserver] = {}
         for name in names:
             if key[name] not in observers:
                 observers[key[name]] = linears[name].observer = HessianObserver(
-                    name, self._importance.get(name) if self._importance else None,
+                    name, self._importance_of([other for other in names if key[other] == key[name]]),
                     linears[name].shape[1] if EXPERT in name else None, key[name] in formed,
                     self._correlation)
         try:
@@ -161,7 +161,7 @@ class LayerRunner:
         if self.next != self._config.num_layers:
             raise ValueError(f"the head was asked for, the hidden states are at {self.next}")
         norm = RMSNorm("model.norm", self._config.hidden_size, self._config, self._weights)
-        observer = HessianObserver(name, self._importance.get(name) if self._importance else None,
+        observer = HessianObserver(name, self._importance_of([name]),
                                    correlation=self._correlation)
         samples = (state for i in range(self._batches) for state in self._states.get(str(i)))
         for sample, x in enumerate(samples):
@@ -171,6 +171,11 @@ class LayerRunner:
             except NonFiniteError as error:
                 raise NonFiniteError(error.tensor, sample=sample, why=error.why) from None
         return observer.result()
+
+    def _importance_of(self, names: Sequence[str]) -> torch.Tensor | None:
+        """Of each token, for Linears that share an input: the mean."""
+        weights = [self._importance[name] for name in names if self._importance and name in self._importance]
+        return torch.stack(weights).mean(0) if weights else None
 
     def _current(self, index: int) -> DecoderLayer:
         if index != self.next:

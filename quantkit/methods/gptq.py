@@ -64,7 +64,7 @@ class GptqOptions(MethodOptions):
     clip_search: bool = True
     refit: int = Field(default=3, ge=0, le=20)
     renamed: ClassVar[Mapping[str, str]] = {"visits": "descent_passes"}
-    descent_passes: int = Field(default=1, ge=0, le=100)
+    descent_passes: int = Field(default=3, ge=0, le=100)
 
 
 def quantize(weight: torch.Tensor, stats: LayerStats | None, spec: QuantSpec,
@@ -90,10 +90,13 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
     """
     assert isinstance(options, GptqOptions)
     begun, results = [], {}
+    factored: dict[int, tuple[HessianFactors | None, tuple[str, ...]]] = {}
     for number, (weight, known) in enumerate(zip(weights, stats, strict=True)):
         require_finite(weight)
         hessian = hessian_of(weight, known)
-        factors, notes = factorize(hessian, options.damp, options.act_order)
+        factors, notes = factored.pop(id(known), None) or factorize(hessian, options.damp, options.act_order)
+        if any(other is known for other in stats[number + 1:]):  # Linears with the same input
+            factored[id(known)] = factors, notes
         if spec.kind == "trellis":
             results[number] = trellis.solve(weight, hessian, factors, spec, options.descent_passes, notes)
             continue
@@ -116,13 +119,13 @@ def together(weights: Sequence[torch.Tensor], stats: Sequence[LayerStats | None]
 
 def _tiled(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors, plain: Grid,
            spec: QuantSpec, options: GptqOptions, notes: tuple[str, ...]) -> Codes:
-    solver = gptq_tiles.TiledSolver(hessian, factors, spec)
-    codes, failed = list[Codes](), True
-    for part in row_parts(weight, spec, TOGETHER):
-        levels, grid, solved = solver.solve(weight[part], plain.rows(part), options.clip_search,
-                                            options.descent_passes, options.refit)
+    parts, codes, failed = row_parts(weight, spec, TOGETHER), list[Codes](), True
+    solved = gptq_tiles.solve(weight, hessian, factors, plain, spec, parts, options.clip_search,
+                              options.descent_passes, options.refit)
+    del factors  # as large as the Hessian
+    for part, (levels, grid, loss) in zip(parts, solved, strict=True):
         rounded = round_to_grid(weight[part], plain.rows(part), spec)
-        worse = ~(solved <= losses(weight[part] - from_grid(rounded, plain.rows(part)), hessian))
+        worse = ~(loss <= losses(weight[part] - from_grid(rounded, plain.rows(part)), hessian))
         codes.append(_merged(levels, grid, rounded, plain.rows(part), worse, spec))
         failed &= bool(worse.all())
     return join(codes, notes + (NO_BETTER,) * failed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from quantkit.formats.dtypes import dtype_name, scale_dtype
@@ -18,73 +20,82 @@ def takes(spec: QuantSpec, device: torch.device) -> bool:
             and columns.by_kernel(device))
 
 
-class TiledSolver:
-    """Solves some rows of a weight ``[out, in]``.
+def solve(weight: torch.Tensor, hessian: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
+          parts: Sequence[slice], clip_search: bool, visits: int,
+          refits: int) -> Iterator[tuple[torch.Tensor, Grid, torch.Tensor]]:
+    """Solve a weight, some rows at a time.
 
     Args:
+        weight: float32 ``[out, in]``.
         hessian: float32 ``[in, in]``.
         factors: of the damped Hessian.
+        plain: the grid of plain rounding, used where there is no search.
         spec: which :func:`takes`.
+        parts: rows that are worked on together.
+        clip_search: search for the groups' ranges.
+        visits, refits: passes of coordinate descent over levels, and visits to every scale.
+
+    Returns:
+        For each part, levels float32 ``[rows, in]``, their grid, and the loss of each row on the damped
+        Hessian, float32 ``[rows]``.
     """
+    begun = [_begin(weight[part], factors, plain.rows(part), spec, clip_search) for part in parts]
+    damping = factors.damping
+    del factors  # as large as what comes now
+    form = damped(hessian, damping)
+    for part in parts:
+        yield _descend(weight[part], *begun.pop(0), form, spec, visits, refits)
 
-    def __init__(self, hessian: torch.Tensor, factors: HessianFactors, spec: QuantSpec) -> None:
-        self._form, self._factors, self._spec = damped(hessian, factors.damping), factors, spec
-        self._costs, self._dtype = column_costs(factors), dtype_name(scale_dtype(spec))
 
-    def solve(self, weight: torch.Tensor, plain: Grid, clip_search: bool, visits: int,
-              refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
-        """Some rows.
+def _begin(weight: torch.Tensor, factors: HessianFactors, plain: Grid, spec: QuantSpec,
+           clip_search: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Levels uint8 ``[tiles, in, 64]``, scales and zeros ``[tiles, groups, 64]``."""
+    size = weight.shape[1] // plain.scale.shape[1]
+    tiled = columns.tiles(weight)
+    if clip_search:
+        scale, zero = columns.search_ranges(tiled, column_costs(factors), size, SHRINKS, spec.bits,
+                                            spec.symmetric, dtype_name(scale_dtype(spec)))
+    else:
+        scale, zero = columns.tiles(plain.scale, 1.0), columns.tiles(plain.zero)
+    order = factors.order
+    tiled = tiled[:, order]
+    solved = columns.solve_columns(tiled, factors.upper, scale, zero, order // size, spec.bits)
+    levels = torch.empty_like(solved, dtype=torch.uint8)
+    levels[:, order] = solved.to(torch.uint8)
+    return levels, scale, zero
 
-        Args:
-            weight: float32 ``[rows, in]``.
-            plain: the grid of plain rounding, used where there is no search.
-            clip_search: search for the groups' ranges.
-            visits, refits: passes of coordinate descent over levels, and visits to every scale.
 
-        Returns:
-            Levels float32 ``[rows, in]``, their grid, and the loss of each row on the damped Hessian,
-            float32 ``[rows]``.
-        """
-        spec, (rows, count) = self._spec, weight.shape
-        size = count // plain.scale.shape[1]
-        tiled = columns.tiles(weight)
-        if clip_search:
-            scale, zero = columns.search_ranges(tiled, self._costs, size, SHRINKS, spec.bits,
-                                                spec.symmetric, self._dtype)
-        else:
-            scale, zero = columns.tiles(plain.scale, 1.0), columns.tiles(plain.zero)
-        order = self._factors.order
-        ordered = columns.solve_columns(tiled[:, order], self._factors.upper, scale, zero, order // size,
-                                        spec.bits)
-        levels = torch.empty_like(ordered)
-        levels[:, order] = ordered
-        del ordered
-        slopes = self._form @ self._off(tiled, levels, scale, zero)
-        if not refits or size <= columns.LARGEST_GROUP:
-            columns.descend_columns(slopes, levels, scale, zero, self._form, spec.bits,
-                                    self._dtype if refits else None, visits, refits)
-        else:
-            self._refit(weight, levels, scale, zero, refits)
-            for _ in range(visits):
-                torch.matmul(self._form, self._off(tiled, levels, scale, zero), out=slopes)
-                columns.descend_columns(slopes, levels, scale, zero, self._form, spec.bits, None, 1, 0)
-                self._refit(weight, levels, scale, zero, refits)
-            torch.matmul(self._form, self._off(tiled, levels, scale, zero), out=slopes)
-        loss = (self._off(tiled, levels, scale, zero) * slopes).sum(1).flatten()[:rows]
-        return (columns.untile(levels, rows),
-                Grid(*(columns.untile(part, rows).contiguous() for part in (scale, zero))), loss)
+def _descend(weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
+             form: torch.Tensor, spec: QuantSpec, visits: int,
+             refits: int) -> tuple[torch.Tensor, Grid, torch.Tensor]:
+    rows, (_, count, _), groups = len(weight), levels.shape, scale.shape[1]
+    tiled, levels = columns.tiles(weight), levels.float()
+    slopes = form @ _off(tiled, levels, scale, zero)
 
-    def _refit(self, weight: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor,
-               refits: int) -> None:
-        rows = len(weight)
-        grid = Grid(columns.untile(scale, rows), columns.untile(zero, rows))
-        better = descend_scales(weight, columns.untile(levels, rows), grid, self._form, self._spec, refits)
+    def descend(dtype: str | None, visits: int, refits: int) -> None:
+        columns.descend_columns(slopes, levels, scale, zero, form, spec.bits, dtype, visits, refits)
+
+    def grid() -> Grid:
+        return Grid(*(columns.untile(part, rows).contiguous() for part in (scale, zero)))
+
+    def refit() -> None:
+        better = descend_scales(weight, columns.untile(levels, rows), grid(), form, spec, refits)
         scale.copy_(columns.tiles(better.scale, 1.0))
+        torch.matmul(form, _off(tiled, levels, scale, zero), out=slopes)
 
-    @staticmethod
-    def _off(tiled: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor,
-             zero: torch.Tensor) -> torch.Tensor:
-        """What the weights are off, ``[tiles, in, 64]``."""
-        tile, groups, rows = scale.shape
-        values = (levels.view(tile, groups, -1, rows) - zero.unsqueeze(2)).mul_(scale.unsqueeze(2))
-        return tiled - values.view(tiled.shape)
+    if not refits or count // groups <= columns.LARGEST_GROUP:
+        descend(dtype_name(scale_dtype(spec)) if refits else None, visits, refits)
+    else:
+        refit()
+        for _ in range(visits):
+            descend(None, 1, 0)
+            refit()
+    loss = _off(tiled, levels, scale, zero).mul_(slopes).sum(1).flatten()[:rows]
+    return columns.untile(levels, rows), grid(), loss
+
+
+def _off(tiled: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """What the weights are off, ``[tiles, in, 64]``."""
+    tile, groups, rows = scale.shape
+    values = (levels.view(tile, groups, -1, rows) - zero.unsqueeze(2)).mul_(scale.unsqueeze(2))
+    return torch.sub(tiled, values.view(tiled.shape), out=values.view(tiled.shape))

@@ -41,8 +41,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
       where its method needs a Hessian, if that is more, ``4 · in²`` for a copy of it, 9 for each
       weight (itself, its levels, codes) and 32 for each of ``TOGETHER``. Small ones that are alike
       (``BATCH``) are one, with a second copy of the Hessians. Beside that are its unit's
-      stored results, and ``4 · in²`` for each input that layers share (for each Linear,
-      where tokens have an importance) and that this or a later one needs;
+      stored results, and ``4 · in²`` for each input that layers share and that this or a later one needs;
     - a *layer is measured*: 4 for every weight of its Linears (float32), those Hessians, and the
       activations of ``BATCH_TOKENS``; or *run* with what is stored, which is there too;
       A transform that changes layers holds one in float32, beside that;
@@ -77,7 +76,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
             largest = max(largest, _outside(row, row.name in needs))
     for unit in units.values():
         plain = 4 * sum(row.shape[0] * row.shape[1] for row in unit) if changed else 0
-        largest = max(largest, plain + _solving(unit, needs, weighed))
+        largest = max(largest, plain + _solving(unit, needs))
     if calibration is None:
         return RUNTIME_BYTES + largest
     tokens, table = calibration.samples * calibration.length, infos[f"{EMBEDDING}.weight"].nbytes
@@ -91,7 +90,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
         if not needs.isdisjoint(row.name for row in unit):
             weights = (4 << changed) * sum(row.shape[0] * row.shape[1] for row in unit)
             packed = sum(row.bytes_after for row in unit)
-            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs, weighed)))
+            largest = max(largest, weights + batch + max(packed, _hessians(unit, needs)))
     solving = max(between + largest, _writing(rows, calibration, config))
     if not weighed:
         return RUNTIME_BYTES + solving
@@ -105,7 +104,7 @@ def peak_bytes(rows: list[PlanRow], needs: set[str], calibration: CalibrationSpe
     return RUNTIME_BYTES + weighing + max(solving, backward)
 
 
-def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
+def _solving(unit: list[PlanRow], needs: set[str]) -> int:
     """While a unit's Linears are solved, some that are alike at a time."""
     peak = packed = 0
     groups = together(unit, needs, BATCH)
@@ -120,14 +119,14 @@ def _solving(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
             working = max(working, copies + 9 * weights + 32 * min(weights, TOGETHER))
         if row.spec and row.spec.rotation:
             working += 4 * weights + (8 * form if row.name in needs else 0)
-        peak = max(peak, packed + working + _hessians(remaining, needs, apart))
+        peak = max(peak, packed + working + _hessians(remaining, needs))
         remaining = remaining[count:]
     return peak
 
 
-def _hessians(unit: list[PlanRow], needs: set[str], apart: bool) -> int:
-    """Bytes of the Hessians of a unit's layers; each has its own, or layers share one."""
-    return sum({row.name if apart else row.shares: 4 * row.shape[1] ** 2
+def _hessians(unit: list[PlanRow], needs: set[str]) -> int:
+    """Bytes of the Hessians of a unit's layers; those with the same input share one."""
+    return sum({row.shares: 4 * row.shape[1] ** 2
                 for row in unit if row.name in needs}.values())
 
 

@@ -343,10 +343,8 @@ def test_predicted_peak_by_hand():
     kept = 10 * HIDDEN + 4 * INTER + 3 * 4 * 16
     backward = max(4 * PER_LAYER + 4 * kept * 64, 4 * VOCAB * HIDDEN + 24 * VOCAB * 64)
     weights = 4 * 4 * 16 * 7 * LAYERS
-    own = shared + 4 * 3 * HIDDEN ** 2  # of k, v and up: each Linear has a Hessian of its own
     assert weighed.peak_bytes == RUNTIME_BYTES + weights + max(
-        states + max(down, both + 4 * (2 * HIDDEN ** 2 + INTER ** 2), run + own),
-        backward)
+        states + max(down, both + 4 * (HIDDEN ** 2 + INTER ** 2), run + shared), backward)
 
 
 def test_hidden_states_need_disk_where_memory_has_no_room_or_another_attempt_takes_them_up():
